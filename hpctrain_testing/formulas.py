@@ -60,7 +60,7 @@ class Cost:
         return Cost(self.messages * times, self.words * times)
 
     def seconds(self, alpha_seconds: float, beta_seconds_per_word: float) -> float:
-        """Seconds on links of that latency and inverse rate."""
+        """Return the seconds on links of that latency and inverse rate."""
         return self.messages * alpha_seconds + self.words * beta_seconds_per_word
 
 
@@ -68,7 +68,7 @@ NOTHING = Cost(0.0, 0.0)
 
 
 def weighted_layers(graph: Graph) -> tuple[WeightedLayer, ...]:
-    """The layers with weights, in forward order. graph: the model lowered for any number of samples."""
+    """Return the layers with weights, in forward order. graph: the model lowered for any number of samples."""
     trained = {0: False}  # by tensor, whether a layer with parameters lies before it
     layers = []
     for node in graph.nodes:
@@ -84,7 +84,7 @@ def weighted_layers(graph: Graph) -> tuple[WeightedLayer, ...]:
 
 
 def _halo(spec: Conv2dSpec, x: Sequence[int]) -> tuple[int, int, int]:
-    """(words of a row, rows that pass a boundary in the one direction that more do, rows in both).
+    """Return (words of a row, rows that pass a boundary in the one direction that more do, rows in both).
 
     Output rows from o on read input rows from o stride - padding on; the first o own ones of the tile begin at o stride. So
     `padding` rows come from above and extent - stride - padding from below.
@@ -95,22 +95,22 @@ def _halo(spec: Conv2dSpec, x: Sequence[int]) -> tuple[int, int, int]:
 
 
 def log2(ranks: int) -> int:
-    """ceil(log2 P), the rounds of a tree over P ranks."""
+    """Return ceil(log2 P), the rounds of a tree over P ranks."""
     return (ranks - 1).bit_length()
 
 
 def gather(words: float, ranks: int) -> Cost:
-    """An allgather, or a reduce-scatter, of so many words in all: log P alpha + (P - 1) / P n beta."""
+    """Return an allgather, or a reduce-scatter, of `words` in all: log P alpha + (P - 1) / P n beta."""
     return Cost(log2(ranks), (ranks - 1) / ranks * words)
 
 
 def batch(layer: WeightedLayer, ranks: int) -> Cost:
-    """2 (alpha log P + beta (P - 1) / P |W|): the sum of the weights' gradients over all ranks; equation 3."""
+    """Return 2 (alpha log P + beta (P - 1) / P |W|): the sum of the weights' gradients over all ranks; equation 3."""
     return gather(layer.weights, ranks) * 2
 
 
 def model(layer: WeightedLayer, samples: float, ranks: int) -> Cost:
-    """alpha log P + beta B (P - 1) / P d, of the outputs, and twice the same of the inputs' gradient, where it is asked for.
+    """Return alpha log P + beta B (P - 1) / P d of the outputs, and twice that of the inputs' gradient, if it is asked for.
 
     The outputs are gathered in forward; the gradient of the inputs is summed over the ranks in backward.
     """
@@ -119,12 +119,12 @@ def model(layer: WeightedLayer, samples: float, ranks: int) -> Cost:
 
 
 def integrated(layer: WeightedLayer, samples: int, rows: int, cols: int) -> Cost:
-    """1.5D: model parallel over Pr ranks that share B / Pc samples, batch parallel over Pc ranks with |W| / Pr weights."""
+    """Return 1.5D: model parallel over Pr ranks that share B / Pc samples, batch parallel over Pc ranks with |W| / Pr weights."""
     return model(layer, samples / cols, rows) + gather(layer.weights / rows, cols) * 2
 
 
 def domain(layer: WeightedLayer, samples: int, rows: int, cols: int) -> Cost:
-    """2 (alpha + beta B / Pc X_w X_c h) for halos of h rows and their gradients, and batch's term over all ranks.
+    """Return 2 (alpha + beta B / Pc X_w X_c h) for halos of h rows and their gradients, and batch's term over all ranks.
 
     Both neighbours' rows travel at the same time, so h is the larger of the two directions, floor(k / 2) of k x k at stride 1.
     """
@@ -133,12 +133,15 @@ def domain(layer: WeightedLayer, samples: int, rows: int, cols: int) -> Cost:
 
 
 def halo_words(layer: WeightedLayer, samples: int, rows: int, cols: int) -> float:
-    """Words that a rank sends in forward for halos, in both directions: the mean over ranks that all have rows enough."""
+    """Return the words that a rank sends in forward for halos, in both directions: the mean over ranks with enough rows."""
     return samples / cols * layer.row_words * layer.boundary_rows * (rows - 1) / rows
 
 
 def layer_cost(layer: WeightedLayer, use: Parallelism, samples: int, rows: int, cols: int) -> Cost:
-    """The closed form of one layer on a grid of rows x cols; of a linear layer under DOMAIN, which has no rows, batch's."""
+    """Return the closed form of one layer on a grid of rows x cols.
+
+    Of a linear layer under DOMAIN, which has no rows, it is batch's.
+    """
     if use is Parallelism.MODEL:
         return integrated(layer, samples, rows, cols)
     if use is Parallelism.DOMAIN:
@@ -147,7 +150,7 @@ def layer_cost(layer: WeightedLayer, use: Parallelism, samples: int, rows: int, 
 
 
 def step_cost(layers: Iterable[WeightedLayer], uses: Mapping[str, Parallelism], samples: int, rows: int, cols: int) -> Cost:
-    """All layers of a network. uses: by the layer's name; BATCH where it does not say."""
+    """Return the cost of all layers of a network. uses: by the layer's name; BATCH by default."""
     total = NOTHING
     for layer in layers:
         total = total + layer_cost(layer, uses.get(layer.name, Parallelism.BATCH), samples, rows, cols)
@@ -155,5 +158,8 @@ def step_cost(layers: Iterable[WeightedLayer], uses: Mapping[str, Parallelism], 
 
 
 def crossover_batch(layer: WeightedLayer) -> float:
-    """The total batch below which pure model moves fewer words than pure batch, 2 |W| / (d_i + 2 d_(i-1)); the same for all P."""
+    """Return the total batch below which pure model moves fewer words than pure batch, 2 |W| / (d_i + 2 d_(i-1)).
+
+    It is the same for all P.
+    """
     return 2 * layer.weights / (layer.outputs + (2 * layer.inputs if layer.passes_back else 0))

@@ -21,7 +21,7 @@ from hpctrain.core.errors import CollectiveMismatchError, ConfigError, OptionErr
 
 
 def check_order(name: str, strategy: Strategy) -> None:
-    """Nothing, where a strategy can add gradients up in the order of shards, or is asked for no order.
+    """Raise unless a strategy can add gradients up in the order of shards, or is asked for no order.
 
     Two levels are no fault: with shards, sums have one level.
 
@@ -56,7 +56,7 @@ def check_order(name: str, strategy: Strategy) -> None:
 
 
 def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
-    """The averager that runs the strategy's schedule, the same on every rank. Collective over `setup.comm`.
+    """Make the averager that runs the strategy's schedule, the same on every rank. Collective over `setup.comm`.
 
     Args:
         stored: of an earlier run; used where it was made for the same strategy, options, parameters and ranks (`accepts`).
@@ -94,7 +94,7 @@ _OF_ARRAYS = (Stream.GRADIENTS, Stream.PARAMETERS)
 def _reaching(
     setup: AveragerSetup, streams: Mapping[Stream, Communicator], sums: GradientSums | None
 ) -> tuple[Mapping[Stream, Communicator], GradientSums | None]:
-    """The streams' communicators, and the sums, that take the arrays of the group, wherever these lie. Collective.
+    """Return the streams' communicators, and the sums, that take the arrays of the group, wherever these lie. Collective.
 
     Sums in 16 bits are rounded on the host: these go by way of it, and so does all else on their communicator, as both have one
     order. By NCCL all arrays go on one communicator, and so in the one order of the schedule: of operations on several ones, two
@@ -118,7 +118,7 @@ def _reaching(
 
 
 def _sums(strategy: Strategy, setup: AveragerSetup, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
-    """The sums of gradients over `comm` where they travel in 16 bits, or are made in the order of shards. Collective."""
+    """Return sums that travel in 16 bits, or keep the order of shards; None: the stream's own. Collective."""
     if setup.gradients is not None:
         return tree_sums_over(comm, setup.gradients.shards, allreduces=allreduces)
     if strategy.rounding is None:
@@ -127,7 +127,7 @@ def _sums(strategy: Strategy, setup: AveragerSetup, comm: Communicator, *, allre
 
 
 def _communicator(comm: Communicator, strategy: Strategy, stream: Stream) -> Communicator:
-    """The communicator of a stream. Collective."""
+    """Return the communicator of a stream. Collective."""
     name = f"{comm.name} {stream}"
     if stream is Stream.NORMS:  # nothing but allreduces, which have one level
         return in_levels(comm, None, name)

@@ -125,7 +125,7 @@ class AllreduceAverager(GradientAverager):
             self.progress.poll()
 
     def end_backward(self) -> None:
-        """Parameters that this step did not use are announced here, with whatever gradient they hold."""
+        """Announce parameters that this step did not use, with whatever gradient they hold."""
         self._settle(self._previous)
         for event in self._step.events.values():
             event.happen()
@@ -141,7 +141,7 @@ class AllreduceAverager(GradientAverager):
         self._settle(self._step)
 
     def _start(self, k: int) -> Handle:
-        """Called by the progress engine when the slice's turn has come: post its sum."""
+        """Post the sum of a slice; called by the progress engine when the slice's turn has come."""
         piece = self.schedule.slices[k]
         if not self._cuts_large:
             return self._sums.iallreduce(self._terms(piece.start, piece.stop))
@@ -167,7 +167,10 @@ class AllreduceAverager(GradientAverager):
         self.optimizer.update(self._segments[k], step.lr, norms)
 
     def _complete_norms(self, step: AllreduceStep, k: int) -> Norms | None:
-        """The norms for the update of a slice: its own (LARS), or all (clipping, several groups), which waits for all sums."""
+        """Return the norms for the update of a slice.
+
+        Its own (LARS), or all (clipping, several groups), which waits for all sums.
+        """
         if step.joint is not None:
             step.joint.complete()
             return step.joint.norms[self._member]
@@ -201,7 +204,7 @@ class AllreduceAverager(GradientAverager):
 
 
 class AllreduceStrategy(Strategy):
-    """One allreduce per slice, in backward's order. A strategy gives `words` and `slices`.
+    """One allreduce per slice, in backward's order. A strategy defines `words` and `slices`.
 
     Attributes:
         cuts_large: a very large slice travels in several operations, posted together.
@@ -214,18 +217,20 @@ class AllreduceStrategy(Strategy):
 
     @abstractmethod
     def words(self) -> str:
-        """The strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
+        """Return the strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
 
     @abstractmethod
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Slices of all parameters, in forward order; each holds whole parameters.
+        """Return slices of all parameters, in forward order; each holds whole parameters.
 
         Args:
-            link: what sizes follow from, as `sizes` says; None where they follow from none.
+            link: what sizes follow from, by `sizes`; None if they follow from none.
         """
 
     def least_elements(self, link: LinkModel | None) -> int:
-        """Least elements of a bucket: by the option `bucket_bytes`, which the options must have, else as the link asks for.
+        """Return the least elements of a bucket.
+
+        By the option `bucket_bytes`, which the options must have; if that is None, the best for the link.
 
         An allreduce has twice the steps and moves twice the bytes of a reduce-scatter, so the best size is the same.
         """
@@ -241,7 +246,7 @@ class AllreduceStrategy(Strategy):
 
     @property
     def levels(self) -> Levels | None:
-        """The levels of sums in 16 bits, by the option `two_level`; all other sums are the MPI's allreduce, which knows nodes."""
+        """The levels of sums in 16 bits, by the option `two_level`; all other sums are the MPI's allreduce, which uses nodes."""
         options = self.options
         in_levels = getattr(options, "two_level", False) and getattr(options, "wire", "float32") != "float32"
         return levels(self.group.nodes) if in_levels and self.group.nodes is not None else None

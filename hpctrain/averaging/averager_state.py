@@ -19,7 +19,7 @@ from hpctrain.nn.parameter import Segment
 
 
 def unique_segments(averager: GradientAverager) -> Iterator[tuple[Segment, dict[str, Array]]]:
-    """Segments that have each element of the group once over the ranks of its averager, with views of their state by name.
+    """Yield segments that have each element of the group once over the ranks, with views of their state by name.
 
     Even shares where every rank has all. Gradients that are kept back are not among the states. Not collective; after `drain`.
     """
@@ -76,7 +76,10 @@ class UndoCopy:
         self._counters: Mapping[str, int] = {}
 
     def _arithmetic_of(self, array: Array) -> Arithmetic:
-        """On where an array lies: what is kept back may be on the host where kernels compute elsewhere."""
+        """Return the arithmetic of an array.
+
+        What is kept back may be on the host although kernels compute elsewhere.
+        """
         return HostArithmetic() if isinstance(array, np.ndarray) else self._group.arithmetic
 
     def keep(self) -> None:

@@ -28,7 +28,7 @@ def strategy_costs(name: str, options: Mapping[str, Any]) -> StrategyCosts:
 
 
 def make_strategy(name: str, options: Mapping[str, Any], group: PlannedGroup) -> Strategy:
-    """The strategy of that name for one group of parameters. Pure.
+    """Make the strategy of that name for one group of parameters. Pure.
 
     Raises:
         ConfigError: an unknown name, an option that is wrong or does not fit the group, norms that the strategy does not add up,

@@ -20,7 +20,6 @@ import numpy as np
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.group_sums import JointNorms, ReadSums, ShardGradients, TreeNorms
-from hpctrain.averaging.lazy_interval import LazyInterval
 from hpctrain.averaging.sixteen_bits import RoundedParameters, Rounding, check_wire
 from hpctrain.averaging.slicing import Sizes, whole_bytes
 from hpctrain.averaging.sufficient_factors import FcExchange
@@ -82,7 +81,7 @@ def check_sizes(sizes: Sizes, **by_hand: int | None) -> None:
 
 
 def words_of_sizes(sizes: Sizes) -> str:
-    """The words that the option adds to those that a stored schedule is known by; sizes by rule, the default, add nothing."""
+    """Return the words that the option adds to a stored schedule's request: none for sizes by rule, the default."""
     return ", sizes measured" if sizes == "measured" else ""
 
 
@@ -94,7 +93,7 @@ class AveragerSetup:
         group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank updates, and owns it.
         comm: the group of ranks that hold these parameters. progress: the process's progress engine.
         norms: of all groups, where the network has several; None where this one has all parameters.
-        interval: of lazy averaging, where the network has several groups that must share it.
+        shared: what the strategy's averagers of all groups share (`Strategy.shared`).
         transport: of arrays that lie on a device; of others there is nothing to choose.
         gradients: of this rank's shards, where sums are added in their order; None: the rank has one gradient.
     """
@@ -104,12 +103,12 @@ class AveragerSetup:
     comm: Communicator
     progress: ProgressEngine
     norms: JointNorms | None = None
-    interval: LazyInterval | None = None
+    shared: Any = None
     transport: Transport = "staged"
     gradients: ShardGradients | None = None
 
     def own_norms(self, parts: Iterable[Interval]) -> Norms | None:
-        """The norms of this group alone, where it has all parameters and its optimiser needs some; else None.
+        """Return the norms of this group alone if it has all parameters and its optimiser needs some; else None.
 
         Args:
             parts: of all ranks, the elements that one of them adds up at once.
@@ -119,7 +118,7 @@ class AveragerSetup:
         return Norms(self.group) if self.gradients is None else TreeNorms(self.group, parts)
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
-        """Elements [start, stop) of the gradient, as they are summed over ranks: one array, or several in a fixed order."""
+        """Return elements [start, stop) of the gradient as ranks sum them: one array, or several in a fixed order."""
         return self.group.grad[start:stop] if self.gradients is None else self.gradients.terms(start, stop)
 
 
@@ -147,9 +146,9 @@ class GradientAverager(ABC):
 
     Attributes:
         schedule: the operations of a step, as they are now; None where a strategy has no schedule.
-        pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None where there is
-            none. It is empty at the start, and a checkpoint without it says just that. Only its sum over the holders is applied,
-            so a run on other ranks goes on with the sum.
+        pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None if there is
+            none. It is empty at the start, and in a checkpoint without it. Only its sum over the holders is applied, so a run on
+            other ranks continues with the sum.
         gradients: of this rank's shards, which passes add up; None: passes are added one after another.
         gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
             None: every rank updates all.
@@ -161,7 +160,7 @@ class GradientAverager(ABC):
         complete_parameters: waits until all parameters hold the values of this step, including those that its forward did not
             use.
         rounded: the exact values and rounding errors that this rank owns, if parameters travel in 16 bits; else None.
-        counted: gives owned segments that have each element of the group once over the ranks of `comm`, with views of their
+        counted: returns owned segments that have each element of the group once over the ranks of `comm`, with views of their
             state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
         holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
     """
@@ -197,58 +196,66 @@ class GradientAverager(ABC):
 
     @abstractmethod
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """A step starts; its update will use learning rate `lr`. counts: the step's samples on each rank of `comm`."""
+        """Begin a step, whose update uses learning rate `lr`. counts: the step's samples on each rank of `comm`."""
 
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
-        """True where the gradients of a linear layer (weight, and bias if any) are made from exchanged inputs and errors.
+        """Return whether the gradients of a linear layer are made from exchanged inputs and errors.
+
+        Its parameters are the weight, and the bias if any.
 
         Fixed at set-up from the nominal global batch; such a layer's parameters are not announced by `grad_ready`.
         """
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:  # noqa: B027  most take gradients only
-        """Forward: x (N, in) of a layer that gives sufficient factors; copied before this returns. May post, must not wait."""
+        """Take x (N, in) of a layer with sufficient factors, in forward. Copies it; may post, must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:  # noqa: B027
-        """Backward, before the input's gradient: dy (N, out) of such a layer; copied before this returns."""
+        """Take dy (N, out) of such a layer, in backward before the input's gradient. Copies it; may post, must not wait."""
 
     @abstractmethod
     def grad_ready(self, parameter: Parameter) -> None:
-        """`parameter.grad` is final on this rank, once per step (the last micro-batch). May post, must not wait."""
+        """Note that `parameter.grad` is final on this rank, once per step (the last micro-batch). May post, must not wait."""
 
     def data_free(self, parameter: Parameter) -> None:  # noqa: B027
-        """Backward no longer reads `parameter.data`. Nothing writes it before: updates and posted receives included."""
+        """Note that backward no longer reads `parameter.data`.
+
+        Nothing writes it before: neither updates nor posted receives.
+        """
 
     @abstractmethod
     def end_backward(self) -> None:
-        """All gradients of the step are announced."""
+        """Note that all gradients of the step are announced."""
 
     @abstractmethod
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
-        """Wait until these parameters hold the values of this step. Nobody reads them earlier."""
+        """Wait until these parameters hold the values of this step. They are not read earlier."""
 
     @abstractmethod
     def drain(self) -> None:
         """Complete everything everywhere: before evaluation, checkpoint and hash. Collective."""
 
     def owned(self) -> Sequence[Segment]:
-        """The parts of the group that this rank updates, and whose optimiser state it holds. All of it, unless sharded."""
+        """Return the segments that this rank updates, and whose optimiser state it holds: all of the group, unless sharded."""
         return self.group.segments
 
     def changed(self) -> Sequence[Array]:
-        """Flat arrays of this rank that steps change and later ones go on from, each element in one of them; always the same."""
+        """Return flat arrays of this rank that steps change and later steps depend on; each element is in one of them.
+
+        The arrays are the same ones in every call.
+        """
         owned = (segment for segment in self.owned() if segment.size)
         return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
 
     def undone(self) -> None:  # noqa: B027  most have nothing else
-        """The last step was undone: what `changed` and `counters` gave before it is in place again. The same on every rank."""
+        """Note that the last step was undone, on every rank: the arrays of `changed` and the counters are as before it."""
 
     def held_gradients(self) -> Mapping[str, Array]:
-        """By parameter, gradients of earlier steps that this rank still keeps back from every update. None, by default."""
+        """Return, by parameter, gradients of earlier steps that this rank keeps back from every update. None, by default."""
         return {}
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """The optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
+        """Return the optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
 
         Those of `by_holder` are (holders, size) instead. Collective where the state is sharded; here it is a view of what this
         rank holds.
@@ -257,11 +264,14 @@ class GradientAverager(ABC):
         return {name: self.group.arithmetic.to_host(values) for name, values in state.items()}
 
     def state_names(self, parameter: Parameter) -> Collection[str]:
-        """The names that `load_state` takes for a parameter; it is given all of them. Collective where the state is sharded."""
+        """Return the names that `load_state` takes for a parameter, which is given all of them.
+
+        Collective where the state is sharded.
+        """
         return tuple(self.full_state(parameter))
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's part of one parameter's whole state, as `full_state` gave it."""
+        """Take this rank's part of one parameter's whole state, as `full_state` returned it."""
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
@@ -269,18 +279,18 @@ class GradientAverager(ABC):
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
     def counters(self) -> dict[str, int]:
-        """Numbers by name, the same on every rank, that later steps depend on beside what they are given. After `drain`."""
+        """Return numbers by name, the same on every rank, that later steps depend on besides their arguments. After `drain`."""
         return self.optimizer.counters()
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take what `counters` gave; names that are missing, as in a checkpoint of another strategy, start as in a new run."""
+        """Take what `counters` returned; missing names, as in a checkpoint of another strategy, start as in a new run."""
         self.optimizer.load_counters(counters)
 
 
 def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
-    """Gradients (as many as kept them back, ...) as `holders` go on with them: each its own, or the first one their sum.
+    """Distribute gradients that were kept back, (previous holders, ...): to each holder its own, or to the first one their sum.
 
-    Zeros behind those of `holders` are of nobody: a checkpoint has them where other parts of a parameter have more holders.
+    Zeros after those of `holders` belong to no rank: a checkpoint has them where other parts of a parameter have more holders.
     """
     if len(kept_back) == holders or (len(kept_back) > holders and not kept_back[holders:].any()):
         return kept_back[:holders]
@@ -291,13 +301,13 @@ def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group of parameters on so many ranks: all that a schedule follows from, beside a strategy's options and a link.
+    """A group of parameters on a number of ranks: all that a schedule follows from, besides a strategy's options and a link.
 
     Attributes:
         layout: the parameters' sizes and places. ranks: P, of the ranks that hold them.
         nodes: the node of each rank; None: unknown. nominal_batch: samples of a step over all ranks; None: unknown.
         micro_batches: passes that a rank splits a step into. norms_needed: the norms that updates are made with.
-        several_groups: the network has other groups beside this one, as some layers are split over a split group.
+        several_groups: the network has other groups, as some layers are split over a split group.
         momentum: of the optimiser; 0 where it has none.
         names: of all parameters of the network, in forward order; None: those of this group are all.
         on_host: arrays lie where the host computes, so that it may take inputs and errors of layers without waiting.
@@ -383,7 +393,7 @@ class StrategyCosts:
         return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
 
     def hidden_seconds(self, program_seconds: float) -> float:
-        """Return the time of messages that adds nothing to a program of so many seconds."""
+        """Return the time of messages that adds nothing to a program of `program_seconds`."""
         return (1 - self.exposed_share) * program_seconds
 
 
@@ -391,7 +401,7 @@ class Strategy(ABC):
     """One strategy for one group of parameters. All but `averager` is pure: the same answer on every rank, and without any.
 
     A strategy of your own is one class in a module of its name in `averaging/strategies`. The short way is to derive from
-    `AllreduceStrategy`, which sums slices of the gradients, and to say what the slices are:
+    `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
 
         class Halves(AllreduceStrategy):
             '''Two allreduces, of half of the parameters each.'''
@@ -403,17 +413,17 @@ class Strategy(ABC):
                 return fused(self.group.layout, (self.group.layout.size + 1) // 2)
 
     `ReduceScatterStrategy` does the same for a reduce-scatter, an update by the owner and an allgather. A strategy with another
-    protocol derives from `Strategy` and gives its own `GradientAverager` in `averager`.
+    protocol derives from `Strategy` and returns its own `GradientAverager` from `averager`.
 
     Args:
         options: an instance of `Options`; None: the defaults.
 
     Attributes:
         Options: a frozen dataclass of the options that a configuration may give, which checks them in `__post_init__`. A
-            constructor without the keyword `options` takes them as keywords beside `group`.
-        adds_norms: adds up the norms that LARS and clipping need; refused beside these where it does not.
+            constructor without the keyword `options` takes them as keywords next to `group`.
+        adds_norms: adds up the norms that LARS and clipping need; refused together with these if it does not.
         sums_shards: adds up gradients and nothing else, each once per step, so that their order may be that of shards.
-        streams: the communicators that it posts on, beside the group's own.
+        streams: the communicators that it posts on, besides the group's own.
 
     Raises:
         ConfigError: options that do not fit the group.
@@ -455,11 +465,11 @@ class Strategy(ABC):
         return StrategyCosts((OperationKind.ALLREDUCE,), whole_bytes, 1.0, gradients=getattr(options, "wire", "float32"))
 
     def request(self) -> str | None:
-        """The words for what a stored schedule must have been made for; None where the strategy has no schedule."""
+        """Return the words for what a stored schedule must have been made for; None if the strategy has no schedule."""
         return None
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule | None:
-        """The schedule of the first steps; None where the strategy has none.
+        """Return the schedule of the first steps; None if the strategy has none.
 
         Args:
             link: None where no size or order follows from it.
@@ -467,19 +477,19 @@ class Strategy(ABC):
         return None
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Whether a stored schedule fits: the same strategy, options and parameters on as many ranks."""
+        """Return whether a stored schedule fits: the same strategy, options and parameters on as many ranks."""
         return stored is not None and (stored.request, stored.ranks) == (self.request(), self.group.ranks)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Whether something follows from a measured link that a usable stored schedule, if any, does not say."""
+        """Return whether something follows from a measured link that a usable stored schedule, if any, does not contain."""
         return False
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Whether a link that is measured is to say what an operation takes of a core, too."""
+        """Return whether measuring the link includes the time that an operation takes of a core."""
         return False
 
-    def interval(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval | None:
-        """The interval of averaging that the averagers of a network's groups share; None where all average in every step.
+    def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> Any:
+        """Return a state that the averagers of all groups of a network share, such as an interval; None: there is none.
 
         Collective over `comm`.
 
@@ -494,5 +504,5 @@ class Strategy(ABC):
 
 
 def words_of_shards(shards: int | None) -> str:
-    """The words that shards add to those that a stored schedule is known by; without them nothing is added."""
+    """Return the words that shards add to a stored schedule's request: none without shards."""
     return "" if shards is None else f", exact {shards} shards"

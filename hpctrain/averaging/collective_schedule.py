@@ -92,11 +92,11 @@ class CollectiveSchedule:
     rounding: Rounding | None = None
 
     def digest(self) -> str:
-        """SHA-256 over everything, hexadecimal."""
+        """Return the SHA-256 of everything, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As text that `from_json` reads; a slice and an operation per line, for people."""
+        """Return the text that `from_json` reads; a slice and an operation per line, for people."""
         values = asdict(self)
         values["slices"] = [
             {_STORED_KEYS.get(key, key): value for key, value in piece.items() if (key, value) not in _LEFT_OUT}
@@ -115,7 +115,7 @@ class CollectiveSchedule:
 
     @staticmethod
     def from_json(text: str) -> CollectiveSchedule:
-        """The schedule that `to_json` wrote.
+        """Return the schedule that `to_json` wrote.
 
         Raises:
             CheckpointError: the text is no schedule.
@@ -134,7 +134,7 @@ class CollectiveSchedule:
             ) from error
 
     def text(self, operation: Operation) -> str:
-        """The operation and what it moves, as messages and traces name it."""
+        """Return the name of an operation and what it moves, for messages and traces."""
         if operation.slice == ALL_SLICES:
             return str(operation.kind)
         piece = self.slices[operation.slice]
@@ -144,7 +144,7 @@ class CollectiveSchedule:
         return f"{operation.kind} of {piece.parameters[0] if of_layer else piece.name}"
 
     def lines(self) -> list[str]:
-        """Every operation with its slice, and the window, as one line each: what ranks compare where digests differ."""
+        """Return every operation with its slice, and the window, as one line each: what ranks compare if digests differ."""
         lines = [f"{self.request}, {self.ranks} ranks, window {self.window}"]
         for operation in self.operations:
             where = ""
@@ -159,7 +159,7 @@ class CollectiveSchedule:
         return lines
 
     def exchanged(self, rank: int, samples: Sequence[int]) -> Mapping[OperationKind, int]:
-        """Elements that a rank exchanges with others in a step, by kind, in integers; norms left out.
+        """Return the elements that a rank exchanges with others in a step, by kind, in integers; without norms.
 
         An element and its position count as two. Those of compressed slices are as many as in a step that has warmed up.
 
@@ -184,9 +184,9 @@ class CollectiveSchedule:
         return elements
 
     def exchanged_by_rank(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Elements that each rank exchanges with others in a step, of all kinds; norms left out.
+        """Return the elements that each rank exchanges with others in a step, of all kinds; without norms.
 
-        The same as the sums of `exchanged`, in a time that grows as the operations and the ranks do, one beside the other.
+        The same as the sums of `exchanged`, in a time that grows with the sum of operations and ranks.
 
         Args:
             samples: of the step, by rank.
@@ -210,13 +210,16 @@ class CollectiveSchedule:
         return tuple(n + count * m for n, count, m in zip(of_rank.by_rank(), samples, per_sample, strict=True))
 
     def exchanged_bytes_by_rank(self, samples: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-        """Bytes of the same. item_bytes: of an element; the position of one has 4."""
+        """Return the bytes that each rank exchanges with others in a step.
+
+        item_bytes: of an element; the position of one has 4.
+        """
         elements, pairs = self.exchanged_by_rank(samples), self._pairs_by_rank().by_rank()
         full = (item_bytes * n + (INDEX_BYTES - item_bytes) * m for n, m in zip(elements, pairs, strict=True))
         return tuple(n_bytes - less for n_bytes, less in zip(full, self._saved_by_rank(item_bytes), strict=True))
 
     def _saved_by_rank(self, item_bytes: int) -> Sequence[int]:
-        """Bytes by which rounded messages are shorter."""
+        """Return the bytes by which rounded messages are shorter."""
         saved = np.zeros(self.ranks, np.int64)
         rounding = self.rounding
         if rounding is None or self.ranks == 1:
@@ -235,7 +238,7 @@ class CollectiveSchedule:
         return [int(less) for less in saved]
 
     def _pairs_by_rank(self) -> _Elements:
-        """Elements of compressed slices that each rank exchanges together with their positions."""
+        """Return the elements of compressed slices that each rank exchanges together with their positions."""
         pairs = _Elements(self.ranks)
         for operation in self.operations:
             if operation.kind is OperationKind.SPARSE:
@@ -246,7 +249,7 @@ class CollectiveSchedule:
         return pairs
 
     def table(self) -> str:
-        """For people: position, stream, operation, slice, elements, priority."""
+        """Return a table for people: position, stream, operation, slice, elements, priority."""
         rows = [("#", "stream", "operation", "slice", "elements", "order")]
         for position, operation in enumerate(self.operations):
             rows.append((str(position), operation.stream.value, operation.kind.value, *self._cells(operation)))
@@ -263,7 +266,7 @@ class CollectiveSchedule:
         return "\n".join([head, *aligned])
 
     def _cells(self, operation: Operation) -> tuple[str, str, str]:
-        """Slice, elements and order of an operation, for the table."""
+        """Return slice, elements and order of an operation, for the table."""
         if operation.slice == ALL_SLICES:
             return "all", "", ""
         piece = self.slices[operation.slice]
@@ -280,17 +283,20 @@ class _Elements:
         self._less = [0] * (ranks + 1)
 
     def add_not_owned(self, units: int, weight: int, copies: int = 1) -> None:
-        """`weight` times the units that a rank does not own; the first ranks may own one more, `copies` neighbours the same."""
+        """Add `weight` times the units that a rank does not own.
+
+        The first ranks may own one more, `copies` neighbours the same.
+        """
         least, longer = divmod(units, (len(self._less) - 1) // copies)
         self.add_by_limit(weight * (units - least), longer * copies, -weight)
 
     def add_by_limit(self, elements: int, limit: int, more: int) -> None:
-        """So many elements of each rank, and `more` of those below a limit."""
+        """Add `elements` to each rank, and `more` to the ranks below a limit."""
         self.of_all += elements
         self._less[limit] -= more
 
     def add(self, other: _Elements, weight: int) -> None:
-        """Each rank's of another sum, `weight` times."""
+        """Add another sum, `weight` times."""
         self.of_all += weight * other.of_all
         self._less = [less + weight * one for less, one in zip(self._less, other._less, strict=True)]
 
@@ -302,7 +308,7 @@ class _Elements:
 
 
 def _exchanged_pairs(piece: Slice, owned: int) -> int:
-    """Elements of a part of a compressed slice that its owner exchanges with the other nodes."""
+    """Return the elements of a part of a compressed slice that its owner exchanges with the other nodes."""
     assert piece.compression is not None
     return (piece.compression.nodes - 1) * piece.compression.kept(owned)
 
@@ -323,7 +329,7 @@ _LEAST_SLICES_OF_A_GROUP = 2
 
 
 def norm_groups(layout: GroupLayout, slices: Sequence[Slice]) -> tuple[int, ...]:
-    """The first slice of each group, ascending.
+    """Return the first slice of each group, ascending.
 
     Groups are filled from the last slice to the first, as backward completes them, with two slices each at least, and with an
     eighth of all elements or half of those that are left; only the front-most may stay smaller. No parameter is in two of
@@ -347,7 +353,10 @@ def norm_groups(layout: GroupLayout, slices: Sequence[Slice]) -> tuple[int, ...]
 
 
 def slices_of_groups(starts: Sequence[int], count: int) -> Mapping[int, range]:
-    """By first slice, the slices of each group. starts: ascending, or `ALL_SLICES` alone. count: of all slices."""
+    """Return, by first slice, the slices of each group.
+
+    starts: ascending, or `ALL_SLICES` alone. count: of all slices.
+    """
     if tuple(starts) == (ALL_SLICES,):
         return {ALL_SLICES: range(count)}
     assert all(0 <= low < high for low, high in pairwise((*starts, count))), "groups of norms are in order, and hold slices"
@@ -355,7 +364,7 @@ def slices_of_groups(starts: Sequence[int], count: int) -> Mapping[int, range]:
 
 
 def covered_slices(schedule: CollectiveSchedule) -> Mapping[int, range]:
-    """By the slice of each operation of norms, the slices whose parameters' norms it completes."""
+    """Return, by the slice of each operation of norms, the slices whose parameters' norms it completes."""
     starts = sorted(operation.slice for operation in schedule.operations if operation.kind is OperationKind.NORMS)
     covered = slices_of_groups(starts, len(schedule.slices)) if starts else {}
     names = [{name for k in group for name in schedule.slices[k].parameters} for group in covered.values()]
@@ -397,16 +406,16 @@ class Dependencies:
 
 
 def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
-    """Those of each operation, by position.
+    """Return the dependencies of each operation, by position.
 
     An operation that sums a slice needs its gradients (or its layer's inputs, or errors). It writes where the sums of the step
     before are used until their slices are gathered, so it comes after these gathers. The largest elements of a compressed slice
     are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need the sums of the
     slices whose parameters they are of, and are written where updates of the step before read them until these slices are
     gathered; a step may leave out a slice, so that its sum does not say so. A gather writes the parameters, so it needs that
-    backward has read them for the last time, beside the sums of its slice and, if any, the norms of its parameters.
+    backward has read them for the last time, besides the sums of its slice and, if any, the norms of its parameters.
     """
-    summing: dict[int, list[int]] = {}  # by slice, the operations that give its sum
+    summing: dict[int, list[int]] = {}  # by slice, the operations that make its sum
     covered = covered_slices(schedule)
     norms: dict[int, int] = {}  # by slice, the position of its parameters' norms
     needs: list[Dependencies] = []

@@ -5,14 +5,12 @@ ranks.
 
 `JointNorms` completes norms over several groups of parameters: split layers lie in blocks on several ranks, and clipping needs
 all groups. Every rank adds up squares of what it owns, or of its share of what every rank holds; each element of the network,
-wherever its copies are, counts on one rank of all. So one small allreduce per step over all ranks completes every norm of
-every
+wherever its copies are, counts on one rank of all. So one small allreduce per step over all ranks completes every norm of every
 group.
 
 `TreeNorms` are norms whose bits depend on no rank and on no size of slices: sums of squares of fixed blocks, added in one
 order. The elements of a parameter that lie between two multiples of `NORM_BLOCK` in the flat buffers are one term, which one
-rank sums up alone: parts of slices end at such multiples. The terms of a parameter are added in a tree (`summation_tree`):
-each
+rank sums up alone: parts of slices end at such multiples. The terms of a parameter are added in a tree (`summation_tree`): each
 rank adds what it has, the places of others hold zeros, so that a sum over ranks changes nothing, and all ranks add the rest in
 the tree's order.
 
@@ -75,7 +73,7 @@ class JointStep:
     _contributions: Sequence[LocalEvent]
 
     def contribute(self, member: int) -> None:
-        """The member's squares of what is its own are in place. Never waits."""
+        """Note that the member's squares of what is its own are in place. Never waits."""
         self._contributions[member].happen()
 
     def complete(self) -> None:
@@ -114,11 +112,11 @@ class JointNorms:
         self._steps = 0
 
     def member(self, group: FlatGroup) -> int:
-        """The place of a group among the members."""
+        """Return the place of a group among the members."""
         return next(member for member, other in enumerate(self._groups) if other is group)
 
     def begin_step(self, member: int) -> JointStep:
-        """The step that this member begins: every member begins one before any begins the next. Queues the message.
+        """Begin this member's step, and queue the message. Every member begins one before any begins the next.
 
         May wait for the message of the step before last: a rank that updates nothing has never waited for it.
         """
@@ -145,7 +143,7 @@ class JointNorms:
 
 
 def fill_share(norms: Norms, group: FlatGroup, comm: Communicator, names: Sequence[str]) -> None:
-    """Squares of this rank's share of the named parameters, of which every rank of `comm` holds the whole sums."""
+    """Write the squares of this rank's share of the named parameters, whose sums every rank of `comm` holds."""
     norms.squares[...] = 0.0
     for name in names:
         segment = group.segment(name)
@@ -218,12 +216,12 @@ def _add_terms(terms: list[float], steps: Sequence[TreeAddition]) -> None:
 
 
 def _term_count(whole: Segment) -> int:
-    """Terms of a parameter."""
+    """Return the number of terms of a parameter."""
     return -(-whole.stop // NORM_BLOCK) - whole.start // NORM_BLOCK if whole.size else 0
 
 
 def _terms_of_part(whole: Segment, part: Segment) -> Interval:
-    """The terms of a parameter that a part of it is made of."""
+    """Return the terms of a parameter that a part of it consists of."""
     first = whole.start // NORM_BLOCK
     assert part.start == whole.start or part.start % NORM_BLOCK == 0, f"{part} begins inside of a term"
     assert part.stop == whole.stop or part.stop % NORM_BLOCK == 0, f"{part} ends inside of a term"
@@ -231,7 +229,7 @@ def _terms_of_part(whole: Segment, part: Segment) -> Interval:
 
 
 def _elements_of_term(whole: Segment, term: int) -> Interval:
-    """The elements [start, stop) of the flat buffers in one term of a parameter."""
+    """Return the elements [start, stop) of the flat buffers in one term of a parameter."""
     start = (whole.start // NORM_BLOCK + term) * NORM_BLOCK
     return max(whole.start, start), min(whole.stop, start + NORM_BLOCK)
 
@@ -248,7 +246,7 @@ class ShardGradients:
 
     Args:
         group: the parameters. shards: those of this rank among the ranks that average the group.
-        homes: gradients are written where `home` says, so that what waits need not be copied.
+        homes: gradients are written to `buffer_for`, so that what waits need not be copied.
 
     Attributes:
         shards: as given.
@@ -268,7 +266,7 @@ class ShardGradients:
         self._added = dict.fromkeys(group.parameters, 0)
 
     def _places(self) -> dict[int, int]:
-        """By the place of a shard whose sum waits for others, the number of the buffer that it waits in: the first free one."""
+        """Return, by the place of a shard whose sum waits for others, the number of the first free buffer, in which it waits."""
         numbers: dict[int, int] = {}
         taken: set[int] = set()
         for place in range(self.shards.count - 1):
@@ -279,19 +277,19 @@ class ShardGradients:
         return numbers
 
     def buffer_for(self, parameter: Parameter, place: int) -> Array:
-        """The place that the gradient of one parameter over a shard is to be written to, in the parameter's shape."""
+        """Return where the gradient of one parameter over a shard is to be written, in the parameter's shape."""
         if self._homes and place in self._number_of:
             return self._waiting(place, parameter).reshape(parameter.grad.shape)
         return parameter.grad
 
     def start(self) -> None:
-        """A step begins: nothing is added up."""
+        """Begin a step: nothing is added up."""
 
     def end_pass(self) -> None:
-        """Nothing is left to do."""
+        """End a pass over a shard. No-op."""
 
     def add(self, parameter: Parameter, place: int) -> None:
-        """The gradient of one parameter over a shard that is not the last: as soon as it is there, shards in order."""
+        """Add the gradient of one parameter over a shard that is not the last, as soon as it is there. Shards come in order."""
         self._count(parameter, place)
         arithmetic = self._group.arithmetic
         value: Array = parameter.grad.reshape(-1)
@@ -311,13 +309,16 @@ class ShardGradients:
         return self._buffers[self._number_of[place]][segment.start : segment.stop]
 
     def complete(self, parameter: Parameter) -> None:
-        """The gradient of one parameter over the last shard takes what was added up before it."""
+        """Add what was added up before to the gradient of one parameter over the last shard."""
         self._count(parameter, self.shards.count - 1)
         for step in self._after[-1]:
             self._group.arithmetic.add(parameter.grad.reshape(-1), self._waiting(step.left, parameter))
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
-        """Elements [start, stop) of this rank's terms of the sums over ranks: one array, or several in the tree's order."""
+        """Return elements [start, stop) of this rank's terms of the sums over ranks.
+
+        One array, or several in the tree's order.
+        """
         last = self._group.grad[start:stop]
         if not self._kept:
             return last

@@ -1,5 +1,8 @@
 """The order in which slices travel: from measured times, by simulating one link; the order of operations changes no bit.
 
+`StepClock` measures at which times of a step gradients become ready and parameters are needed, `over_ranks` makes those of a
+typical rank of them, the same on every rank, and `best_order` simulates the link with them.
+
 `SliceTraffic` has the slices that share the link, and how long each takes: gradients, factors or the largest elements, in full
 or rounded.
 """
@@ -11,11 +14,161 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
 
 from hpctrain.averaging.sixteen_bits import Rounding, wire_bytes
 from hpctrain.averaging.slicing import INDEX_BYTES, Slice, layer_slices
-from hpctrain.averaging.step_times import Times
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core.intervals import even
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds since a step's begin, of the compute alone: what a rank waited is taken out.
+
+    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is released. needed: when
+    forward reads it; empty where that is unknown. end_seconds: when backward ends.
+    """
+
+    ready: Mapping[str, float]
+    free: Mapping[str, float]
+    needed: Mapping[str, float] = field(default_factory=dict)
+    end_seconds: float = 0.0
+
+    def longest_gap(self) -> float:
+        """Return the longest time between two gradients that become ready one after the other, in seconds."""
+        return max((later - earlier for earlier, later in pairwise(sorted(self.ready.values()))), default=0.0)
+
+    def late(self) -> Times:
+        """Return the times as if all became ready one gradient later.
+
+        What a single queue sends next must be ready then, or everything after it waits.
+        """
+        later = self.longest_gap()
+        ready, free = ({name: at + later for name, at in times.items()} for times in (self.ready, self.free))
+        return Times(ready, free, self.needed, self.end_seconds)
+
+    def looks(self) -> list[float]:
+        """Return the instants at which the program surely polls, ascending: where a parameter's part of the work ends."""
+        read = (self.end_seconds + at for at in self.needed.values())  # of the next step
+        return sorted({*self.ready.values(), *self.free.values(), *read})
+
+    @staticmethod
+    def unknown(parameters: Sequence[str]) -> Times:
+        """Return times of a backward in which each parameter takes 1 s, from the last one to the first.
+
+        Data is released when backward ends.
+        """
+        last = float(len(parameters))
+        ready = {name: last - position for position, name in enumerate(parameters)}
+        return Times(ready, dict.fromkeys(parameters, last + 1.0))
+
+    def to_array(self, parameters: Sequence[str]) -> np.ndarray:
+        """Return float64 (3 n + 1,), of n parameters: ready, free, needed (NaN if unknown), then the end."""
+        of_kinds = (of_kind.get(name, np.nan) for of_kind in (self.ready, self.free, self.needed) for name in parameters)
+        return np.array([*of_kinds, self.end_seconds])
+
+    @staticmethod
+    def from_array(parameters: Sequence[str], values: np.ndarray) -> Times:
+        """Return the times that `to_array` wrote."""
+        *of_kinds, end_seconds = values.tolist()
+        ready, free, needed = (
+            {name: at for name, at in zip(parameters, of_kind, strict=True) if not math.isnan(at)}
+            for of_kind in np.reshape(of_kinds, (3, len(parameters))).tolist()
+        )
+        return Times(ready, free, needed, end_seconds)
+
+
+def upper_medians(seconds: np.ndarray) -> np.ndarray:
+    """Return (events,) from (ranks, events): of each event the upper median over the ranks that know it; NaN if none does.
+
+    Of two ranks it is the later one, as a collective starts when both have posted it; of many no odd one matters, be it a rank
+    that something disturbed while it measured. A maximum would follow that one, and a mean in part.
+    """
+    ordered = np.sort(seconds, axis=0)  # NaN last
+    known = np.count_nonzero(~np.isnan(seconds), axis=0)
+    medians: np.ndarray = np.take_along_axis(ordered, known[np.newaxis] // 2, axis=0)[0]
+    return medians
+
+
+class StepClock:
+    """Times of reading, of ready gradients and of released data: seconds of compute since the step's begin, medians over steps.
+
+    Waits are taken out: what hides under them would otherwise be planned as if it cost time.
+    """
+
+    def __init__(self, progress: ProgressEngine) -> None:
+        self._progress = progress
+        self._on = False
+        self._begin = 0.0
+        self._ready: dict[str, list[float]] = {}
+        self._free: dict[str, list[float]] = {}
+        self._needed: dict[str, list[float]] = {}
+        self._ends: list[float] = []
+
+    def begin(self, on: bool) -> None:
+        """Begin a step. on: it is measured."""
+        self._on = on
+        self._begin = self._compute_seconds()
+
+    def needed(self, name: str) -> None:
+        """Note that forward reads a parameter."""
+        if len(self._needed.get(name, ())) == len(self._ends):  # the first of several micro-batches
+            self._note(self._needed, name)
+
+    def ready(self, name: str) -> None:
+        """Note that a gradient is announced."""
+        self._note(self._ready, name)
+
+    def free(self, name: str) -> None:
+        """Note that backward has released a parameter's data."""
+        self._note(self._free, name)
+
+    def end(self, names: Sequence[str]) -> None:
+        """Note that backward has ended, and with it what was not announced."""
+        for name in names:
+            for times in (self._ready, self._free):
+                if self._on and len(times.get(name, ())) < max(map(len, times.values()), default=1):
+                    self._note(times, name)
+        if self._on:
+            self._ends.append(self._compute_seconds() - self._begin)
+
+    def times(self) -> Times:
+        """Return the medians over the measured steps, of which there must be at least one."""
+        ready, free, needed = (
+            {name: median(seconds) for name, seconds in times.items()} for times in (self._ready, self._free, self._needed)
+        )
+        return Times(ready, free, needed, median(self._ends))
+
+    def _note(self, times: dict[str, list[float]], name: str) -> None:
+        if self._on:
+            times.setdefault(name, []).append(self._compute_seconds() - self._begin)
+
+    def _compute_seconds(self) -> float:
+        return self._progress.now() - self._progress.waited_seconds
+
+
+def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress: ProgressEngine) -> Times:
+    """Return the times of a typical rank (`upper_medians`), from those of all ranks. Collective; the same bits on every rank.
+
+    Args:
+        times: measured on this rank. names: of the parameters, the same on every rank.
+        comm: all ranks that order their operations alike; nothing else is under way on it.
+    """
+    measured = times.to_array(names)
+    counts = even(measured.size, comm.size)  # each rank looks at a share of the events, so that none holds those of all ranks
+    share = np.empty((comm.size, counts[comm.rank]))
+    progress.wait_handle(
+        comm.ialltoall(measured, share.reshape(-1), counts, [counts[comm.rank]] * comm.size), "times of all ranks"
+    )
+    typical = np.empty(measured.size)
+    progress.wait_handle(comm.iallgather(upper_medians(share), typical, counts), "times of a typical rank")
+    return Times.from_array(names, typical)
 
 
 @dataclass(frozen=True)
@@ -36,7 +189,10 @@ class SliceTraffic:
     norms: Sequence[range] = ()
 
     def reduce_seconds(self, piece: Slice, link: LinkModel) -> float:
-        """Seconds until a slice's sum is where it is used: reduced, or made from errors; in a node and across, if compressed."""
+        """Return the seconds until a slice's sum is where it is used.
+
+        It is reduced, or made from errors; if compressed, within a node and then across nodes.
+        """
         if piece.compression is not None:
             nodes, per_node = piece.compression.nodes, self.ranks // piece.compression.nodes
             message = piece.compression.kept(piece.owned_size(0, self.ranks)) * (self.item_bytes + INDEX_BYTES)
@@ -47,7 +203,7 @@ class SliceTraffic:
         return link.allgather_seconds(wire_bytes(piece.size, self.item_bytes, self.rounding.gradients), self.ranks)
 
     def gather_seconds(self, piece: Slice, link: LinkModel) -> float:
-        """Seconds of the allgather of a slice's parameters: of all ranks, or of a node's, if it is compressed."""
+        """Return the seconds of the allgather of a slice's parameters: of all ranks or, if compressed, of a node's."""
         n_bytes = wire_bytes(piece.size, self.item_bytes, self.rounding.parameters)
         return link.allgather_seconds(n_bytes, self.ranks // piece.copies)
 
@@ -56,7 +212,7 @@ class SliceTraffic:
 Urgency = Callable[[int, float, bool], tuple[float, ...]]
 
 # Two streams, each in an order of its own, err on different sides. A reduction whose gradient comes later than planned holds up
-# all behind it while the link idles: so one overtakes others only where they would still wait on a link that is faster than the
+# all after it while the link idles: so one overtakes others only where they would still wait on a link that is faster than the
 # measured one, and hides all latencies. A gather whose sum comes later than planned holds up those of front layers: so late
 # layers' go before them only where a slower link would have the sum in time.
 _FASTER = 1.5
@@ -64,26 +220,26 @@ _SLOWER = 1.25
 
 
 def front_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Front layers first; within a layer reductions first."""
+    """Order by layer, front ones first; within a layer reductions first."""
     return (order, gather, ready)
 
 
 def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Reductions as they become ready, then gathers, front layers first."""
+    """Order reductions as they become ready, then gathers, front layers first."""
     return (True, order) if gather else (False, ready)
 
 
 class LinkSimulation:
     """One link, one transfer at a time, the most urgent one that is ready; it idles only where nothing should start.
 
-    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data let go. A gather does not start where
+    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data free. A gather does not start where
     the next gradient would find it under way for longer than `overrun_seconds`: a reduction that comes late may hold up the next
     forward. Deterministic; ties go by position.
 
     Norms, where some gathers need them, are a message after the last reduction of their slices, and seen half a gradient later.
 
     Args:
-        looks: instants at which the program looks at messages, ascending; behind the last it looks all the time. A gather starts
+        looks: instants at which the program looks at messages, ascending; after the last it looks all the time. A gather starts
             one look after that which finds its sum complete, as it moves once all ranks have posted it and looked again. Empty:
             it looks all the time, and a gather starts at the instant at which its sum is complete.
     """
@@ -114,7 +270,7 @@ class LinkSimulation:
         self._gathered = [0.0] * len(slices)  # when each slice has been gathered
 
     def stall_seconds(self) -> float:
-        """After `order`: how long the next forward waits for parameters in all, where times say when it reads them."""
+        """Return, after `order`, how long the next forward waits for parameters in all, if times say when it reads them."""
         latest: dict[str, float] = {}
         for piece, at in zip(self._slices, self._gathered, strict=True):
             for name in (*piece.parameters, *piece.replicated):
@@ -125,7 +281,7 @@ class LinkSimulation:
         return stall
 
     def order(self) -> list[tuple[int, bool]]:
-        """(slice, whether it is its gather) in the order in which they are sent."""
+        """Return (slice, whether it is its gather) in the order in which they are sent."""
         ready = ((self._latest(self._times.ready, self._slices[k]), k) for k, members in enumerate(self._together) if members)
         self._reductions = sorted(ready, reverse=True)
         self._unsummed = {group: len(group) for group in self._norms.values()}
@@ -147,7 +303,7 @@ class LinkSimulation:
         return sent
 
     def _sum(self, k: int, now: float) -> None:
-        """A slice is reduced: it may be gathered, or all that wait for the same norms may."""
+        """Note that a slice is reduced: it may be gathered, or all that wait for the same norms may."""
         group = self._norms.get(k)
         if group is None:
             self._may_gather(k, now)
@@ -157,7 +313,7 @@ class LinkSimulation:
             self._may_gather(member, now + self._norms_seconds)
 
     def _may_gather(self, k: int, summed: float) -> None:
-        """Let a summed slice be gathered once its data is let go and the program has looked again."""
+        """Let a summed slice be gathered once its data is released and the program has looked again."""
         at = max(summed, self._latest(self._times.free, self._slices[k]))
         if self._looks and at <= self._looks[-1]:
             at = self._looks[min(bisect_left(self._looks, at) + 1, len(self._looks) - 1)]
@@ -184,7 +340,10 @@ class LinkSimulation:
 def best_order(
     traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency, looks: Sequence[float] = ()
 ) -> list[tuple[int, bool]]:
-    """The order that exposes least, of a few: gathers under backward never hold up a gradient, or do for so long at most."""
+    """Return the order that exposes least, of a few.
+
+    Gathers under backward never hold up a gradient, or do for a limited time.
+    """
     gap = times.longest_gap() if times.needed else 0.0
     orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order): the first of equals is taken
     for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
@@ -195,7 +354,9 @@ def best_order(
 
 
 def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency) -> list[tuple[int, bool]]:
-    """An order of reductions and one of gathers, which are on streams of their own, in one list: each gather after what it needs.
+    """Return an order of reductions and one of gathers, which are on streams of their own, merged in one list.
+
+    Each gather comes after what it needs.
 
     Reductions go as over a link at its best, gathers as over one at its worst, one look late.
     """
@@ -207,7 +368,7 @@ def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgen
 
 
 def _merged(traffic: SliceTraffic, reductions: Sequence[int], gathers: Sequence[int]) -> list[tuple[int, bool]]:
-    """Both orders in one, gathers as early as they may: behind their slice's reduction, and those that norms need."""
+    """Return both orders in one, gathers as early as possible: after their slice's reduction, and those that norms need."""
     reduced_by = {member: k for k in reductions for member in layer_slices(traffic.slices, k)}
     group_of = {k: group for group in traffic.norms for k in group}
     place = {k: position for position, k in enumerate(reductions)}

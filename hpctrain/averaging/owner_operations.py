@@ -110,7 +110,7 @@ class OwnerOperations:
             self.sums[k] = self.group.arithmetic.zeros(end - begin, self.group.dtype)
 
     def _places(self, slices: range) -> tuple[range, slice]:
-        """Slices whose norms travel together, with the places of their parameters in the norms, which no others have."""
+        """Return slices whose norms travel together, with the places of their parameters in the norms, which no others have."""
         if len(slices) == len(self.schedule.slices):
             return slices, slice(None)
         places = {segment.parameter: place for place, segment in enumerate(self.group.segments)}
@@ -119,7 +119,9 @@ class OwnerOperations:
         return slices, slice(min(covered), max(covered) + 1)
 
     def takes_part(self, operation: Operation, update: StepUpdate) -> bool:
-        """Whether a step that leaves out some slices posts an operation: norms, if they are those of any other slice.
+        """Return whether a step that leaves out some slices posts an operation.
+
+        Norms are posted if they are those of any other slice.
 
         Or if those of several groups travel together: the others wait for this group's, of whatever takes part.
         """
@@ -148,14 +150,14 @@ class OwnerOperations:
                 return self.sum_slice(operation.slice)
 
     def sum_slice(self, k: int) -> Handle:
-        """Post the sum of a slice's gradient over the ranks, of which each gets its part."""
+        """Post the sum of a slice's gradient over the ranks, each of which gets its part."""
         if self.comm.size == 1:
             return Complete()
         piece = self.schedule.slices[k]
         return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self.sums[k], self._counts[k])
 
     def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
-        """Squares of what is owned here; their sum over the ranks, unless all groups' travel together."""
+        """Add up squares of what is owned here and post their sum over the ranks, unless all groups' travel together."""
         norms = update.norms
         assert norms is not None
         slices, places = self._covered[operation.slice]
@@ -194,12 +196,12 @@ class OwnerOperations:
         return (*self._own[k], *self._replicated[k])
 
     def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
-        """Owned segments that have each element of the group once over the ranks, with views of their state."""
+        """Return owned segments that have each element of the group once over the ranks, with views of their state."""
         segments = (segment for k in range(len(self.schedule.slices)) for segment in self._counted(k))
         return [(segment, self.owned_state(segment)) for segment in segments]
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
-        """The segments of a slice that count on this rank: of elements that several ranks update, on one of them."""
+        """Return the segments of a slice that count on this rank: elements that several ranks update count on one of them."""
         counted = () if self.comm.rank % self.schedule.slices[k].copies else self._own[k]
         return (*counted, *self._replicated[k]) if self._counts_replicated else counted
 
@@ -234,7 +236,10 @@ class OwnerOperations:
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 
     def full_state(self, name: str, progress: ProgressEngine) -> dict[str, np.ndarray]:
-        """The optimiser's state of one whole parameter, 1-D, by name, from its owners. Collective; while nothing is queued."""
+        """Return the optimiser's state of one whole parameter, 1-D, by name, from its owners.
+
+        Collective; while nothing is queued.
+        """
         segment, comm = self.group.segment(name), self.comm
         if any(segment in segments for segments in self._replicated):
             return self._state(segment)
@@ -242,7 +247,7 @@ class OwnerOperations:
         whole = {key: np.empty(segment.size, values.dtype) for key, values in self._state(segment.part(0, 0)).items()}
         for piece in (self.schedule.slices[k] for k in self.touching[name]):
             owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
-            # Of ranks that own the same part the first gives it.
+            # Of ranks that own the same part the first one sends it.
             counts = [0 if rank % piece.copies else part.size for rank, part in enumerate(owned)]
             begin = max(segment.start, piece.start) - segment.start
             state = self._state(owned[comm.rank])
@@ -255,7 +260,7 @@ class OwnerOperations:
         """Gather all slices as their owners have them, never rounded. Collective; while nothing is queued."""
         comm = self.comm
         for k, piece in enumerate(self.schedule.slices if comm.size > 1 else ()):
-            # Of ranks that own the same part the first gives it.
+            # Of ranks that own the same part the first one sends it.
             counts = [0 if rank % piece.copies else count for rank, count in enumerate(_by_rank(piece, comm.size))]
             begin, end = piece.part(comm.rank, comm.size)
             # The sum of the last step is in the gradient: its buffer is free, and none has to be made.
@@ -267,15 +272,15 @@ class OwnerOperations:
             progress.wait_handle(handle, f"parameters of {piece.name}")
 
     def owned_state(self, segment: Segment) -> dict[str, Array]:
-        """Views of the state of an owned segment, or of one without elements."""
+        """Return views of the state of an owned segment, or of one without elements."""
         rounded = {} if self.rounded is None else self.rounded.state(segment)
         return {**self._optimizer.state(segment), **rounded}
 
     def _state(self, segment: Segment) -> dict[str, np.ndarray]:
-        """The same on the host."""
+        """Return the state of an owned segment on the host."""
         return {key: self.group.arithmetic.to_host(view) for key, view in self.owned_state(segment).items()}
 
 
 def _by_rank(piece: Slice, ranks: int) -> list[int]:
-    """Elements that each rank owns of a slice."""
+    """Return the elements that each rank owns of a slice."""
     return [piece.owned_size(rank, ranks) for rank in range(ranks)]

@@ -42,11 +42,10 @@ from hpctrain.averaging.collective_schedule import (
     slices_of_groups,
 )
 from hpctrain.averaging.group_sums import NORM_BLOCK
-from hpctrain.averaging.link_simulation import SliceTraffic, Urgency, best_order
+from hpctrain.averaging.link_simulation import SliceTraffic, StepClock, Times, Urgency, best_order, over_ranks
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.sixteen_bits import Rounding, words_of_rounding
 from hpctrain.averaging.slicing import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
-from hpctrain.averaging.step_times import StepClock, Times, over_ranks
 from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
 from hpctrain.comm.base import Array
 from hpctrain.comm.groups import Levels, levels
@@ -82,10 +81,10 @@ class ReduceScatterAverager(GradientAverager):
     Args:
         exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
         order: the ranks of `comm` as the streams count them; None: as `comm` does.
-        replan: gives the schedule in another order, from times measured in the first steps; None: its order stays.
+        replan: returns the schedule in another order, from times measured in the first steps; None: its order stays.
         operations: of the schedule; None: those of `OwnerOperations`.
 
-    A subclass may leave slices out of a step (`left_out_slices`), and give operations of its own.
+    A subclass may leave slices out of a step (`left_out_slices`), and have operations of its own.
 
     Attributes:
         operations: what each operation of the schedule posts and computes. queues: by stream, where they are posted.
@@ -229,7 +228,7 @@ class ReduceScatterAverager(GradientAverager):
             self._happens(EventKind.LAST_READ, parameter.name)
 
     def end_backward(self) -> None:
-        """Parameters that this step did not use are announced here, with whatever gradient they hold."""
+        """Announce parameters that this step did not use, with whatever gradient they hold."""
         assert self.step is not None, "begin_step comes first"
         events = self.step.events
         for name in [name for name, event in events[EventKind.INPUTS].items() if not event.done]:
@@ -282,12 +281,12 @@ class ReduceScatterAverager(GradientAverager):
         return self.operations.owned
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """The optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
+        """Return the optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
         return self.operations.full_state(parameter.name, self.progress)
 
 
 def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:
-    """Each operation, with what it comes after and its text: made once, as every step posts the same."""
+    """Return each operation with what it comes after and its text; made once, as every step posts the same."""
     operations = zip(schedule.operations, dependencies(schedule), strict=True)
     return [(operation, needs, schedule.text(operation)) for operation, needs in operations]
 
@@ -322,7 +321,7 @@ class ReduceScatterStrategy(Strategy):
                 f"or set fc_exchange to auto or never.",
                 "fc_exchange",
             )
-        two_level = chosen.two_level and group.shards is None  # the order of shards knows no nodes
+        two_level = chosen.two_level and group.shards is None  # the order of shards is independent of nodes
         self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
         # In two levels a node counts as one rank: the rule is about what crosses its link.
         links = group.ranks if self._levels is None else self._levels.nodes
@@ -347,11 +346,13 @@ class ReduceScatterStrategy(Strategy):
 
     @abstractmethod
     def words(self) -> str:
-        """The strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
+        """Return the strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
 
     @abstractmethod
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        """Elements of a slice: neighbours are fused until they have the first, what has more than the second is cut.
+        """Return the elements of a slice, least and most.
+
+        Neighbours are fused until they have the first number; what has more than the second is cut.
 
         link: the measured one or, by default, that of the rule.
         """
@@ -362,13 +363,13 @@ class ReduceScatterStrategy(Strategy):
         """The key by which a link chooses among what it could send: the least goes first."""
 
     def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
-        """(slice, whether it is its gather) as they are to be sent."""
-        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all behind it waits
+        """Return (slice, whether it is its gather) in the order in which they are to be sent."""
+        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all after it waits
             times = times.late()
         return best_order(traffic, times, link, self.urgency)
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        """Most operations in flight on each stream; None: no limit."""
+        """Return the most operations in flight on each stream; None: no limit."""
         return None
 
     # -- the plan --------------------------------------------------------------------------------------------------------------
@@ -396,7 +397,7 @@ class ReduceScatterStrategy(Strategy):
         return f"{words}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Also, the optimiser still needs the norms that it has, or still none: it may have got, or lost, an option."""
+        """Return whether a stored schedule fits, and has the norms that the optimiser needs: an option may have changed."""
         if stored is None or not super().accepts(stored):
             return False
         norms = [operation.slice for operation in stored.operations if operation.kind is OperationKind.NORMS]
@@ -405,11 +406,11 @@ class ReduceScatterStrategy(Strategy):
         return norms == ([ALL_SLICES] if self.group.needs_norms else [])
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """For an order that is still to be planned by measured times, too."""
+        """Return whether a measured link is needed, also for an order that is still to be planned by measured times."""
         return self.replans(usable) or (usable is None and self.options.sizes == "measured")
 
     def replans(self, schedule: CollectiveSchedule | None) -> bool:
-        """Whether the operations of a schedule are still to be ordered by measured times."""
+        """Return whether the operations of a schedule are still to be ordered by measured times."""
         return self.options.replan and not (schedule is not None and schedule.timed)
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
@@ -419,7 +420,7 @@ class ReduceScatterStrategy(Strategy):
         return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, window, rounding=self.rounding)
 
     def replan(self, schedule: CollectiveSchedule, times: Times, link: LinkModel | None) -> CollectiveSchedule:
-        """The same slices in the order that follows from measured times. No bit of any sum changes."""
+        """Return the same slices in the order that follows from measured times. No bit of any sum changes."""
         operations = self.operations(schedule.slices, times, link)
         window = self.window(schedule.slices, link, times)
         return replace(schedule, operations=operations, window=window, timed=True)
@@ -463,13 +464,15 @@ class ReduceScatterStrategy(Strategy):
 def operations_in_order(
     slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, norms: Sequence[int] = ()
 ) -> tuple[Operation, ...]:
-    """A step of reductions and gathers: inputs in forward's order, then what a link sends, norms between the two where needed.
+    """Return a step of reductions and gathers.
+
+    Inputs in forward's order, then what a link sends, norms between the two where needed.
 
     Args:
         sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients,
             but norms of some slices only, which have their own.
-        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, behind the last reduction. Else
-            every gather in `sent` must stand behind the last reduction of those whose norms travel with its own.
+        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, after the last reduction. Else
+            every gather in `sent` must stand after the last reduction of those whose norms travel with its own.
     """
     first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
     exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])
@@ -491,7 +494,7 @@ def operations_in_order(
 
 
 def _with_norms(slices: Sequence[Slice], order: Sequence[Operation], starts: Sequence[int]) -> list[Operation]:
-    """The operations, and norms of each group of slices right behind the last of its reductions."""
+    """Return the operations, and norms of each group of slices right after the last of its reductions."""
     groups = slices_of_groups(starts, len(slices))
     start_of = {k: start for start, group in groups.items() for k in group}
     unsummed = {start: len(group) for start, group in groups.items()}

@@ -1,17 +1,14 @@
 """Numbers in 16 bits: their codes, how gradients and parameters travel in them, and the bytes that this saves.
 
-`Cast16` sends arrays in 16 bits an element: half of the bytes of float32, a quarter of those of float64. Numbers are rounded
-to
+`Cast16` sends arrays in 16 bits an element: half of the bytes of float32, a quarter of those of float64. Numbers are rounded to
 nearest even by integer arithmetic: NumPy knows no bfloat16, and its own rounding to float16 takes twenty times as long where
 results are denormal.
 
 `Rounding` says how gradients and parameters travel: as they are, or rounded. Pure data.
 
 `RoundedParameters`: where parameters travel rounded, every rank computes with the rounded ones, and owners keep what rounding
-took away. The optimiser updates exact values: an owner adds the error to its part before an update, and takes it out again
-when
-it rounds what it sends. Both are exact, as the difference of a number and its nearest 16-bit one is a number of the
-parameters'
+took away. The optimiser updates exact values: an owner adds the error to its part before an update, and takes it out again when
+it rounds what it sends. Both are exact, as the difference of a number and its nearest 16-bit one is a number of the parameters'
 own dtype.
 """
 
@@ -121,7 +118,7 @@ class Float16Codes(Codes):
 
 
 class OddRounding:
-    """float64 to float32 such that a second rounding, to fewer digits, gives what a single one would have given.
+    """float64 to float32 such that a second rounding, to fewer digits, has the result of a single one.
 
     An inexact result is that of its two neighbours whose last bit is odd (Boldo and Melquiond, IEEE Trans. Comput. 2008), so
     that it never lies on the border between two shorter numbers.
@@ -201,20 +198,20 @@ class Cast16(Compressor):
                 np.subtract(block, self._decoded(message, codes), out=block)
 
     def _blocks(self, values: np.ndarray, message: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(elements, their codes) block by block."""
+        """Yield (elements, their codes) block by block."""
         codes = message[self._header :].view(np.uint16)
         for start in range(0, self.size, _BLOCK):
             yield values[start : start + _BLOCK], codes[start : start + _BLOCK]
 
     def _exponent(self, values: np.ndarray) -> int:
-        """The exponent of the scale of a message; 0 where there is nothing to be scaled, or no finite largest element."""
+        """Return the exponent of a message's scale; 0 if there is nothing to scale, or no finite largest element."""
         largest = max(float(values.max()), -float(values.min())) if self.size else 0.0
         if largest == 0 or not math.isfinite(largest):
             return 0
         return min(_LARGEST_EXPONENT + 1 - math.frexp(largest)[1], _LARGEST_SCALE_EXPONENT[self.dtype.name])
 
     def _narrowed(self, block: np.ndarray, scale: float) -> np.ndarray:
-        """A block times the scale as float32 that rounds to 16 bits as the block itself does."""
+        """Return a block times the scale, as float32 that rounds to 16 bits as the block itself does."""
         if scale != 1:
             block = np.multiply(block, self.dtype.type(scale), out=self._full[: block.size])
         if self._rounding is None:
@@ -224,7 +221,7 @@ class Cast16(Compressor):
         return narrowed
 
     def _decoded(self, message: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """The values of codes, without the scale."""
+        """Return the values of codes, without the scale."""
         values = self._single[: codes.size]
         self._codes.decode(codes, values)
         if not self._header:
@@ -246,7 +243,7 @@ class Rounding:
     Attributes:
         gradients, parameters: how they travel in reduce-scatters and allreduces, and in allgathers.
         per_node: ranks of a node that sum gradients in full precision before these cross nodes; 1: everything is rounded.
-        cuts_allreduces: large ones travel in several operations, as `parts_of` says.
+        cuts_allreduces: large ones travel in several operations, by `parts_of`.
     """
 
     gradients: Wire = "float32"
@@ -255,40 +252,40 @@ class Rounding:
     cuts_allreduces: bool = False
 
     def sent_share(self, item_bytes: int) -> float:
-        """Bytes of a gradient on its way over those in memory, of which an element has `item_bytes`."""
+        """Return the bytes of a gradient on its way over those in memory, where an element has `item_bytes`."""
         return 1.0 if self.gradients == "float32" else SIXTEEN_BITS / item_bytes
 
     def saved_by_reduction(self, counts: Sequence[int], item_bytes: int) -> np.ndarray:
-        """Bytes less that each rank exchanges in a reduce-scatter of parts of `counts` elements; int64, by rank."""
+        """Return the bytes less that each rank exchanges in a reduce-scatter of parts of `counts` elements; int64, by rank."""
         saved = [_saved_bytes(count, item_bytes, self.gradients) for count in counts]
         nodes = len(saved) // self.per_node  # ranks of one number on all nodes are neighbours
         return np.concatenate([_of_others(saved[begin : begin + nodes]) for begin in range(0, len(saved), nodes)])
 
     def saved_by_allreduce(self, size: int, ranks: int, item_bytes: int) -> np.ndarray:
-        """As `saved_by_reduction`, in an allreduce of `size` elements, whose sums are gathered in 16 bits, too."""
+        """Return the same of an allreduce of `size` elements, whose sums are gathered in 16 bits, too."""
         saved = np.zeros(ranks, np.int64)
         for begin, end in parts_of(size, item_bytes, ranks) if self.cuts_allreduces else [(0, size)]:
             saved += 2 * self.saved_by_reduction(even(end - begin, ranks), item_bytes)
         return saved
 
     def saved_by_gather(self, counts: Sequence[int], item_bytes: int) -> np.ndarray:
-        """As `saved_by_reduction`, in an allgather of parameters."""
+        """Return the same of an allgather of parameters."""
         return _of_others([_saved_bytes(count, item_bytes, self.parameters) for count in counts])
 
 
 def _of_others(by_rank: Sequence[int]) -> np.ndarray:
-    """The sum of all ranks' numbers but its own, for each rank."""
+    """Return, for each rank, the sum of all other ranks' numbers."""
     numbers = np.array(by_rank, np.int64)
     return np.sum(numbers) - numbers
 
 
 def _saved_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
-    """Bytes by which a message of so many elements is shorter."""
+    """Return the bytes by which a message of `elements` numbers is shorter."""
     return elements * item_bytes - wire_bytes(elements, item_bytes, wire)
 
 
 def wire_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
-    """Bytes of a message of so many elements, which have `item_bytes` each in memory."""
+    """Return the bytes of a message of `elements` numbers, which have `item_bytes` each in memory."""
     if wire == "float32" or not elements:
         return elements * item_bytes
     return SIXTEEN_BITS * elements + _header_bytes(wire)
@@ -296,12 +293,12 @@ def wire_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
 
 @cache
 def _header_bytes(wire: Bits16) -> int:
-    """Bytes of a message beside its numbers."""
+    """Return the bytes of a message besides its numbers."""
     return Cast16(0, "float32", wire).message_size
 
 
 def caster(wire: Wire) -> Caster | None:
-    """The compressors of messages; None where numbers travel as they are."""
+    """Return the compressors of messages; None if numbers travel as they are."""
     return None if wire == "float32" else partial(Cast16, bits=wire)
 
 
@@ -319,7 +316,7 @@ def check_wire(**values: Wire) -> None:
 
 
 def words_of_rounding(rounding: Rounding | None) -> str:
-    """The words that it adds to those that a stored schedule is known by; none where nothing is rounded."""
+    """Return the words that rounding adds to a stored schedule's request; none if nothing is rounded."""
     if rounding is None:
         return ""
     parameters = "" if rounding.parameters == "float32" else f", wire_parameters {rounding.parameters}"
@@ -408,7 +405,7 @@ class RoundedParameters:
         return of_slices
 
     def add_squares(self, norms: Norms, k: int, segments: Sequence[Segment]) -> None:
-        """As `Norms.add_partial` for this rank's part of a slice, but with its exact values."""
+        """Add the squares of this rank's part of a slice, as `Norms.add_partial` does, but with its exact values."""
         begin, end = self._parts[k]
         exact = self._exact[: end - begin]
         self._group.arithmetic.copy(exact, self._group.data[begin:end])
@@ -421,7 +418,7 @@ class RoundedParameters:
             norms.squares[norms.index[segment.parameter]] += self._group.arithmetic.square_sums((weights, gradient))
 
     def state(self, segment: Segment) -> dict[str, np.ndarray]:
-        """{"parameter_error": view} of an owned segment of a part, or of an empty one; empty for what every rank updates."""
+        """Return {"parameter_error": view} of an owned segment of a part, or of an empty one; {} for what every rank updates."""
         if not segment.size:
             return {PARAMETER_ERROR: self._exact[:0]}
         view = self._of_segment.get(segment.start)

@@ -1,7 +1,6 @@
 """Slices: which elements of a flat group travel together, and how large they are. Pure data, the same on every rank.
 
-Sizes follow from bytes, ranks, a link's alpha and beta, and what an operation costs a core. They decide which numbers are
-added
+Sizes follow from bytes, ranks, a link's alpha and beta, and what an operation costs a core. They decide which numbers are added
 first, so a repeated run needs the same ones: by default they follow by rule, from bytes and ranks. What is measured then
 decides the order of operations only, which changes no bit.
 """
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.top_k import kept_at
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import ConfigError
@@ -26,7 +24,7 @@ from hpctrain.nn.parameter import GroupLayout, Segment
 _LEAST_ROWS = 32
 #: of one parameter; five times as many as the largest layer of the catalogue has with the smallest slices that are usual
 _MOST_SLICES = 10_000
-#: of an element's position, which travels beside its value where a slice is compressed
+#: of an element's position, which travels with its value if a slice is compressed
 INDEX_BYTES = 4
 
 
@@ -44,7 +42,7 @@ class Compression:
     density: float
 
     def kept(self, size: int, density: float | None = None) -> int:
-        """Elements that a node sends of a part of `size`: at least one, where there are any.
+        """Return the elements that a node sends of a part of `size`: at least one, if there are any.
 
         Args:
             density: another one than in the end, as in the first steps.
@@ -93,13 +91,13 @@ class Slice:
         return 1 if self.compression is None else self.compression.nodes
 
     def counts(self, ranks: int) -> tuple[int, ...]:
-        """Elements of the parts: whole units or blocks, as even as can be, the first ones having one more."""
+        """Return the elements of the parts: whole units or blocks, as even as possible, the first ones having one more."""
         if self.block > 1:
             return tuple(self.owned_size(rank, ranks) for rank in range(ranks))
         return tuple(self.unit * units for units in even(self.units, ranks // self.copies))
 
     def part(self, rank: int, ranks: int) -> tuple[int, int]:
-        """[start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
+        """Return [start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
         if self.block > 1:
             first, last = self.start // self.block, -(-self.stop // self.block)
             begin, end = (self.block * (first + bound) for bound in even_interval(last - first, ranks, rank))
@@ -108,18 +106,18 @@ class Slice:
         return self.start + self.unit * begin, self.start + self.unit * end
 
     def owned_size(self, rank: int, ranks: int) -> int:
-        """Elements of one rank's part."""
+        """Return the number of elements of one rank's part."""
         begin, end = self.part(rank, ranks)
         return end - begin
 
 
 def per_parameter(layout: GroupLayout) -> tuple[Slice, ...]:
-    """One slice per parameter, empty ones left out, in forward order."""
+    """Return one slice per parameter, empty ones left out, in forward order."""
     return tuple(_joined((segment,)) for segment in layout.segments if segment.size)
 
 
 def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apart: Collection[str] = ()) -> tuple[Slice, ...]:
-    """Neighbours joined, from the last parameter to the first, until a slice has `least` elements; in forward order.
+    """Join neighbours, from the last parameter to the first, until a slice has `least` elements; return them in forward order.
 
     Backward reaches the last parameter first, so only the front-most slice of a run stays smaller than `least`.
 
@@ -140,7 +138,7 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apar
 
 
 def cut(layout: GroupLayout, slices: Sequence[Slice], most: int, block: int = 1) -> tuple[Slice, ...]:
-    """The same elements in slices of at most `most`: a larger one becomes even pieces. Slices of exchanged layers stay whole.
+    """Cut slices into even pieces of at most `most` elements. Slices of exchanged layers stay whole.
 
     block: slices are cut at multiples of it in the flat buffers, so that some have up to a block more, and so are their parts.
 
@@ -165,7 +163,9 @@ def cut(layout: GroupLayout, slices: Sequence[Slice], most: int, block: int = 1)
 def sufficient_factor_slices(
     layout: GroupLayout, weight: str, replicated: Sequence[str], ranks: int, most: int
 ) -> tuple[Slice, ...]:
-    """The slices of a linear layer (K, M) that exchanges inputs and errors: of each, rank r owns whole rows of the weight.
+    """Return the slices of a linear layer (K, M) that exchanges inputs and errors.
+
+    Of each slice, rank r owns whole rows of the weight.
 
     Slices have at most `most` elements, but enough rows for a product. All but the last have a multiple of `ranks` rows, so
     each rank owns as many rows in all as if there were one slice.
@@ -199,7 +199,10 @@ def _check_count(name: str, count: int) -> None:
 
 
 def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
-    """Positions of all slices that exchange the same inputs and errors as slice k does, in order; itself, where it is no such."""
+    """Return the positions, in order, of all slices that exchange the same inputs and errors as slice k does.
+
+    For other slices it is k alone.
+    """
     if not slices[k].sufficient_factors:
         return (k,)
     layer = slices[k].parameters
@@ -207,7 +210,10 @@ def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
 
 
 def _runs(layout: GroupLayout, leave_out: Collection[str], apart: Collection[str]) -> Iterator[list[Segment]]:
-    """Maximal lists of neighbouring segments without the ones left out, and of those apart or of others only."""
+    """Yield maximal lists of neighbouring segments that may share a slice.
+
+    Those left out are in none; those apart are with each other only.
+    """
     run: list[Segment] = []
     for segment in layout.segments:
         left_out = segment.parameter in leave_out
@@ -238,7 +244,7 @@ def _piece(layout: GroupLayout, whole: Slice, start: int, stop: int) -> Slice:
 
 
 def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:
-    """The group's parameters, and which exchange inputs and errors, in one short word."""
+    """Return one short word for the group's parameters and for which of them exchange inputs and errors."""
     text = repr([(one.parameter, one.start, one.stop, one.parameter in exchanging) for one in layout.segments])
     return f"parameters {hashlib.sha256(f'{layout.dtype} {text}'.encode()).hexdigest()[:16]}"
 
@@ -253,17 +259,12 @@ _LEAST_BUCKET_BYTES = 1 << 14
 # Above some 32 MB an MPI may allocate, and touch again, what it needs for a collective each time.
 _LARGEST_BYTES = 1 << 24
 _LEAST_PART_BYTES = 1 << 20
-# A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times what latency asks for.
+# A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times the best size for latency.
 _LARGEST_IN_BUCKETS = 4
-# Between two polls of the messages, where it has not been measured: a large operator of a network for images.
-_OPERATOR_SECONDS = 0.02
-_LEAST_WINDOW = 4
-# A message needs several polls on both sides, for its handshake and its end.
-_POLLS = 3
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
-    """The size of fused slices that a step exposes least with; a power of two.
+    """Return the size of fused slices with which a step exposes least; a power of two.
 
     k slices of n / k bytes cost k (P - 1) alpha in latency, and the last one, which backward cannot hide, (P - 1) / P n / k beta.
     The sum is least at slices of sqrt(n P alpha / beta) bytes.
@@ -275,7 +276,7 @@ def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
 
 
 def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: LinkModel | None) -> tuple[int, int]:
-    """Least elements of fused slices, and the number above which one is cut.
+    """Return the least elements of fused slices, and the number above which one is cut.
 
     Args:
         bucket: bytes of a fused slice; None: those that a step exposes least with on `link`.
@@ -286,12 +287,12 @@ def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: Li
 
 
 def largest_bytes(bucket: int) -> int:
-    """The size above which a slice is cut, where fused ones have `bucket` bytes."""
+    """Return the size above which a slice is cut, where fused ones have `bucket` bytes."""
     return max(bucket, min(_LARGEST_IN_BUCKETS * bucket, _LARGEST_BYTES))
 
 
 def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None) -> int:
-    """The size of slices that may overtake each other, at least `least`: no smaller than what each costs a core allows.
+    """Return the size of slices that may overtake each other: at least `least`, and as large as their cost to a core requires.
 
     Several are in flight and hide each other's latency, but not what each takes of a core that computes: c for each of the P - 1
     messages of a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of that, and the last one, which nothing
@@ -325,7 +326,7 @@ def fused_bytes(bucket: int | None, total_bytes: int, ranks: int) -> int:
 
 
 def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
-    """[start, stop) of the collectives that an array of `size` elements is sent in, which cost no more than one of it all.
+    """Return [start, stop) of the collectives that an array of `size` elements is sent in, at the cost of a single one.
 
     They have 16 MiB at most, but no less than 1 MiB per rank, as latency grows with the ranks. Each but the last has a multiple
     of `ranks` elements, so that the ranks' parts add up to those of the whole.
@@ -334,18 +335,3 @@ def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
     size_of_one = -(-size // max(1, -(-size // most)))
     step = max(1, -(-size_of_one // ranks)) * ranks
     return [(begin, min(begin + step, size)) for begin in range(0, size, step)]
-
-
-def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
-    """How many slices of `size_bytes` in flight keep the link busy between polls; None: no limit.
-
-    Args:
-        times: measured ones; polls are at most as far apart as gradients are that become ready one after the other.
-    """
-    if link is None or ranks == 1:
-        return None
-    seconds = link.allgather_seconds(size_bytes, ranks)
-    if seconds == 0.0:
-        return None
-    apart = _OPERATOR_SECONDS if times is None else times.longest_gap()
-    return max(_LEAST_WINDOW, 1 + math.ceil(_POLLS * apart / seconds))

@@ -24,7 +24,7 @@ FcExchange = Literal["auto", "always", "never"]
 
 
 def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: float = 1.0) -> bool:
-    """Whether the exchange moves less than gradients would: B < s K M / (M + K / P).
+    """Return whether the exchange moves less than gradients would: B < s K M / (M + K / P).
 
     Args:
         sent_share: s, bytes of a gradient on its way over those in memory; inputs and errors travel as they are.
@@ -65,14 +65,14 @@ class SufficientFactorExchange:
         self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
     def _buffers(self) -> tuple[Array, Array, Array]:
-        """New ones: for this rank's inputs, packed; for its columns of everyone's inputs; for everyone's errors."""
+        """Make buffers for this rank's inputs, packed; for its columns of everyone's inputs; for everyone's errors."""
         batch, mine = self._capacity
         sizes = (mine * self._inputs, batch * self._columns[self._comm.rank], batch * self._outputs)
         packed, columns, errors = (np.empty(size, self._group.dtype) for size in sizes)
         return packed, columns, errors
 
     def begin_step(self, counts: Sequence[int]) -> None:
-        """counts: the step's samples on each rank. The previous step's exchange is over."""
+        """Begin a step. The previous step's exchange is over. counts: the step's samples on each rank."""
         self._counts = counts
         self._samples = sum(counts)
         self._mine = counts[self._comm.rank]
@@ -99,7 +99,7 @@ class SufficientFactorExchange:
         place[...] = 0 if dy is None else self._group.arithmetic.to_host(dy).reshape(-1)
 
     def post_inputs(self) -> Handle:
-        """The all-to-all of inputs."""
+        """Post the all-to-all of inputs."""
         width = self._columns[self._comm.rank]
         return self._comm.ialltoall(
             self._packed[: self._mine * self._inputs],
@@ -109,7 +109,7 @@ class SufficientFactorExchange:
         )
 
     def post_errors(self) -> Handle:
-        """The allgather of errors, in place."""
+        """Post the allgather of errors, in place."""
         counts = [count * self._outputs for count in self._counts]
         return self._comm.iallgather(None, self._errors_of_all[: self._samples * self._outputs], counts)
 
@@ -124,7 +124,7 @@ class SufficientFactorExchange:
             self._write(bias.grad, lambda out: np.sum(errors, axis=0, out=out))
 
     def _write(self, gradient: Array, compute: Callable[[np.ndarray | None], np.ndarray]) -> None:
-        """Bring what `compute` gives to a gradient: where it lies on the host, it is computed there."""
+        """Write what `compute` returns to a gradient; one on the host is computed in place."""
         if self._group.arithmetic.on_host:
             compute(gradient)
         else:
@@ -132,7 +132,7 @@ class SufficientFactorExchange:
 
 
 def linear_layers(layout: GroupLayout) -> dict[str, tuple[str, ...]]:
-    """Weight -> (bias,) or () of each linear layer that can give sufficient factors, in forward order."""
+    """Return weight -> (bias,) or () of each linear layer that can exchange sufficient factors, in forward order."""
     layers: dict[str, tuple[str, ...]] = {}
     for name, spec in layout.specs.items():
         if not spec.sufficient_factors:
@@ -154,7 +154,9 @@ def exchanging_layers(
     micro_batches: int,
     sent_share: float = 1.0,
 ) -> dict[str, tuple[str, ...]]:
-    """Weight -> biases of the linear layers that exchange sufficient factors; never one of which these ranks hold nothing.
+    """Return weight -> biases of the linear layers that exchange sufficient factors.
+
+    Layers of which these ranks hold nothing are never among them.
 
     Args:
         choice: "auto" where that moves less, which needs the nominal batch. micro_batches: with several there is none, as the

@@ -4,8 +4,7 @@ The paper bisects for two thresholds by passes that only count, takes all that r
 at a random place, of those between the two. Here a sample gives the first threshold, just low enough that the k largest
 elements are among those that reach it: a single pass collects these candidates, and a partition of them ends it. Where the
 sample deceives (ties, arrays that are nearly all zeros, magnitudes that repeat with its stride), passes that only count narrow
-the thresholds down to the candidates, or to two adjacent numbers. So the window holds ties alone, and no larger element is
-ever
+the thresholds down to the candidates, or to two adjacent numbers. So the window holds ties alone, and no larger element is ever
 left out for a smaller one.
 
 `Selection` makes the passes, block by block. A magnitude is taken as an integer, the bits of a floating-point number without
@@ -26,7 +25,7 @@ from hpctrain.backend.counter_random import key
 from hpctrain.comm.sums import Compressor
 
 _BLOCK = 32_768  # elements: their magnitudes and masks stay in a cache of the core
-_COMMON_SHARE = 0.02  # of a sample: partition takes many times as long where so many are equal
+_COMMON_SHARE = 0.02  # of a sample: partition takes many times as long if this share is equal
 _UNSIGNED: dict[str, np.dtype] = {"float32": np.dtype(np.uint32), "float64": np.dtype(np.uint64)}
 
 
@@ -65,7 +64,7 @@ class Selection:
         self._positions = np.empty(0, np.intp)
 
     def reserve(self, sorted_size: int, candidates: int) -> None:
-        """Have memory for magnitudes to be sorted, and for candidates and their positions. Only grows; not during a step."""
+        """Make memory for magnitudes to be sorted, and for candidates and their positions. Only grows; not during a step."""
         if sorted_size > self._sorted.size:
             self._sorted = np.empty(sorted_size, self.unsigned)
         if candidates > self._positions.size:
@@ -73,7 +72,7 @@ class Selection:
             self._positions = np.empty(candidates, np.intp)
 
     def counts(self, bits: np.ndarray, thresholds: Sequence[int]) -> list[int]:
-        """For each threshold, the number of elements of `bits` (unsigned, of any sign) whose magnitude is at least that."""
+        """Return the number of elements of `bits` (unsigned, of any sign) whose magnitude reaches each threshold."""
         totals = [0] * len(thresholds)
         for start in range(0, bits.size, _BLOCK):
             magnitudes = self._magnitudes(bits[start : start + _BLOCK])
@@ -84,20 +83,20 @@ class Selection:
         return totals
 
     def sampled(self, bits: np.ndarray, stride: int, rank: int) -> int:
-        """The magnitude of which `rank` elements of a sample, every `stride`-th of `bits`, are at least as large."""
+        """Return the magnitude that `rank` elements of a sample, every `stride`-th of `bits`, reach."""
         size = bits.size // stride
         sample = self._sorted[:size]
         np.bitwise_and(bits[: size * stride : stride], self.top - 1, out=sample)
         return self._ranked(sample, min(rank, size))
 
     def common(self, bits: np.ndarray, stride: int, rank: int) -> int | None:
-        """As `sampled`, where many of the sample have that magnitude; else None."""
+        """Return the same if many of the sample have just that magnitude; else None."""
         least = self.sampled(bits, stride, rank)
         sample = self._sorted[: bits.size // stride]
         return least if np.count_nonzero(sample == least) > _COMMON_SHARE * sample.size else None
 
     def threshold(self, bits: np.ndarray, rank: int) -> int:
-        """The magnitude of the element that is `rank`-th in descending order, by partition of all of them."""
+        """Return the magnitude of the element that is `rank`-th in descending order, by partition of all of them."""
         magnitudes = self._sorted[: bits.size]
         np.bitwise_and(bits, self.top - 1, out=magnitudes)
         return self._ranked(magnitudes, rank)
@@ -116,7 +115,7 @@ class Selection:
         return size
 
     def candidates(self, bits: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """(magnitudes, positions) of all elements that reach `least`, in memory of this object; None if it is too small."""
+        """Return (magnitudes, positions) of all elements that reach `least`, in this object's memory; None if it is too small."""
         size = self.positions(bits, Band(least, least), self._positions)
         if size is None:
             return None
@@ -126,7 +125,7 @@ class Selection:
         return magnitudes, positions
 
     def _magnitudes(self, bits: np.ndarray) -> np.ndarray:
-        """The magnitudes of a block, in scratch memory."""
+        """Return the magnitudes of a block, in scratch memory."""
         magnitudes = self._block[: bits.size]
         np.bitwise_and(bits, self.top - 1, out=magnitudes)
         return magnitudes
@@ -152,7 +151,7 @@ class Selection:
 
     @staticmethod
     def _ranked(magnitudes: np.ndarray, rank: int) -> int:
-        """The element that is `rank`-th in descending order; reorders them."""
+        """Return the element that is `rank`-th in descending order; reorders them."""
         place = magnitudes.size - rank
         magnitudes.partition(place)
         return int(magnitudes[place])
@@ -161,7 +160,7 @@ class Selection:
 class ErrorFeedback:
     """The residual of one array of gradients.
 
-    A step adds its gradient, has a message made of `values`, and subtracts what the message says from them:
+    A step adds its gradient, has a message made of `values`, and subtracts the message from them:
 
         feedback.add(gradient)
         compressor.compress(feedback.values, message)
@@ -184,13 +183,13 @@ class ErrorFeedback:
 
 _DENSE_SHARE = 0.1  # of elements kept: beyond, candidates would be most of them, so that all are partitioned
 _SMALL_SIZE = 65_536  # elements: so few are partitioned in less time than passes take
-_SPARE_CANDIDATES = 4096  # candidates beside twice the kept
+_SPARE_CANDIDATES = 4096  # candidates in addition to twice the kept
 _SAMPLE_STRIDE = 127  # prime, so that no channel or row of a power of two elements is all of the sample
-_THRESHOLDS_OF_A_PASS = 4  # counted in one pass, of which the first reading of memory is the dear part
+_THRESHOLDS_OF_A_PASS = 4  # counted in one pass, as the first reading of memory is the expensive part
 
 
 def kept_at(size: int, density: float) -> int:
-    """Elements that a message keeps of `size` at a density in (0, 1]: to the nearest integer, and never none of some."""
+    """Return the elements that a message keeps of `size` at a density in (0, 1]: rounded, and at least one of some."""
     return min(size, max(1, round(size * density)))
 
 
@@ -222,7 +221,7 @@ class TopK(Compressor):
         self.keep(kept)
 
     def keep(self, kept: int) -> None:
-        """Have messages of so many elements from now on: no more than at first, as memory is made for those.
+        """Set the number of elements of messages from now on: no more than at first, as memory is made for those.
 
         Raises:
             ValueError: kept out of range.
@@ -244,11 +243,11 @@ class TopK(Compressor):
         self._step = step
 
     def values(self, message: np.ndarray) -> np.ndarray:
-        """View of the kept elements (kept,) in a message."""
+        """Return a view of the kept elements (kept,) in a message."""
         return message[: self.kept * self.dtype.itemsize].view(self.dtype)
 
     def positions(self, message: np.ndarray) -> np.ndarray:
-        """View of the positions (kept,) int32, ascending, in a message."""
+        """Return a view of the positions (kept,) int32, ascending, in a message."""
         return message[self.kept * self.dtype.itemsize : self.message_size].view(np.int32)
 
     def compress(self, values: np.ndarray, message: np.ndarray) -> None:
@@ -272,7 +271,7 @@ class TopK(Compressor):
         values[self._places_of(message)] = 0
 
     def _places_of(self, message: np.ndarray) -> np.ndarray:
-        """The positions in a message, in memory of this object."""
+        """Return the positions in a message, in memory of this object."""
         self._places[...] = self.positions(message)
         return self._places
 
@@ -307,7 +306,7 @@ class TopK(Compressor):
         return True
 
     def _rank_in_sample(self) -> int:
-        """Elements of the sample that the first threshold lets through: more than kept of all, but for bad luck of 4 sigma."""
+        """Return the elements of the sample above the first threshold: more than kept of all, but for bad luck of 4 sigma."""
         expected = self.kept / _SAMPLE_STRIDE
         return math.ceil(expected + 4 * math.sqrt(expected)) + 2
 
@@ -328,7 +327,7 @@ class TopK(Compressor):
         assert written == self.kept, f"{written} elements are chosen, not {self.kept}"
 
     def _narrowed(self, bits: np.ndarray, guess: int) -> tuple[int, int, int, int]:
-        """(lower, upper threshold, elements that reach upper: fewer than kept, that reach lower: no fewer), by counting.
+        """Return (lower, upper threshold, elements that reach upper: fewer than kept, that reach lower: no fewer), by counting.
 
         Either the lower one is reached by no more elements than there is room for, or the two are adjacent numbers.
         """

@@ -205,7 +205,7 @@ class DeviceMessages(Protocol):
 
 
 class Fetch(Protocol):
-    """Values on their way to the host."""
+    """Values that are being copied to the host."""
 
     def result(self) -> np.ndarray:
         """Wait for the values and return them, read only; they are valid until the second next `fetch` of the same array."""
@@ -271,7 +271,7 @@ class MomentDescent(Protocol):
 
 
 class ArrayChecksums(Protocol):
-    """Checksums of the same arrays, whatever they hold, bound to them at set-up."""
+    """Checksums of arrays, bound to them at set-up."""
 
     def fetch(self) -> Fetch:
         """Fetch the checksum of each array at this point of the work; uint32 (arrays,)."""
@@ -406,7 +406,7 @@ class Arithmetic(ABC):
         """Bind momentum descent of flat `data` by flat `gradient`, of one size; `momentum` holds the state, empty if factor is 0.
 
         Args:
-            shadow: bfloat16, of the size of `data`: is written with the rounded data of all that is updated.
+            shadow: bfloat16, of the size of `data`: receives the rounded data of all updated elements.
         """
 
     @abstractmethod

@@ -132,7 +132,7 @@ class Buffers:
     accumulate: tuple[bool, ...] = ()
     parameters: Mapping[str, Array] = field(default_factory=dict)  # by role: "weight", "bias"
     gradients: Mapping[str, Array] = field(default_factory=dict)  # same roles; written, never added to
-    shadows: Mapping[str, Array] = field(default_factory=dict)  # same roles: the parameters rounded, where the set asks for it
+    shadows: Mapping[str, Array] = field(default_factory=dict)  # same roles: rounded parameters, if the set has any
     statistics: Mapping[str, Array] = field(default_factory=dict)  # by role: "running_mean", "batch_mean", ...
     saved: Array | None = None  # uint8 (saved_bytes), kept from forward to backward
     scratch: Array | None = None  # uint8 (scratch_bytes), shared with other operators, valid within one call
@@ -142,7 +142,7 @@ class Buffers:
 class Operator(ABC):
     """One planned computation, described by the attributes that a subclass sets.
 
-    inputs, output: the specs (with layouts) that it wants; the plan inserts copies where a neighbour's layout differs.
+    inputs, output: the specs (with layouts) that it wants; the plan inserts copies if a neighbour's layout differs.
     needs_inputs[i], needs_output: backward reads inputs[i], the output. All other buffers are overwritten before backward.
     saved_bytes, scratch_bytes: memory that it keeps from forward to backward, and that it works in within one call.
     forward, backward_parameters, backward_input: the computation.
@@ -276,7 +276,7 @@ class LossSums:
 
 
 class LossHandle(Protocol):
-    """Sums on their way to the host."""
+    """Sums that are being copied to the host."""
 
     def result(self) -> LossSums:
         """Wait for the sums and return them. Call it before the loss is run for the second time after this one."""
@@ -361,7 +361,7 @@ class KernelSet(ABC):
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:
-        """Return a zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages where that is possible."""
+        """Return a zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages if possible."""
 
 
 class PixelInput(ABC):
@@ -429,7 +429,7 @@ class ViewOperator(InputView, Operator):
     """The output is the input's memory: flatten, and the identity.
 
     Args:
-        keeps_layout: the output has the input's shape and layout, whatever the spec says of plain memory.
+        keeps_layout: the output has the input's shape and layout, instead of the spec's output in plain memory.
     """
 
     def __init__(self, spec: Spec, x: TensorSpec, *, keeps_layout: bool = False) -> None:

@@ -40,7 +40,7 @@ class Resampling:
     interpolates: bool
 
     def of(self, samples: slice | np.ndarray) -> Resampling:
-        """Return the same of some of the images."""
+        """Return the resampling of some of the images."""
         return replace(self, boxes=self.boxes[samples])
 
     def resized(self, image: np.ndarray, number: int) -> np.ndarray:

@@ -128,11 +128,11 @@ class Spec(Protocol):
         ...
 
 
-def _nhwc(x: TensorSpec, channels: int, what: str) -> tuple[int, int, int, int]:
+def _nhwc(x: TensorSpec, channels: int, name: str) -> tuple[int, int, int, int]:
     if len(x.shape) != 4:
-        raise ShapeError(f"{what} takes images of shape (N, H, W, C), not {x.shape}.")
+        raise ShapeError(f"{name} takes images of shape (N, H, W, C), not {x.shape}.")
     if x.shape[3] != channels:
-        raise ShapeError(f"{what} was built for {channels} channels, its input has {x.shape[3]}.")
+        raise ShapeError(f"{name} was built for {channels} channels, its input has {x.shape[3]}.")
     return x.shape
 
 
@@ -208,7 +208,7 @@ class BatchNormSpec:
     epsilon: float = 1e-5
     synchronised: bool = False
     merge: str = "all"
-    relu: bool = False  # set by fusion only: a ReLU follows (after the addition, where `add` is set)
+    relu: bool = False  # set by fusion only: a ReLU follows (after the addition, if `add` is set)
     add: bool = False  # set by fusion only: a second input of the same shape is added before the ReLU
     fixed: bool = False
 
@@ -278,7 +278,7 @@ class ReluSpec:
 
 @dataclass(frozen=True)
 class AddSpec:
-    """y = a + b, then ReLU where `relu` is set (by fusion only)."""
+    """y = a + b, then ReLU if `relu` is set (by fusion only)."""
 
     relu: bool = False
 

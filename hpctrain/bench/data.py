@@ -182,7 +182,7 @@ class _Batches:
 
 def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int], tuple[float, float]]:
     """Return the median wall and CPU seconds of a batch, of stages that take turns."""
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
+    times_of: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
     repeats = {key: _repeats(stage) for key, stage in stages.items()}
     number = 1
     for _ in range(_ROUNDS):
@@ -192,8 +192,8 @@ def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int]
                 stage(number)
                 number += 1
             wall, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
-            found[key].append((wall / repeats[key], cpu / repeats[key]))
-    return {key: (median(wall for wall, _ in times), median(cpu for _, cpu in times)) for key, times in found.items()}
+            times_of[key].append((wall / repeats[key], cpu / repeats[key]))
+    return {key: (median(wall for wall, _ in times), median(cpu for _, cpu in times)) for key, times in times_of.items()}
 
 
 def _repeats(stage: PipelineStage) -> int:
@@ -204,9 +204,9 @@ def _repeats(stage: PipelineStage) -> int:
     return max(1, round(_LEAST_SECONDS / max(1e-6, time.perf_counter() - begin)))
 
 
-def _less(whole: tuple[float, float], part: tuple[float, float]) -> tuple[float, float]:
+def _less(whole: tuple[float, float], share: tuple[float, float]) -> tuple[float, float]:
     """Return the rest of a time, which is positive."""
-    return max(1e-9, whole[0] - part[0]), max(0.0, whole[1] - part[1])
+    return max(1e-9, whole[0] - share[0]), max(0.0, whole[1] - share[1])
 
 
 def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float]:

@@ -58,7 +58,7 @@ def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
     Standard output of the whole process goes to a file meanwhile. The times of oneDNN do not include its printing.
     """
     library = load()
-    found = []
+    by_step = []
     for _ in range(steps):
         with tempfile.TemporaryFile("w+") as file:
             with _stdout_to(file):
@@ -68,8 +68,8 @@ def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
                 finally:
                     library.dnnl_set_verbose(0)
             file.seek(0)
-            found.append(list(parse(file)))
-    return found
+            by_step.append(list(parse(file)))
+    return by_step
 
 
 def parse(lines: Iterable[str]) -> Iterator[PrimitiveTime]:
@@ -91,15 +91,15 @@ def _stdout_to(file: IO[str]) -> Iterator[None]:
     flush_c = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     flush_c(None)
-    kept = os.dup(1)
+    descriptor = os.dup(1)
     os.dup2(file.fileno(), 1)
     try:
         yield
     finally:
         sys.stdout.flush()
         flush_c(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
 
 
 _PEAK_SIZE = 8192
@@ -267,59 +267,59 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
     series = interleave(commands, Rounds(rounds, 1), list(PEERS))
     if not any(series[name].turns for name in PEERS):
         raise SteppingError(f"Of {python}, no PyTorch ran: {series['torch'].failure}")
-    own = series["ours"].seconds("wall")
+    our_seconds = series["ours"].seconds("wall")
     return {
         name: {
             "step_seconds": one.median("wall"),
             "peak_bytes": one.peak_bytes,
-            "times_as_fast": float(np.median([t / o for t, o in zip(one.seconds("wall"), own, strict=False)])),
+            "times_as_fast": float(np.median([t / o for t, o in zip(one.seconds("wall"), our_seconds, strict=False)])),
         }
         for name, one in series.items()
         if one.turns
     }
 
 
-def print_tables(found: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
+def print_tables(measured: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
     """Print a line of totals, the operators with their times, and the comparison if there is one."""
     from hpctrain.core.console import PlainConsole
 
     console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
-    console.print(_totals(found), highlight=False)
-    console.print(layer_table(found))
+    console.print(_totals(measured), highlight=False)
+    console.print(layer_table(measured))
     if compared is not None:
         console.print(_comparison_table(compared))
 
 
-def _totals(found: Measurement) -> str:
-    share = found.gflops_per_second / found.peak_gflops
+def _totals(measured: Measurement) -> str:
+    share = measured.gflops_per_second / measured.peak_gflops
     lines = [
-        f"{found.model}, {found.description}, batch {found.batch}, {found.pixels} px, {found.threads} "
-        f"{'thread' if found.threads == 1 else 'threads'}: {found.step_seconds * 1e3:.2f} ms a step, "
-        f"{found.images_per_second:.1f} images/s; CPU time {found.cpu_seconds * 1e3:.2f} ms",
-        f"{found.gflops_per_second:.1f} GFLOP/s by {found.clock} time, {share:.0%} of a large matrix product's "
-        f"{found.peak_gflops:.1f}; arena {found.arena_bytes / 1e6:.1f} MB, "
-        f"{'memory in use' if found.backend == 'cuda' else 'peak resident'} {found.peak_bytes / 1e6:.0f} MB",
+        f"{measured.model}, {measured.description}, batch {measured.batch}, {measured.pixels} px, {measured.threads} "
+        f"{'thread' if measured.threads == 1 else 'threads'}: {measured.step_seconds * 1e3:.2f} ms a step, "
+        f"{measured.images_per_second:.1f} images/s; CPU time {measured.cpu_seconds * 1e3:.2f} ms",
+        f"{measured.gflops_per_second:.1f} GFLOP/s by {measured.clock} time, {share:.0%} of a large matrix product's "
+        f"{measured.peak_gflops:.1f}; arena {measured.arena_bytes / 1e6:.1f} MB, "
+        f"{'memory in use' if measured.backend == 'cuda' else 'peak resident'} {measured.peak_bytes / 1e6:.0f} MB",
     ]
-    if found.kernel_seconds is not None and found.reorder_seconds is not None:
+    if measured.kernel_seconds is not None and measured.reorder_seconds is not None:
         lines.append(
-            f"oneDNN's kernels {found.kernel_seconds * 1e3:.2f} ms a step, "
-            f"{found.reorder_seconds * 1e3:.2f} ms of them in {found.reorders} reorders"
+            f"oneDNN's kernels {measured.kernel_seconds * 1e3:.2f} ms a step, "
+            f"{measured.reorder_seconds * 1e3:.2f} ms of them in {measured.reorders} reorders"
         )
-    lines += _whose(found)
+    lines += _whose(measured)
     return "\n".join(lines)
 
 
-def _whose(found: Measurement) -> Sequence[str]:
+def _whose(measured: Measurement) -> Sequence[str]:
     """Return the operators that are not the kernel set's own, and why; nothing for NumPy."""
-    if found.backend == "numpy":
+    if measured.backend == "numpy":
         return ()
-    if not found.fallbacks:
-        return (f"all {found.own_operators} operators run on {found.backend}",)
-    others = [f"{', '.join(layers)} ({reason})" for reason, layers in found.fallbacks.items()]
-    return (f"{found.own_operators} operators run on {found.backend}; in NumPy: {'; '.join(others)}",)
+    if not measured.fallbacks:
+        return (f"all {measured.own_operators} operators run on {measured.backend}",)
+    others = [f"{', '.join(layers)} ({reason})" for reason, layers in measured.fallbacks.items()]
+    return (f"{measured.own_operators} operators run on {measured.backend}; in NumPy: {'; '.join(others)}",)
 
 
-def layer_table(found: Measurement) -> Any:
+def layer_table(measured: Measurement) -> Any:
     """Return a table with a line for each operator. In a narrow terminal names are folded, and nothing is cut off."""
     from rich.table import Table
 
@@ -328,13 +328,13 @@ def layer_table(found: Measurement) -> Any:
     table.add_column("kind", overflow="fold", min_width=9, max_width=15)
     for title in ("forward\nms", "weights\nms", "input\nms", "GFLOP/s", "of\npeak", "of\nstep"):
         table.add_column(title, justify="right", no_wrap=True)
-    total = sum(layer.seconds for layer in found.layers)
-    for layer in found.layers:
+    total = sum(layer.seconds for layer in measured.layers)
+    for layer in measured.layers:
         times = (layer.forward_seconds, layer.parameters_seconds, layer.input_seconds)
         rate = layer.gflops_per_second
         # element-wise work has a few operations per byte: its rate does not describe arithmetic
         dense = layer.kind in ("Conv2d", "Linear")
-        rates = (f"{rate:.1f}", f"{rate / found.peak_gflops:.0%}") if dense else ("", "")
+        rates = (f"{rate:.1f}", f"{rate / measured.peak_gflops:.0%}") if dense else ("", "")
         table.add_row(layer.name, layer.kind, *map(_milliseconds, times), *rates, f"{layer.seconds / total:.1%}")
     return table
 

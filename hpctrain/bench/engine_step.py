@@ -191,7 +191,7 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
 
     nodes = {node.name: node for node in step.network.graph(step.task.batch).nodes}
     tensors = step.network.graph(step.task.batch).tensors
-    found = []
+    layers = []
     for bound in step.program.steps:
         node = nodes.get(bound.name)
         forward = node.spec.flops(*(tensors[i] for i in node.inputs)) if node is not None else 0
@@ -200,10 +200,10 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
             type(bound.operator).__name__.removeprefix("Adding").removeprefix("Cuda").removeprefix("_").removesuffix("Operator")
         )
         first, weights, inputs = (median(bound.name, phase) for phase in ("forward", "parameters", "input"))
-        found.append(LayerTime(bound.name, kind, first, weights, inputs, forward, phases * forward))
-    found.append(LayerTime("loss", "loss", median("loss", "forward"), 0.0, 0.0, 0, 0))
-    found.append(LayerTime("update", "update", 0.0, median("update", "parameters"), 0.0, 0, 0))
-    return found
+        layers.append(LayerTime(bound.name, kind, first, weights, inputs, forward, phases * forward))
+    layers.append(LayerTime("loss", "loss", median("loss", "forward"), 0.0, 0.0, 0, 0))
+    layers.append(LayerTime("update", "update", 0.0, median("update", "parameters"), 0.0, 0, 0))
+    return layers
 
 
 def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
@@ -215,17 +215,17 @@ def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str,
         on_host: whether the arrays of the kernel set are NumPy's. Otherwise a layer with its own operator computes with the
             kernel set's arithmetic service, and so with the kernel set.
     """
-    own, others = 0, dict[str, list[str]]()
+    computing, by_reason = 0, dict[str, list[str]]()
     for step in program.plan.steps:
         if step.is_view:
             continue
         users = on_host and step.node is not None and isinstance(step.node.spec, SelfMade)
         reason = "its layer brings its own" if users else step.operator.stands_in_because
         if reason:
-            others.setdefault(reason, []).append(step.name)
+            by_reason.setdefault(reason, []).append(step.name)
         else:
-            own += step.node is not None
-    return own, others
+            computing += step.node is not None
+    return computing, by_reason
 
 
 def gemm_peak(

@@ -161,8 +161,8 @@ class Series:
 
     def median(self, clock: str) -> float:
         """Return the median seconds of a step; infinite if there is none."""
-        found = self.seconds(clock)
-        return float(np.median(found)) if found else float("inf")
+        seconds = self.seconds(clock)
+        return float(np.median(seconds)) if seconds else float("inf")
 
     @property
     def peak_bytes(self) -> int:

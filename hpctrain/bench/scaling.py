@@ -163,13 +163,13 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
         if code != 0:
             end = "\n".join(output.strip().splitlines()[-12:])
             raise LaunchError(f"The job of {ranks} ranks ended with exit code {code}: {shlex.join(command)}\n{end}")
-        found = list(Path(folder).glob(f"*/{result}"))
-        if len(found) != 1:
+        paths = list(Path(folder).glob(f"*/{result}"))
+        if len(paths) != 1:
             raise LaunchError(f"The job of {ranks} ranks left no {result}: {shlex.join(command)}")
-        content: dict[str, Any] = json.loads(read_text(found[0]))
+        content: dict[str, Any] = json.loads(read_text(paths[0]))
         if content["ranks"] != ranks:
             raise LaunchError(f"{ranks} ranks were requested, but the job had {content['ranks']}; check the launcher.")
-        accounts = [line for line in RunDirectory(found[0].parent).metrics() if line["kind"] == "steps"]
+        accounts = [line for line in RunDirectory(paths[0].parent).metrics() if line["kind"] == "steps"]
         return content, dict(accounts[-1]) if accounts else {}
 
 
@@ -178,11 +178,11 @@ def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
         if "{ranks}" not in task.launcher:
             raise LaunchError(f'The launcher {task.launcher!r} must contain the place of the number, as in "srun -n {{ranks}}".')
         return shlex.split(task.launcher.replace("{ranks}", str(ranks)))
-    own = Path(sys.executable).with_name("mpiexec")
-    found = str(own) if own.exists() else shutil.which("mpiexec")
-    if found is None:
+    own_mpiexec = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(own_mpiexec) if own_mpiexec.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
         raise LaunchError('There is no mpiexec, neither next to this Python nor on PATH; give one with --launcher "... {ranks}".')
-    return [found, "-n", str(ranks)]
+    return [mpiexec, "-n", str(ranks)]
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:

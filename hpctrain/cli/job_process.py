@@ -280,7 +280,7 @@ class ConfiguredProcess(JobProcess):
         self.flight.phase("reading the configuration")
         try:
             begin_log(self._log_ranks, self.launcher)
-            self.exits.callback(log.end)
+            self.exits.callback(log.end_rank_log)
             _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
             facts = (os.getpid(), platform.node(), __version__, self.launcher.name, " ".join(sys.argv[1:]))
             _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", *facts)

@@ -54,13 +54,13 @@ def _head(task: PlannedRun) -> Iterator[str]:
     numbers = config.dtype if config.precision == "float32" else config.precision
     yield (
         f"{config.model.name} on {plan.rows * plan.cols} ranks, a grid of {plan.rows} x {plan.cols}; images {height} x {width} x "
-        f"{channels}, batch {config.batch}{micro}: {samples} a rank; {numbers}, kernels {task.kernels.name}"
+        f"{channels}, batch {config.batch}{micro}: {samples} per rank; {numbers}, kernels {task.kernels.name}"
     )
     if task.assumption:
         yield task.assumption
     yield (
-        "Owned, and halo: by the ranks r = 0, 1, ... of a split group (the first). Sent: bytes that a rank hands over for others "
-        "in a pass, least..most over the ranks. MB: parameters, and activations as tensors, of the rank with most."
+        "Owned and halo: by rank r = 0, 1, ... of the first split group. Sent: bytes that a rank sends to others in a pass, "
+        "minimum..maximum over ranks. MB: parameters and activations (as tensors) of the rank with the most."
     )
     yield ""
 
@@ -148,18 +148,18 @@ def _totals(report: PlanReport) -> Iterator[str]:
         messages = _megabytes([of_rank.messages for of_rank in report.memory], 1)
         parameters = _megabytes([of_rank.parameters for of_rank in report.memory], 1)
         yield (
-            f"Memory of a rank: {arena} MB for a step's activations and their gradients, as the program plans them; "
-            f"{messages} MB for messages inside its split group; {parameters} MB for parameters and as many for their gradients."
+            f"Memory per rank: {arena} MB for the activations of a step and their gradients, as the program plans them; "
+            f"{messages} MB for messages in its split group; {parameters} MB for parameters, and the same for their gradients."
         )
 
 
 def _pinned(pinned: PlannedPinnedMemory | None) -> Iterator[str]:
     if pinned is not None:
         messages, images = ("?" if values is None else _megabytes(values, 1) for values in (pinned.messages, pinned.images))
-        unknown = " ? is known in a run only." if "?" in (messages, images) else ""
+        unknown = " ? is known only in a run." if "?" in (messages, images) else ""
         yield (
-            f"Pinned memory of a rank: {messages} MB for mirrors of what travels between devices; {images} MB for batches of "
-            f"pixels on their way to one.{unknown}"
+            f"Pinned memory per rank: {messages} MB for mirrors of data between devices; {images} MB for batches of pixels "
+            f"that are sent to a device.{unknown}"
         )
 
 
@@ -170,9 +170,9 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
         which = f" (r = {', '.join(map(str, group.split_ranks))})" if len(group.split_ranks) < task.plan.rows else ""
         yield (
             f"Gradients of group {group.group}{which}: {group.elements:,} elements over {group.ranks} ranks, {exchanged} "
-            f"bytes per rank and step by {task.config.averager.name}."
+            f"bytes per rank and step with {task.config.averager.name}."
         )
-    yield f"Gradients in all: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
+    yield f"All gradients: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
     note = strategy_costs(task.config.averager.name, task.config.averager.options).note
     if note is not None:
         yield note
@@ -185,7 +185,7 @@ def _map(task: PlannedRun, places: Places) -> Iterator[str]:
     for c in range(min(task.plan.cols, _MOST_LISTED)):
         cells = [by_place[r, c] for r in range(task.plan.rows)]
         nodes = sorted({node for _, node in cells})
-        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}: a split group leaves its node"
+        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}: this split group spans nodes"
         yield f"  c = {c}: {' '.join(str(rank) for rank, _ in cells)}   {where}"
     if task.plan.cols > _MOST_LISTED:
         yield f"  ... and {task.plan.cols - _MOST_LISTED} more; --json lists them all."

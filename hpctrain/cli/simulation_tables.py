@@ -81,11 +81,11 @@ def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[st
 def measured_line(share: float) -> str:
     """Return the compute's share that follows from measured times, and how to increase it."""
     if share >= _SHARE_THAT_IS_ALL:
-        return "All of the compute follows from times that were measured on this processor."
+        return "All computation times were measured on this processor."
     if share == 0:
-        part_measured = "None of the compute follows from measured times, all of it from the machine's rates."
+        part_measured = "No computation times were measured; all follow from the machine's rates."
     else:
-        part_measured = f"{share:.0%} of the compute follow from measured times, the rest from the machine's rates."
+        part_measured = f"{share:.0%} of the computation time was measured; the rest follows from the machine's rates."
     return f"{part_measured} To measure: `hpctrain calibrate` a machine, `hpctrain plan search --measure` this network."
 
 
@@ -94,7 +94,8 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
     nodes = machine.nodes_of(ranks)
     if nodes > machine.nodes:
         places = f"{machine.nodes:,} x {machine.ranks_per_node}"
-        yield f"Machine {machine.name} has {places} ranks; {ranks:,} would take {nodes:,} nodes: this supposes more of the same."
+        needs = f"{ranks:,} would take {nodes:,} nodes: more nodes of the same kind are assumed"
+        yield f"Machine {machine.name} has {places} ranks; {needs}."
     if memory_bytes > machine.memory_bytes:
         needed, present = megabytes(memory_bytes), megabytes(machine.memory_bytes)
         yield f"A rank needs up to {needed} MB, but has {present} MB: the largest of these jobs does not fit."
@@ -183,7 +184,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     out.print(measured_line(choices[0].prediction.measured_share))
     for line in size_lines(task.machine, task.ranks, choices[0].prediction.memory_bytes):
         out.print(line)
-    out.print(f"To train so:\n  {command}", soft_wrap=True)
+    out.print(f"To train with choice 1:\n  {command}", soft_wrap=True)
 
 
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:

@@ -114,7 +114,7 @@ def train(
             steps=steps,
             schedule_from=repeated,
             style=style,
-            memory=job.memory,
+            state=job.memory,
             complete=complete,
         )
 

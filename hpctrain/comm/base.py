@@ -54,7 +54,7 @@ class GradientSums(Protocol):
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Rank r receives the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
+        """Send rank r the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
         ...
 
 
@@ -72,19 +72,19 @@ class Communicator(Protocol):
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Rank r receives the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
+        """Send rank r the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
         ...
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """Every rank receives all pieces in rank order; `send` None: this rank's piece is already in place. Collective."""
+        """Gather all pieces on every rank, in rank order; `send` None: this rank's piece is already in place. Collective."""
         ...
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
-        """Piece r of `send` goes to rank r, piece r of `recv` comes from rank r. Collective."""
+        """Send piece r of `send` to rank r, and receive piece r of `recv` from rank r. Collective."""
         ...
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        """`root`'s buffer to all. Collective."""
+        """Send `root`'s buffer to all. Collective."""
         ...
 
     def ibarrier(self) -> Handle:
@@ -96,19 +96,19 @@ class Communicator(Protocol):
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle: ...
 
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
-        """Ranks of one color, ordered by key; None for color None. Collective; set-up only (few communicators exist)."""
+        """Return the ranks of one color, ordered by key; None for color None. Collective; set-up only: communicators are few."""
         ...
 
     def split_shared_memory(self, name: str) -> Communicator:
-        """The ranks on this rank's node, in rank order. Collective; set-up only."""
+        """Return the ranks on this rank's node, in rank order. Collective; set-up only."""
         ...
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, in rank order. Collective; waits."""
+        """Return every rank's picklable value, in rank order. Collective; waits."""
         ...
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """`root`'s picklable value. Collective; waits."""
+        """Return `root`'s picklable value. Collective; waits."""
         ...
 
     def abort(self, code: int) -> None:
@@ -309,13 +309,13 @@ T = TypeVar("T")
 
 
 def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
-    """The result of `work` on this rank, once every rank's is done. Collective.
+    """Return the result of `work` on this rank, once every rank's is done. Collective.
 
     `work` communicates nothing on `comm`. An exception that is not ours propagates at once: it is a bug and ends the job.
 
     Raises:
         HpctrainError: where any rank's `work` raised one, every rank raises the lowest such rank's; the message names the
-            ranks unless it is all of them, and so do the error's `ranks` where it has none of its own. The first rank says it.
+            ranks unless it is all of them, and so do the error's `ranks` if it has none of its own. The first rank prints it.
     """
     failure: HpctrainError | None = None
     try:
@@ -337,7 +337,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:
-    """The end of a sentence that names the ranks, ' (on ranks 1 and 2 of 4)'; empty where it is all of them."""
+    """Return the end of a sentence that names the ranks, ' (on ranks 1 and 2 of 4)'; empty if it is all of them."""
     if len(failed) == size:
         return ""
     if len(failed) == 1:

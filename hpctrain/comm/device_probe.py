@@ -18,9 +18,9 @@ from hpctrain.comm import mpi
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.launch.launcher import without_launcher
 
-#: the words for what was found; a reason stands behind UNAWARE and a colon
+#: outcomes of a trial; a reason follows UNAWARE and a colon
 AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
-#: what Cray's library says where it is asked for GPUs and has not what it needs for them
+#: the words of Cray's library if GPUs are requested and it lacks its part for them
 GTL_WORDS = "GTL library is not linked"
 
 _COMMAND = ("-m", "hpctrain.comm.device_probe")
@@ -30,7 +30,10 @@ _BYTES = 1 << 16
 
 
 def trial() -> str:
-    """AWARE, UNAWARE with a reason, UNTRIED, or what MPI said when it ended the process. Not once MPI has started here."""
+    """Return AWARE, UNAWARE with a reason, UNTRIED, or what MPI printed when it ended the process.
+
+    Not once MPI has started here.
+    """
     try:
         done = subprocess.run(
             [sys.executable, *_COMMAND],
@@ -47,7 +50,7 @@ def trial() -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty."""
+    """Return the last line that is not empty."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 

@@ -6,8 +6,7 @@ the same weights and exchange gradients, which hide. So the ranks of a split gro
 the ranks ordered by node, and a split group lies inside a node where Pr divides the node's ranks.
 
 `TwoLevel` does reduce-scatters and allgathers within a node, and across nodes between ranks of equal number, for nodes with
-several ranks each. A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In
-two
+several ranks each. A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In two
 levels sums are made within a node first, and what is gathered crosses once: (N - 1) / N n for N nodes, as if a node were one
 rank (Cho, Finkler, Kung and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share of its link.
 """
@@ -45,7 +44,7 @@ class Levels:
 
 
 def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
-    """For each rank of `comm` the number of its node, nodes counted by their lowest rank. Collective; set-up only.
+    """Return the number of each rank's node, nodes counted by their lowest rank. Collective; set-up only.
 
     Args:
         node: the ranks of `comm` on this rank's node, by `split_shared_memory`.
@@ -56,7 +55,7 @@ def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
 
 
 def levels(nodes: Sequence[Hashable]) -> Levels | None:
-    """The levels of ranks whose nodes these are; None where there is one level.
+    """Return the levels of ranks on these nodes; None if there is one level.
 
     There is one where all ranks are on one node, where each has its own, and where nodes have unlike numbers of ranks, whose
     pieces would differ in size.
@@ -73,7 +72,7 @@ def levels(nodes: Sequence[Hashable]) -> Levels | None:
 
 
 def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator:
-    """A communicator of the ranks of `comm`: in `two.order` and in two levels, or as they are. Collective; set-up."""
+    """Return the ranks of `comm` in `two.order` and in two levels, or as they are. Collective; set-up."""
     position = comm.rank if two is None else two.order.index(comm.rank)
     flat = comm.split(0, position, name)
     assert flat is not None
@@ -81,7 +80,7 @@ def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator
 
 
 def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
-    """The ranks of this rank's node. Collective; set-up.
+    """Return the ranks of this rank's node. Collective; set-up.
 
     Args:
         comm: in the order of `two`, as `in_levels` makes it.
@@ -90,7 +89,10 @@ def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
 
 
 def across_nodes(comm: Communicator, two: Levels | None, name: str) -> Communicator:
-    """The ranks of this rank's number on all nodes, in the nodes' order; all of `comm` where there is one level. Collective."""
+    """Return the ranks of this rank's number on all nodes, in the nodes' order. Collective; set-up.
+
+    All of `comm` if there is one level.
+    """
     position = comm.rank if two is None else two.order.index(comm.rank)
     number, node = divmod(position, comm.size if two is None else two.nodes)
     group = comm.split(number, node, f"{name} across nodes")
@@ -144,7 +146,7 @@ class TwoLevel(ForwardingCommunicator):
         self._spare = SpareBuffers(make)
 
     def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
-        """The same communicator, but sums across nodes are those of `sums_over(ranks of equal number)`.
+        """Return the same communicator with other sums across nodes: those of `sums_over(ranks of equal number)`.
 
         Operations of both may be mixed: all second stages keep the order in which they were posted.
         """
@@ -177,7 +179,7 @@ class TwoLevel(ForwardingCommunicator):
         return self._gathers.second_stage(across, within)
 
     def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
-        """The place, in the order within the node, of a stage of an operation that is posted now; takes what starts it."""
+        """Reserve the place within the node for a stage of an operation that is posted now; return what starts it there."""
         return _at_once if self._turns is None else self._turns.reserve().fill
 
 
@@ -203,7 +205,7 @@ class SumsInLevels:
         self._spare = SpareBuffers()
 
     def iallreduce(self, buffer: Array) -> Handle:
-        """As a communicator's; every rank gets the same bits, as each run is summed across nodes once."""
+        """Sum as a communicator does; every rank gets the same bits, as each run is summed across nodes once."""
         counts = even(buffer.size, self._ranks)
         runs = [sum(counts[begin : begin + self._nodes]) for begin in range(0, self._ranks, self._nodes)]
         run = self._spare.take(runs[self._number], buffer)
@@ -254,7 +256,7 @@ class ProcessGrid:
         self._along = {GridAxis.SPLIT: split, GridAxis.DATA: data}
 
     def along(self, axis: GridAxis) -> Communicator:
-        """This rank's group along an axis; its rank in it is r (SPLIT) or c (DATA)."""
+        """Return this rank's group along an axis; its rank in it is r (SPLIT) or c (DATA)."""
         return self._along[axis]
 
 
@@ -262,7 +264,7 @@ def check_grid(rows: int, cols: int, size: int) -> None:
     """Refuse a grid that does not multiply to `size` ranks.
 
     Raises:
-        ShapeError: the message gives the nearest legal grid.
+        ShapeError: the message names the nearest legal grid.
     """
     if rows >= 1 and cols >= 1 and rows * cols == size:
         return
@@ -275,7 +277,7 @@ def check_grid(rows: int, cols: int, size: int) -> None:
 
 
 def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
-    """(r, c) of each world rank: split group after split group of `rows` ranks, over the ranks ordered by (node, rank).
+    """Return (r, c) of each world rank: one split group of `rows` ranks after another, over the ranks ordered by (node, rank).
 
     World rank c * rows + r is (r, c) where nodes hold consecutive ranks; rank 0 is always (0, 0).
     """

@@ -48,31 +48,31 @@ class LinkModel:
             raise ValueError(f"A link's times must not be negative, but got {self}; the nearest legal value is 0.")
 
     def point_to_point_seconds(self, n_bytes: int) -> float:
-        """alpha + n beta."""
+        """Return alpha + n beta."""
         return self.alpha_seconds + n_bytes * self.beta_seconds_per_byte
 
     def reduce_scatter_seconds(self, n_bytes: int, ranks: int) -> float:
-        """(P - 1) alpha + (P - 1) / P n beta; n is the size of the buffer that every rank sends."""
+        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the buffer that every rank sends."""
         return (ranks - 1) * (self.alpha_seconds + n_bytes / ranks * self.beta_seconds_per_byte)
 
     def allgather_seconds(self, n_bytes: int, ranks: int) -> float:
-        """(P - 1) alpha + (P - 1) / P n beta; n is the size of the gathered buffer."""
+        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the gathered buffer."""
         return self.reduce_scatter_seconds(n_bytes, ranks)
 
     def allreduce_seconds(self, n_bytes: int, ranks: int) -> float:
-        """2 (P - 1) alpha + 2 (P - 1) / P n beta: a reduce-scatter, then an allgather."""
+        """Return 2 (P - 1) alpha + 2 (P - 1) / P n beta: a reduce-scatter, then an allgather."""
         return self.reduce_scatter_seconds(n_bytes, ranks) + self.allgather_seconds(n_bytes, ranks)
 
     def alltoall_seconds(self, n_bytes: int, ranks: int) -> float:
-        """(P - 1) alpha + (P - 1) / P n beta; n is the largest buffer that a rank sends or receives."""
+        """Return (P - 1) alpha + (P - 1) / P n beta; n is the largest buffer that a rank sends or receives."""
         return self.reduce_scatter_seconds(n_bytes, ranks)
 
     def broadcast_seconds(self, n_bytes: int, ranks: int) -> float:
-        """ceil(log2 P) (alpha + n beta): a binomial tree."""
+        """Return ceil(log2 P) (alpha + n beta): a binomial tree."""
         return _rounds(ranks) * self.point_to_point_seconds(n_bytes)
 
     def barrier_seconds(self, ranks: int) -> float:
-        """ceil(log2 P) alpha: dissemination."""
+        """Return ceil(log2 P) alpha: dissemination."""
         return _rounds(ranks) * self.alpha_seconds
 
 
@@ -81,7 +81,7 @@ def _rounds(ranks: int) -> int:
 
 
 def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
-    """alpha and beta of `comm`, from timed reduce-scatters and allgathers of two sizes on rank 0; all ranks get the same.
+    """Measure alpha and beta of `comm` by timed reduce-scatters and allgathers of two sizes on rank 0; all ranks get the same.
 
     A few tens of milliseconds on a fast network, half a second at 0.5 Gb/s. The costs are those of collectives as they are
     here: their own overhead is in alpha, sharing of a node's link in beta. One rank: zeros. Collective; set-up only.
@@ -97,7 +97,9 @@ def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
 
 
 def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> float:
-    """Seconds of a core for an operation, from small allgathers in flight together on rank 0; all ranks get the same.
+    """Measure the seconds of a core for an operation, by small allgathers in flight together on rank 0.
+
+    All ranks get the same.
 
     So many at a time hide each other's latencies, and what is left is the posting and testing, in a queue as averagers have one.
     Some milliseconds. One rank: 0. Collective; set-up only.
@@ -126,7 +128,7 @@ class _Burst:
 
 
 def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> float:
-    """Seconds until so many small operations, posted together, are complete."""
+    """Return the seconds until `count` small operations, posted together, are complete."""
     progress.wait_handle(comm.ibarrier(), "measurement of the link")
     begin = progress.now()
     progress.wait_handle(_Burst(comm, count), "measurement of the link")
@@ -134,7 +136,7 @@ def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> 
 
 
 def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -> tuple[int, float]:
-    """(bytes of a rank's piece, half the median time of a reduce-scatter and an allgather of about `whole_bytes`).
+    """Return (bytes of a rank's piece, half the median time of a reduce-scatter and an allgather of `whole_bytes`).
 
     The first pair warms up.
     """
@@ -178,7 +180,7 @@ class ClockMap:
     end: Offset
 
     def to_root(self, times_ns: np.ndarray) -> np.ndarray:
-        """Rank 0's time, int64, of instants of this rank's clock."""
+        """Return rank 0's time, int64, of instants of this rank's clock."""
         span = self.end.at_ns - self.begin.at_ns
         times_ns = np.asarray(times_ns, np.int64)
         if span <= 0:
@@ -196,7 +198,9 @@ class ClockMap:
 def measure_offset(
     comm: Communicator, wait: Wait, *, clock_ns: Callable[[], int] = time.perf_counter_ns, rounds: int = CLOCK_ROUNDS
 ) -> Offset:
-    """This rank's offset to rank 0. Collective: rank 0 plays with one rank after another; nothing else should be under way.
+    """Measure this rank's offset to rank 0. Collective.
+
+    Rank 0 exchanges messages with one rank after another; nothing else should be under way.
 
     Args:
         wait: waits for a handle (`ProgressEngine.wait_handle`).
@@ -209,7 +213,7 @@ def measure_offset(
 
 
 def _measure_rank(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rank: int, rounds: int) -> None:
-    """Rank 0's part: keeps the quickest round trip and sends its offset to rank `rank`."""
+    """Run rank 0's part: keep the quickest round trip and send its offset to rank `rank`."""
     ping, pong = np.zeros(1, np.int64), np.zeros(1, np.int64)
     best = (0, 0, 0)
     for number in range(rounds):

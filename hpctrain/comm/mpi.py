@@ -1,10 +1,9 @@
 """The communicator over MPI. The only module that imports mpi4py, and only when the world is started.
 
-Arrays move with MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process talks to
-MPI,
-so it is started at level "serialized": "multiple" switches fast paths off in several MPIs. A user who wants MPI's own
-progress thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected.
-Picklable values travel on top of buffer operations, so that they wait with the deadline: start-up and shut-down only.
+Arrays move with MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process talks to MPI,
+so it is started at level "serialized": "multiple" switches fast paths off in several MPIs. A user who wants MPI's own progress
+thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected. Picklable
+values travel on top of buffer operations, so that they wait with the deadline: start-up and shut-down only.
 
 Lost ranks: an MPI with fault tolerance (ULFM, as Open MPI 5 has it) goes on when a rank dies (`goes_on_without_lost_ranks`). A
 rank that waits for a dead one gets an error. One that waits for a living rank, which has got such an error and has left its
@@ -47,7 +46,7 @@ Wait = Callable[[Handle, str], None]
 
 
 def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
-    """Every rank's value, in rank order. Collective; waits through `wait(handle, purpose)`."""
+    """Return every rank's value, in rank order. Collective; waits through `wait(handle, purpose)`."""
     pickled = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = np.zeros(comm.size, np.int64)
     sizes[comm.rank] = pickled.size
@@ -60,7 +59,7 @@ def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> Any:
-    """`root`'s value; root gets its own object back. Collective; waits through `wait(handle, purpose)`."""
+    """Return `root`'s value; root gets its own object back. Collective; waits through `wait(handle, purpose)`."""
     data = np.frombuffer(pickle.dumps(value), np.uint8).copy() if comm.rank == root else np.empty(0, np.uint8)
     size = np.array([data.size], np.int64)
     wait(comm.ibroadcast(size, root), "size of a broadcast object")
@@ -112,19 +111,19 @@ class LostRanks:
         self._polls = 0
 
     def made(self, communicator: RevocableCommunicator) -> None:
-        """A communicator was made from the world, or from one of its parts."""
+        """Note that a communicator was made from the world, or from one of its parts."""
         self._communicators.append(communicator)
 
     def begun(self, handle: Handle) -> None:
-        """An operation is in flight: its handle, which holds its buffers, is kept until it has ended."""
+        """Note that an operation is in flight. Its handle, which holds its buffers, is kept until it has ended."""
         self._in_flight.add(handle)
 
     def ended(self, handle: Handle) -> None:
-        """It is in flight no more: it is complete, or has failed."""
+        """Note that an operation is no longer in flight: it is complete, or has failed."""
         self._in_flight.discard(handle)
 
     def polled(self) -> None:
-        """An operation was tested that has not ended. Now and then: whether another rank has learnt of a loss.
+        """Note that an operation was tested that has not ended; now and then, check whether another rank has reported a loss.
 
         Raises:
             RankLostError: it has.
@@ -135,17 +134,20 @@ class LostRanks:
             raise RankLostError(self.sentence())
 
     def check(self, error: Exception, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Nothing, where an MPI call has failed for another reason than a lost rank, as far as MPI knows or soon will.
+        """Raise if an MPI call failed because a rank is lost, as far as MPI knows or soon will; else return.
 
         Raises:
-            RankLostError: that was the reason. All ranks that share a communicator with this one are told.
+            RankLostError: that was the reason. All ranks that share a communicator with this one learn of it.
         """
         if error.Get_error_class() in self._classes or self._soon_known(sleep):  # type: ignore[attr-defined]
             self.revoke()
             raise RankLostError(self.sentence()) from error
 
     def _soon_known(self, sleep: Callable[[float], None]) -> bool:
-        """Whether a loss comes to be known: messages to a rank that has just died fail with any error before that."""
+        """Wait for a loss to become known, and return whether it has.
+
+        Messages to a rank that has just died fail with any error before that.
+        """
         for _ in range(round(_KNOWN_AFTER_SECONDS / _PAUSE_SECONDS)):
             with contextlib.suppress(self.error):
                 self._world.Iprobe()  # lets MPI take notice
@@ -161,7 +163,7 @@ class LostRanks:
                 communicator.Revoke()
 
     def lost(self) -> tuple[int, ...]:
-        """The ranks of the world that this process knows to be lost; others may know of more."""
+        """Return the ranks of the world that this process knows to be lost; others may know of more."""
         failed, group = self._world.Get_failed(), self._world.Get_group()
         try:
             return tuple(sorted(failed.Translate_ranks(list(range(failed.size)), group))) if failed.size else ()
@@ -170,14 +172,14 @@ class LostRanks:
             group.Free()
 
     def sentence(self) -> str:
-        """For a user: what is lost, as far as this process knows, and what to do."""
+        """Return a sentence for a user: what is lost, as far as this process knows, and what to do."""
         return (
             f"{named(self.lost())} of {self._world.Get_size()} was lost, as the process has died or its node; start again with "
             "--resume, or set on_lost_rank to shrink to go on without lost ranks."
         )
 
     def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-        """Test what is in flight on revoked communicators until it has ended, so long at most; True once nothing is.
+        """Test what is in flight on revoked communicators until it has ended, for `seconds` at most; return whether it has.
 
         Until then MPI may write into its buffers.
         """
@@ -191,19 +193,19 @@ class LostRanks:
         return not self._in_flight
 
     def unsettled(self) -> Sequence[Handle]:
-        """The operations that are still in flight."""
+        """Return the operations that are still in flight."""
         return tuple(self._in_flight)
 
 
 def named(ranks: Sequence[int]) -> str:
-    """The subject of a sentence: `Rank 2`, `Ranks 1-2`; `A rank` where it is not known which."""
+    """Return the subject of a sentence: `Rank 2`, `Ranks 1-2`; `A rank` if it is not known which."""
     if not ranks:
         return "A rank"
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {spans(ranks)}"
 
 
 def translated(comm: RevocableCommunicator, world: RevocableCommunicator) -> tuple[int, ...]:
-    """The ranks of `comm` in `world`, in its order. Not collective."""
+    """Return the ranks of `comm` in `world`, in its order. Not collective."""
     group, of_all = comm.Get_group(), world.Get_group()
     try:
         return tuple(group.Translate_ranks(list(range(group.size)), of_all))
@@ -236,7 +238,7 @@ class MpiBuffers:
         }
 
     def whole(self, array: Array) -> tuple[Any, Any]:
-        """All elements of a C-contiguous array, with MPI's datatype."""
+        """Return all elements of a C-contiguous array, with MPI's datatype."""
         datatype = self._types[dtype_char(array)]
         if isinstance(array, DeviceArray):
             return self._mpi.buffer.fromaddress(array.pointer, array.nbytes), datatype
@@ -244,19 +246,19 @@ class MpiBuffers:
         return array, datatype
 
     def others_parts(self, array: Array, counts: Sequence[int], rank: int) -> tuple[Any, tuple[list[int], list[int]], Any]:
-        """A buffer in pieces, of which this rank's own is left out and keeps its place."""
+        """Return a buffer in pieces, of which this rank's own is left out and keeps its place."""
         buffer, datatype = self.whole(array)
         places = list(accumulate(counts, initial=0))[:-1]
         return buffer, ([0 if other == rank else count for other, count in enumerate(counts)], places), datatype
 
 
 def dtype_char(array: Array) -> str:
-    """NumPy's character of an array's dtype; that of its bits for bfloat16."""
+    """Return NumPy's character of an array's dtype; that of its bits for bfloat16."""
     return _CHARS[array.dtype] if isinstance(array, DeviceArray) else str(array.dtype.char)
 
 
 def not_empty(array: Array) -> Array:
-    """The array, or another one without elements that begins where no other array does.
+    """Return the array, or for an empty one another that begins where no other array does.
 
     Open MPI takes equal addresses for "in place", also of an empty buffer that begins where the other one does.
     """
@@ -275,7 +277,7 @@ class MpiHandle:
 
     Args:
         request: of MPI, as mpi4py has it.
-        lost: is told of its begin and its end, and what MPI says of lost ranks; None: nobody asks.
+        lost: records its begin, its end and MPI's errors of lost ranks; None: MPI ends a job that loses a rank.
     """
 
     __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
@@ -295,7 +297,7 @@ class MpiHandle:
         return complete
 
     def _test_beside(self, lost: LostRanks) -> bool:
-        """As `test`, where MPI goes on when a rank dies."""
+        """Test where MPI continues when a rank dies."""
         try:
             complete: bool = self._request.Test()
         except lost.error as error:
@@ -329,7 +331,7 @@ def world(
     """Start MPI; the communicator of all ranks of the job, our own copy. Collective; once per process.
 
     Args:
-        deadline_seconds: the longest that start-up, splits and object operations may take. flight: is told of waits for these.
+        deadline_seconds: the longest that start-up, splits and object operations may take. flight: records waits for these.
         wait_policy: how these wait.
 
     Raises:
@@ -380,7 +382,10 @@ def _of_world(comm: MPI.Comm, deadline_seconds: float, flight: FlightRecorder | 
 
 
 def goes_on_without_lost_ranks() -> bool:
-    """Whether a job goes on when a rank dies: its launcher does not end it, and MPI tells the other ranks. After `world`."""
+    """Return whether a job continues when a rank dies. After `world`.
+
+    Its launcher must not end it, and MPI must report the loss to the other ranks.
+    """
     from mpi4py import MPI
 
     name, version = MPI.get_vendor()
@@ -388,7 +393,7 @@ def goes_on_without_lost_ranks() -> bool:
 
 
 def all_done(world: Communicator, *, done: bool) -> bool:
-    """Whether every rank is done and none is lost; the same answer on all that are left. Collective; waits for the deadline."""
+    """Return whether every rank is done and none is lost, the same on all that are left. Collective; waits for the deadline."""
     assert isinstance(world, MpiCommunicator)
     from mpi4py import MPI
 
@@ -405,12 +410,12 @@ def all_done(world: Communicator, *, done: bool) -> bool:
 
 
 def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[MpiCommunicator, tuple[int, ...]]:
-    """The world of the ranks that are left, in their order, and the ranks that are lost. Collective over those that are left.
+    """Return the world of the ranks that are left, in their order, and the lost ranks. Collective over those that are left.
 
     Waits for all of them, for the deadline. Nothing is in flight on the old world, or on a part of it, from here on.
 
     Args:
-        flight: is told of waits for object operations and splits of the new world.
+        flight: records waits for object operations and splits of the new world.
     """
     assert isinstance(world, MpiCommunicator)
     lost = world.origin.lost
@@ -466,7 +471,7 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     flush_to_reader()
     keeper.current_keeper().pulse.tell()
     comm.Abort(code)
-    # MPICH comes back from it where its launcher's process cannot be told, and the end of MPI would then wait for that process.
+    # MPICH returns from it if it cannot reach its launcher's process, and the end of MPI would then wait for that process.
     os._exit(code)
 
 
@@ -483,7 +488,7 @@ def finish(deadline_seconds: float) -> None:
 
 
 def describe() -> str:
-    """The MPI library's name and version and its thread level, on one line, for logs and run directories. After `world`."""
+    """Return the MPI library's name, version and thread level, on one line, for logs and run directories. After `world`."""
     from mpi4py import MPI
 
     levels = ("single", "funneled", "serialized", "multiple")
@@ -492,7 +497,7 @@ def describe() -> str:
 
 
 def library() -> str:
-    """The MPI library's name and version, on one line. MPI is loaded, and not started. Raises as `world` does."""
+    """Return the MPI library's name and version, on one line. Loads MPI without starting it; raises as `world` does."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -508,16 +513,16 @@ def _library() -> str:
 
 
 def threads_may_call() -> bool:
-    """True where several threads of a process may call MPI, one at a time. After `world`."""
+    """Return whether several threads of a process may call MPI, one at a time. After `world`."""
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
 
 
 def send_to_itself(source: int, target: int, size_bytes: int) -> None:
-    """Send so many bytes from one address to another of this process, be they on the host or on a device. After `world`.
+    """Send `size_bytes` from one address of this process to another, on the host or on a device. After `world`.
 
-    An MPI that knows nothing of the device ends the process, or brings other bytes.
+    An MPI without support for the device ends the process, or delivers other bytes.
     """
     from mpi4py import MPI
 
@@ -527,7 +532,7 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The world that communicators come from, and what is known of its lost ranks, where MPI goes on without them.
+    """The world that communicators come from, and what is known of its lost ranks, if MPI continues without them.
 
     wait_policy: of object operations and splits.
     """
@@ -640,7 +645,7 @@ class MpiCommunicator:
         return MpiHandle(self._called(post), operation, buffer, self._lost)
 
     def _called(self, call: Callable[[], T]) -> T:
-        """The result of an MPI call.
+        """Return the result of an MPI call.
 
         Raises:
             RankLostError: it fails as a rank is lost.

@@ -134,7 +134,7 @@ class ReservedOperation(OrderedOperation):
         return self
 
     def __str__(self) -> str:
-        return "waiting for its turn behind operations within the node" if self.handle is None else str(self.handle)
+        return "waiting for its turn after operations within the node" if self.handle is None else str(self.handle)
 
 
 class Finished:

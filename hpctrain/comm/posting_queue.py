@@ -60,13 +60,13 @@ class MessageAccount:
         return self._beside.total_ns * 1e-9
 
     def second_thread(self, identifier: int | None) -> None:
-        """Calls of the thread with this identifier are not the program's from now on; None: there is no second one."""
+        """Set the second thread, whose calls are not the program's; None: there is none."""
         self._second = identifier
         if self._trace is not None:
             self._trace.second_thread(identifier)
 
     def begin(self) -> None:
-        """A call of the engine begins, in which something may move."""
+        """Begin a call of the engine, in which something may move."""
         stretch = self._of_caller()
         stretch.depth += 1
         if stretch.depth == 1:
@@ -74,7 +74,7 @@ class MessageAccount:
             stretch.begin_ns = self.clock_ns()
 
     def end(self, *, recorded: bool = True) -> None:
-        """The call ends, well or not. recorded: in the trace, if any."""
+        """End the call, whether or not it failed. recorded: in the trace, if any."""
         stretch = self._of_caller()
         stretch.depth -= 1
         if stretch.depth == 0:
@@ -84,15 +84,15 @@ class MessageAccount:
                 self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
 
     def begin_wait(self) -> None:
-        """Until `end_wait` nothing counts: the program waits, and that is counted as a wait."""
+        """Count nothing until `end_wait`: the program waits, and that is counted as a wait."""
         self._of_caller().depth += 1
 
     def end_wait(self) -> None:
-        """The wait is over."""
+        """End the wait."""
         self._of_caller().depth -= 1
 
     def updated(self, begin_ns: int, stop_ns: int) -> None:
-        """An update has run; one inside of a call of the engine is no message's time."""
+        """Note that an update has run; inside of a call of the engine it is no message's time."""
         stretch = self._of_caller()
         if stretch.depth:
             stretch.update_ns += stop_ns - begin_ns
@@ -111,9 +111,9 @@ class Ticket:
 
     Attributes:
         purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
-        done: complete; stays True. flight_number: in the flight record; 0 where there is none.
+        done: complete; stays True. flight_number: in the flight record; 0 without one.
         possible_ns: where it is traced, the last instant at which it was known not to be complete.
-        late: its handle, until it has posted what a flight record is to be told; None: the record knows.
+        late: its handle, until it has posted what the flight record is to hold; None: the record holds it.
     """
 
     __slots__ = (
@@ -145,21 +145,21 @@ class Ticket:
         self._after = tuple(after)
 
     def ready(self) -> bool:
-        """True once everything that it comes after is complete."""
+        """Return whether everything that it comes after is complete."""
         return all(ticket.done for ticket in self._after)
 
     def turn_ns(self) -> int:
-        """The earliest instant at which all that it comes after may have been complete, where operations are traced."""
+        """Return the earliest instant at which all that it comes after may have been complete, if operations are traced."""
         return max((ticket.possible_ns for ticket in self._after), default=0)
 
     def begin(self) -> None:
-        """Start the operation. Its dependencies are let go, so that no chain of old tickets is kept."""
+        """Start the operation and release its dependencies, so that no chain of old tickets is kept."""
         assert self._start is not None, "an operation is started once"
         start, self._start, self._after = self._start, None, ()
         self.handle = start()
 
     def test(self) -> bool:
-        """Drive the started operation; True once complete, and its buffers are let go."""
+        """Drive the started operation and return whether it is complete; its buffers are then released."""
         assert self.handle is not None
         if self.handle.test():
             self.done = True
@@ -173,7 +173,7 @@ class Ticket:
         if self.handle is not None:
             return f"{head}, operation {self.handle}, in flight"
         blockers = [f"{ticket.purpose} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
-        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", behind the queue's head")
+        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", after the queue's head")
 
 
 class PostingQueue:
@@ -181,7 +181,7 @@ class PostingQueue:
 
     Args:
         name: for messages and traces. window: most operations in flight at a time; None: no limit.
-        flight: is told of each operation as it happens; None: nobody is. world_ranks: of the communicator.
+        flight: records each operation as it happens; None: nothing does. world_ranks: of the communicator.
         lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion,
             and how long after its turn it was posted at most. account: of the time that posting takes; None: it is not kept.
 
@@ -219,7 +219,7 @@ class PostingQueue:
         """Queue an operation; it starts at once where it may.
 
         Args:
-            start: posts the operation and gives its handle. Called when everything before it in this queue has been started and
+            start: posts the operation and returns its handle. Called when everything before it in this queue has been started and
                 all of `after` are complete. May compute (a shard's update) and may post; must not wait.
             purpose: its name in messages and traces, usually the parameter's.
             after: tickets of any queue.
@@ -250,7 +250,7 @@ class PostingQueue:
         return bool(self._in_flight)
 
     def unfinished(self) -> Sequence[Ticket]:
-        """The operations in flight, then those that wait, each in order."""
+        """Return the operations in flight, then those that wait, each in order."""
         return (*self._in_flight, *self._waiting)
 
     def collect(self) -> None:
@@ -312,7 +312,7 @@ class PostingQueue:
             self.starting = False
 
     def _tell_posting(self, ticket: Ticket, late: LateHandle) -> None:
-        """Tell the flight record what an operation has posted that does so in its own time, if it has by now."""
+        """Record in the flight record what a late operation has posted, if it has by now."""
         if self._flight is not None and late.operation:
             self._flight.started(ticket.flight_number, late.operation)
             ticket.late = None

@@ -6,8 +6,7 @@ The order within a queue is the order of `post`, never one of arrival, so that M
 
 `WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
 
-`ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation
-begins,
+`ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation begins,
 completes or computes in it (one of two stages may come to its second), so no averager ever runs on it, and the process's own
 thread sees a change only when it polls. In mode `posting` a pass is a poll: what completes is seen, and what may start is
 started, with what that computes, in the order of its queue.
@@ -55,11 +54,11 @@ class WaitPolicy:
     longest_seconds: float = 10e-3
 
     def sleeps(self, waited_seconds: float) -> bool:
-        """Whether a wait that has lasted so long sleeps before its next poll."""
+        """Return whether a wait that has lasted `waited_seconds` sleeps before its next poll."""
         return waited_seconds > self.offering_seconds
 
     def next_sleep(self, waited_seconds: float) -> float:
-        """The seconds that a wait which has lasted so long sleeps before its next poll."""
+        """Return the seconds that a wait which has lasted `waited_seconds` sleeps before its next poll."""
         return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
 
 
@@ -88,18 +87,18 @@ class FurtherPolls:
         self._begin_seconds = self._latest_seconds = self._allowed_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """An operator has ended at this instant of any clock; the first poll begins."""
+        """Note that an operator has ended at this instant of any clock; the first poll begins."""
         operator_seconds = 0.0 if self._ended_seconds is None else now - self._ended_seconds
         self._allowed_seconds = self._share * operator_seconds
         self._begin_seconds = self._latest_seconds = now
 
     def another(self, now: float) -> bool:
-        """A poll has ended at this instant: whether one more may begin."""
+        """Return whether one more poll may begin. The last one has ended at this instant."""
         poll_seconds, self._latest_seconds = now - self._latest_seconds, now
         return now - self._begin_seconds + poll_seconds <= self._allowed_seconds
 
     def end(self, now: float) -> None:
-        """The last poll has ended, and the next operator begins."""
+        """Note that the last poll has ended; the next operator begins."""
         self._ended_seconds = now
 
 
@@ -137,7 +136,7 @@ class ProgressThread:
 
     @property
     def identifier(self) -> int | None:
-        """The thread's number, as `threading.get_ident` gives it."""
+        """The thread's number, as `threading.get_ident` returns it."""
         return self._thread.ident
 
     def wake(self) -> None:
@@ -202,17 +201,17 @@ class ProgressEngine:
     One thread of a process posts, polls and waits. A second one, where `start_thread` made it, works inside of `computing` and
     while the first holds no lock; everything that talks to the transport here holds it. It lets what is in flight move, or, as a
     posting thread, does all that a poll does: then a poll of the first one inside of `computing` only wakes it. What it starts
-    computes beside the program: nothing that a start reads or writes may be in use once its events have happened.
+    computes while the program does: nothing that a start reads or writes may be in use once its events have happened.
 
     Args:
         rank: this process's rank, for messages.
         deadline_seconds: the longest that one wait may take. Past it the rank prints what it waits for, all that is in flight
             and the stacks of all threads, and calls `abort`.
         abort: ends the whole job with an exit code (`Communicator.abort` of the world).
-        clock, sleep: seconds since any start, and a sleep of so many seconds. offer_core: to whatever else wants to run.
+        clock, sleep: seconds since any start, and a sleep of a number of seconds. offer_core: to other processes.
         stream: where the report goes; stderr by default.
-        trace: records operations, waits, and what posting and tests take beside them. flight: is told of all that happens, as it
-            does, so that it can be read where the process is gone; None: nobody is.
+        trace: records operations, waits, and the time of posting and tests. flight: records all that happens, as it happens, so
+            that it can be read when the process is gone; None: nothing does.
         make_thread: makes a second thread from what one pass of it does and the lock that a pass holds.
 
     Attributes:
@@ -256,7 +255,7 @@ class ProgressEngine:
         self._posts_beside = False
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
-        """The queue of `comm`: made at the first call (with `window`), the same one ever after."""
+        """Return the queue of `comm`: made at the first call (with `window`), the same one ever after."""
         if comm not in self._queues:
             same = sum(other.name == comm.name for other in self._queues)
             name = f"{comm.name} {same + 1}" if same else comm.name
@@ -273,7 +272,7 @@ class ProgressEngine:
         return self._queues[comm]
 
     def communicators(self) -> dict[str, Communicator]:
-        """The communicator of each queue, by the queue's name, in the order in which they were made: the same on every rank."""
+        """Return the communicator of each queue, by the queue's name, in the order of their making: the same on every rank."""
         return {queue.name: comm for comm, queue in self._queues.items()}
 
     @property
@@ -282,13 +281,13 @@ class ProgressEngine:
         return sum(len(queue.unfinished()) for queue in self._queues.values())
 
     def now(self) -> float:
-        """Seconds on the engine's clock."""
+        """Return seconds on the engine's clock."""
         return self._clock()
 
     def poll(self) -> None:
-        """One pass over all queues: test what is in flight, then start what may start. Never blocks.
+        """Make one pass over all queues: test what is in flight, then start what may start. Never blocks.
 
-        Where a posting thread works, it is told to make the pass.
+        If a posting thread works, it is woken to make the pass.
         """
         if self._thread is not None:
             self._thread.raise_failure()
@@ -309,7 +308,7 @@ class ProgressEngine:
                 self.account.end()
 
     def operator_done(self) -> None:
-        """Between two operators: let messages move, unless that is left to the transport."""
+        """Let messages move between two operators, unless that is left to the transport."""
         self.notes.alive()
         if not self.polls_between_operators:
             return
@@ -324,7 +323,9 @@ class ProgressEngine:
         policy.end(self._clock())
 
     def start_thread(self, *, posts: bool = False) -> None:
-        """From now on a thread works inside `computing`. The transport must allow calls from several threads, one at a time.
+        """Let a thread work inside `computing` from now on.
+
+        The transport must allow calls from several threads, one at a time.
 
         Args:
             posts: it completes and starts operations, too.
@@ -342,7 +343,7 @@ class ProgressEngine:
             self.account.second_thread(None)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """While this lasts, this process reaches the transport through this engine only, so a thread may drive it as well."""
+        """Return a context in which this process reaches the transport through this engine only, so a thread may drive it."""
         return _ALONE if self._thread is None else self._thread
 
     def _pass_of_thread(self) -> None:
@@ -402,7 +403,7 @@ class ProgressEngine:
 
     @contextmanager
     def _alone(self, awaited: object) -> Iterator[None]:
-        """While this lasts no other thread works on messages. A pass under way ends first, for which the deadline holds, too."""
+        """Keep other threads from working on messages. A pass under way ends first, for which the deadline holds, too."""
         if not self._lock.acquire(blocking=False):
             begin = self._clock()
             if not self._lock.acquire(timeout=min(self.deadline_seconds, threading.TIMEOUT_MAX)):

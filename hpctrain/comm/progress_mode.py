@@ -1,10 +1,10 @@
 """Modes of progress: how messages move while kernels run, and a measurement of how much each hides, here and with this MPI.
 
-none    nobody between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
+none    nothing between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
 test    the program tests what is in flight after each operator
 thread  as test, and a thread tests every 200 us while an operator runs; needs MPI at thread level "serialized"
 posting a thread does all that the program does between operators in mode test: it also sees what is complete, and starts what may
-        start, with what that computes; needs the same, and a core beside those of the kernels
+        start, with what that computes; needs the same, and a core in addition to those of the kernels
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hpctrain.comm.progress import ProgressEngine
 #: a mode other than `test` is chosen where its time is surely less than this share of `test`'s: what is gained less is not worth
 #: that two runs on the same machine differ
 CLEARLY_BETTER = 0.9
-#: of the one-sided interval that says "surely"
+#: of the one-sided interval that means "surely"
 CONFIDENCE = 0.99
 
 _MESSAGES = 4
-_WIRE_SECONDS = 20e-3  # an exchange is at least so long: long beside a scheduler's tick, short beside a run
+_WIRE_SECONDS = 20e-3  # of an exchange, at least: long compared with a scheduler's tick, short compared with a run
 _BUDGET_SECONDS = 2.0
 _MOST_ROUNDS = 25
 _TRIALS = 3  # of an exchange alone: other work on the machine can only make it longer
@@ -48,7 +48,7 @@ class ProgressMode(StrEnum):
 
     @property
     def has_thread(self) -> bool:
-        """True where a thread works on messages beside the program."""
+        """A thread works on messages while the program computes."""
         return self in (ProgressMode.THREAD, ProgressMode.POSTING)
 
     @property
@@ -82,16 +82,16 @@ class OverlapMeasurement:
         return {mode: float(np.median(times)) for mode, times in self.by_round.items()}
 
     def hidden(self, mode: ProgressMode) -> float:
-        """The share of the smaller of wire and compute that the other one covered; below 0 where each slows the other."""
+        """Return the share of the smaller of wire and compute that the other one covered; below 0 if each slows the other."""
         saved = self.wire_seconds + self.compute_seconds - self.together_seconds[mode]
         return saved / min(self.wire_seconds, self.compute_seconds)
 
     def ratio(self, mode: ProgressMode) -> float:
-        """This mode's time over `test`'s: the median of the rounds' ratios."""
+        """Return this mode's time over `test`'s: the median of the rounds' ratios."""
         return float(np.median(self._ratios(mode)))
 
     def ratio_limit(self, mode: ProgressMode) -> float:
-        """The median ratio is below this with a probability of `CONFIDENCE`; infinite where the rounds are too few to say.
+        """Return a bound that the median ratio is below with a probability of `CONFIDENCE`; infinite with too few rounds.
 
         An order statistic, so that a few rounds that other work disturbed do not count, and no distribution is supposed.
         """
@@ -114,13 +114,13 @@ class OverlapMeasurement:
 
 
 def _at_most(successes: int, trials: int) -> float:
-    """The probability of at most so many heads of a fair coin."""
+    """Return the probability of at most `successes` heads of a fair coin."""
     outcomes: int = sum(math.comb(trials, count) for count in range(successes + 1))
     return outcomes / float(2**trials)
 
 
 def choose(measured: OverlapMeasurement) -> ProgressMode:
-    """`test`, unless other modes are surely and clearly better; then the best of them."""
+    """Return `test`, unless other modes are surely and clearly better; then the best of them."""
     better = [mode for mode in measured.by_round if mode is not ProgressMode.TEST and measured.ratio_limit(mode) < CLEARLY_BETTER]
     return min(better, key=measured.ratio, default=ProgressMode.TEST)
 
@@ -144,7 +144,7 @@ def measure(
     worth_seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> OverlapMeasurement | None:
-    """How much each mode hides, in about two seconds: rounds of all modes in turn, until the time is up. Collective over `comm`.
+    """Measure how much each mode hides, in about two seconds: rounds of all modes in turn. Collective over `comm`.
 
     None where a whole exchange is shorter than `worth_seconds`: there is nothing to hide. The engine is left in the first
     mode; call `apply` afterwards.
@@ -215,7 +215,7 @@ class _Probe:
         return wire
 
     def make_operators(self, operator_seconds: float, wire_seconds: float) -> tuple[int, int]:
-        """Rows of a product (this rank's) and number of products (rank 0's, for all): as long as an exchange."""
+        """Return rows of a product (this rank's) and number of products (rank 0's, for all): as long as an exchange."""
         # Each rank's own rows make its operators as long as the others', however fast its core is and whatever else it does.
         rows = self._rows_of(operator_seconds)
         operators = int(self._comm.broadcast_object(max(2, min(100, round(wire_seconds / operator_seconds)))))
@@ -223,7 +223,7 @@ class _Probe:
         return rows, operators
 
     def run(self, rows: int, operators: int, messages: int = _MESSAGES) -> float:
-        """Seconds from posting until all is computed and received. All ranks start together."""
+        """Return the seconds from posting until all is computed and received. All ranks start together."""
         self._progress.wait_handle(self._comm.ibarrier(), "start of a probe")
         begin = self._clock()
         tickets = [
@@ -238,7 +238,7 @@ class _Probe:
         return self._clock() - begin
 
     def _rows_of(self, operator_seconds: float) -> int:
-        """How many rows make a product last so long. Not collective."""
+        """Return how many rows make a product last `operator_seconds`. Not collective."""
         rows, product = 32, 0.0
         while product < operator_seconds / 2:
             rows *= 2

@@ -22,7 +22,7 @@ _HEAD_BYTES = mmap.PAGESIZE
 
 
 class SharedMemory:
-    """Bytes that ranks of a node have in common; they are given back once nobody refers to `array` any more.
+    """Bytes that ranks of a node have in common; they are freed with the last reference to `array`.
 
     Attributes:
         array: (n,) uint8, zeros at first. denied: why each rank has memory of its own instead; empty: they have it in common.
@@ -33,10 +33,10 @@ class SharedMemory:
         self._order = threading.Lock()
 
     def fence(self) -> None:
-        """All reads and writes before it come before those behind it, for all ranks.
+        """Order all reads and writes before it before those after it, for all ranks.
 
         One lock may let both sides into its block, where they can change places; of two locks, one after the other, the first
-        keeps the one side before its end, and the second the other side behind its begin.
+        keeps the one side before its end, and the second the other side after its begin.
         """
         for _ in range(2):
             with self._order:
@@ -44,10 +44,10 @@ class SharedMemory:
 
 
 def share(node: Communicator, size_bytes: int) -> SharedMemory:
-    """Memory of all ranks of a node; each rank has some of its own where the system denies it. Collective; start-up only.
+    """Make memory of all ranks of a node; each rank has some of its own if the system denies it. Collective; start-up only.
 
     Args:
-        node: ranks of one node. size_bytes: the same on all of them. Pages that nobody touches take no memory.
+        node: ranks of one node. size_bytes: the same on all of them. Untouched pages take no memory.
     """
     descriptor, array, denied = -1, None, ""
     place: tuple[int, int, bytes] | None = None
@@ -73,7 +73,7 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
 
 
 def _create(size_bytes: int) -> tuple[int, bytes]:
-    """A file without a name, and what it is known by."""
+    """Create a file without a name; return its descriptor and the token that it begins with."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memory files")
     descriptor = os.memfd_create("hpctrain-samples", os.MFD_CLOEXEC)
@@ -88,7 +88,9 @@ def _create(size_bytes: int) -> tuple[int, bytes]:
 
 
 def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
-    """The file behind a descriptor of another process. place: its number, that of the descriptor, and what the file begins with.
+    """Open the file of a descriptor of another process.
+
+    place: the process's number, that of the descriptor, and what the file begins with.
 
     Raises:
         OSError: it cannot be opened; or it is another file, as where processes of a node are numbered apart, in containers.
@@ -103,5 +105,5 @@ def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
 
 
 def _mapped(descriptor: int, size_bytes: int) -> np.ndarray:
-    """The bytes of the file behind its head; they are unmapped with the last view of them."""
+    """Return the bytes of the file after its head; they are unmapped with the last view of them."""
     return np.frombuffer(mmap.mmap(descriptor, _HEAD_BYTES + size_bytes), np.uint8, size_bytes, _HEAD_BYTES)

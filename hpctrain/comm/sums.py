@@ -6,15 +6,13 @@ parts and a local sum, an allreduce that and an allgather of the sums. The bytes
 - `SixteenBitSums`: parts are rounded to 16 bits and added up in full precision, in rank order from 0 on, in the dtype of the
   buffer: half of the bytes of float32, and no sum of 16-bit numbers, which few MPIs have and which would round after every
   addition. A rank's own part is rounded as those of others are, so a sum is the same whichever rank owns it, and does not
-  depend on how a buffer is cut. (With one scale for each message, float16 rounds very small numbers next to much larger ones
-  of their part more coarsely.) `Compressor` is the interface of what turns arrays into messages.
+  depend on how a buffer is cut. (With one scale for each message, float16 rounds very small numbers next to much larger ones of
+  their part more coarsely.) `Compressor` is the interface of what turns arrays into messages.
 - `TreeSums`: the order of additions is that of a tree over shards (`summation_tree`), which the number of ranks does not
-change.
-  A rank with several terms sends all of them: another order of additions would be needed to send one.
+  change. A rank with several terms sends all of them: another order of additions would be needed to send one.
 - `PartSums`: parts travel as they are and kernels of a device add them up, for transports that move arrays of a device and do
   not sum them. Parts are added in rank order, from 0 on, so the bits do not depend on what arrives first, and all ranks have
-the
-  same.
+  the same.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Compressor(ABC):
         size: elements of an array. dtype: "float32" or "float64".
 
     Attributes:
-        message_size: uint8 elements of a message, the same for every array, so that no receiver has to be told.
+        message_size: uint8 elements of a message, the same for every array, so that receivers know it.
     """
 
     message_size: int
@@ -61,15 +59,15 @@ class Compressor(ABC):
 
     @abstractmethod
     def decompress(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Write all of `values`: what the message says of them, zeros where it says nothing."""
+        """Write all of `values`: those in the message, zeros elsewhere."""
 
     @abstractmethod
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Add what the message says to `values`, element by element."""
+        """Add the values of the message to `values`, element by element."""
 
     @abstractmethod
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Leave in `values`, of which `message` was made, what it does not say: exactly, they were that plus what it says."""
+        """Subtract from `values` what the message made of them contains: exactly, the rest plus the message is `values`."""
 
 
 #: how numbers travel; "float32": as they are computed, whatever their dtype
@@ -80,10 +78,10 @@ Caster = Callable[[int, str], Compressor]
 
 
 def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) -> GradientSums:
-    """The sums of gradients over `comm`: in 16 bits, in two levels across nodes only. Collective; set-up.
+    """Return the sums of gradients over `comm`: in 16 bits, in two levels across nodes only. Collective; set-up.
 
     Args:
-        caster: rounds what travels; None: nothing is rounded. allreduces: it is asked for allreduces, too.
+        caster: rounds what travels; None: nothing is rounded. allreduces: allreduces are needed, too.
     """
     if caster is None or comm.size == 1:
         return comm
@@ -94,7 +92,7 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
 
 
 def _flat_sums(comm: Communicator, caster: Caster) -> SixteenBitSums:
-    """Sums over `comm` that have allreduces. Collective; set-up."""
+    """Return sums over `comm` that have allreduces. Collective; set-up."""
     return SixteenBitSums(comm, caster, comm.split(0, comm.rank, f"{comm.name} sums"))
 
 
@@ -142,7 +140,7 @@ class MessageBuffers:
         self._spare = SpareBuffers()
 
     def parts(self, counts: Sequence[int], dtype: np.dtype) -> MessageParts:
-        """The messages of a buffer of `dtype` whose parts have `counts` elements."""
+        """Return the messages of a buffer of `dtype` whose parts have `counts` elements."""
         key = tuple(counts), dtype.name
         if key not in self._parts:
             casts = tuple(self._cast(count, dtype.name) for count in counts)
@@ -157,7 +155,7 @@ class MessageBuffers:
         return self._casts[count, dtype]
 
     def take(self, size: int) -> np.ndarray:
-        """A uint8 buffer, until it is given back."""
+        """Return a uint8 buffer, the caller's until it is given back."""
         taken: np.ndarray = self._spare.take(size, _BYTES)
         return taken
 
@@ -180,7 +178,7 @@ class SixteenBitSums:
         self._allreduces = InOrder()
 
     def ireduce_scatter(self, send: np.ndarray, recv: np.ndarray, counts: Sequence[int]) -> Handle:
-        """As a communicator's, but `send` may be used again when this returns."""
+        """Sum as a communicator does, but `send` may be used again on return."""
         parts = self._buffers.parts(counts, send.dtype)
         messages, received = self._buffers.take(parts.total_bytes), self._received(parts)
         handle = self._send_parts(parts, send, messages, received)
@@ -192,7 +190,7 @@ class SixteenBitSums:
         return Finished(handle, finish)
 
     def iallreduce(self, buffer: np.ndarray) -> Handle:
-        """As a communicator's; each sum is rounded once more, by its owner, so every rank gets the same bits."""
+        """Sum as a communicator does; each sum is rounded once more, by its owner, so every rank gets the same bits."""
         gathers, rank = self._gathers, self._comm.rank
         assert gathers is not None, "these sums were made for reduce-scatters only"
         parts = self._buffers.parts(even(buffer.size, self._comm.size), buffer.dtype)
@@ -214,7 +212,7 @@ class SixteenBitSums:
         return self._allreduces.second_stage(handle, gather, finish)
 
     def _received(self, parts: MessageParts) -> np.ndarray:
-        """A buffer for this rank's part from everyone."""
+        """Return a buffer for this rank's part from everyone."""
         return self._buffers.take(parts.sizes[self._comm.rank] * self._comm.size)
 
     def _send_parts(self, parts: MessageParts, values: np.ndarray, messages: np.ndarray, received: np.ndarray) -> Handle:
@@ -255,7 +253,7 @@ class TreeSums:
         self._allreduces = InOrder()
 
     def ireduce_scatter(self, send: Terms, recv: np.ndarray, counts: Sequence[int]) -> Handle:
-        """As a communicator's; `send` has this rank's terms. Where there are several, they may be used again on return."""
+        """Sum as a communicator does; `send` has this rank's terms. Several terms may be used again on return."""
         message, received = self._message(send, counts), self._received(counts, recv)
         handle = self._post(message, received, counts)
 
@@ -266,7 +264,7 @@ class TreeSums:
         return Finished(handle, finish)
 
     def iallreduce(self, buffer: Terms) -> Handle:
-        """As a communicator's; the sum is put into the last of this rank's terms."""
+        """Sum as a communicator does; the sum is put into the last of this rank's terms."""
         gathers, rank = self._gathers, self._comm.rank
         assert gathers is not None, "these sums were made for reduce-scatters only"
         target = buffer[-1] if isinstance(buffer, tuple) else buffer
@@ -283,7 +281,7 @@ class TreeSums:
         return self._allreduces.second_stage(handle, gather)
 
     def _message(self, terms: Terms, counts: Sequence[int]) -> np.ndarray:
-        """For each rank its part of all terms, one after the other: the very term, where there is one."""
+        """Return, for each rank, its part of all terms, one after the other; a single term is not copied."""
         if not isinstance(terms, tuple):
             return terms
         message: np.ndarray = self._spare.take(len(terms) * terms[0].size, terms[0])
@@ -295,7 +293,7 @@ class TreeSums:
         return message
 
     def _received(self, counts: Sequence[int], like: np.ndarray) -> np.ndarray:
-        """A buffer for this rank's part of all ranks' terms."""
+        """Return a buffer for this rank's part of all ranks' terms."""
         received: np.ndarray = self._spare.take(sum(self._terms_of) * counts[self._comm.rank], like)
         return received
 
@@ -322,7 +320,7 @@ class TreeSums:
 
 
 def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool) -> TreeSums | None:
-    """The sums over `comm` in the order of the tree; None where one rank has all shards. Collective; set-up.
+    """Return the sums over `comm` in the order of the tree; None if one rank has all shards. Collective; set-up.
 
     Args:
         allreduces: they are asked for allreduces, too, which need a communicator of their own.
@@ -336,7 +334,7 @@ def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool
 class PartSums:
     """Implements `GradientSums` for 1-D arrays of a device.
 
-    A sum on its way has a buffer of the parts that arrive, made when so many are first on their way at once and kept.
+    A sum on its way has a buffer of the parts that arrive, made when that many are first on their way at once, and kept.
 
     Args:
         comm: moves arrays of the device; other operations may be posted on it in between. gathers: the same ranks in the same
@@ -365,14 +363,14 @@ class PartSums:
         return self._allreduces.second_stage(handle, gather)
 
     def _received(self, like: Array, counts: Sequence[int]) -> Array:
-        """A buffer for this rank's part from everyone."""
+        """Return a buffer for this rank's part from everyone."""
         return self._spare.take(counts[self._comm.rank] * self._comm.size, like)
 
     def _send_parts(self, send: Array, received: Array, counts: Sequence[int]) -> Handle:
         return self._comm.ialltoall(send, received, counts, [counts[self._comm.rank]] * self._comm.size)
 
     def _add(self, received: Array, total: Array) -> None:
-        """Enqueue total := the sum of all ranks' parts, and let the next operation have the buffer, behind that."""
+        """Enqueue total := the sum of all ranks' parts, and make the buffer available to later operations, after that."""
         if total.size:
             parts = [received[begin : begin + total.size] for begin in range(0, received.size, total.size)]
             self._arithmetic.copy(total, parts[0])

@@ -2,19 +2,16 @@
 
 - "staged": over a communicator that knows arrays of the host; it works with every MPI. An operation has three phases: its
   arrays are copied to mirrors on the host, then it is posted there, and what it brought is copied back. The second begins in a
-  `test` of its handle, or of a later one's, once the copies to the host are done and all operations before it have been
-posted;
+  `test` of its handle, or of a later one's, once the copies to the host are done and all operations before it have been posted;
   so the communicator sees the order in which operations were started, the same on every rank, whichever device is done first.
-  An operation is complete once the copies back are enqueued: later work of kernels comes after them, and the host goes on.
-- "mpi": over an MPI library that reads and writes a device's memory; nothing is copied to the host. An operation is posted
-once
+  An operation is complete once the copies back are enqueued: later work of kernels comes after them, and the host continues.
+- "mpi": over an MPI library that reads and writes a device's memory; nothing is copied to the host. An operation is posted once
   the kernels before it are done, in the order in which operations were started, the same on every rank, whichever device is
   done first; it is complete when MPI says so, and kernels that are launched from then on come after it. The library moves
   arrays and sums none: nonblocking sums of a device's memory crash some libraries, and go by way of the host in others, so
   kernels add (`PartSums`).
 - "nccl": by NCCL, which moves and sums arrays on the device, in the order of a stream. An operation is enqueued when it is
-  started, after the kernels before it: the stream waits for them, the host does not. So all ranks enqueue in the order in
-which
+  started, after the kernels before it: the stream waits for them, the host does not. So all ranks enqueue in the order in which
   operations were started, whichever device is done first. It is complete when the host has seen that the device is done with
   it, and kernels that are launched from then on come after it. Kernels never wait for a rank: only the host does, with its
   deadline.
@@ -71,7 +68,7 @@ class StagedOperation(OrderedOperation):
             return f"{self._text}, {self._finished}"
         if self.handle is not None:
             return str(self.handle)
-        waits_for = "its turn behind operations that wait for the device" if self._transit.on_host() else "the device"
+        waits_for = "its turn after operations that wait for the device" if self._transit.on_host() else "the device"
         return f"{self._text}, waiting for {waits_for}"
 
 
@@ -84,7 +81,7 @@ class MirroredArrays:
         self._arriving: tuple[Array, _Intervals] = (None, [])
 
     def mirror(self, array: Array, *, leaves: _Intervals | None = None, arrives: _Intervals | None = None) -> np.ndarray:
-        """The array's mirror.
+        """Return the array's mirror.
 
         Args:
             leaves: the intervals of its elements that are copied to the mirror before the operation. arrives: those that are
@@ -112,7 +109,7 @@ def _all_elements(array: Array) -> _Intervals:
 
 
 def _own_and_others(counts: Sequence[int], rank: int) -> tuple[_Intervals, _Intervals]:
-    """The interval of a rank's piece of a buffer, and those of all other pieces."""
+    """Return the interval of a rank's piece of a buffer, and those of all other pieces."""
     begin, total = sum(counts[:rank]), sum(counts)
     end = begin + counts[rank]
     return [(begin, end)], [(0, begin), (end, total)]
@@ -144,7 +141,7 @@ class StagedCommunicator(ForwardingCommunicator):
     """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective.
 
     Args:
-        inner: carries the messages; nobody else posts on it. mirrors: of the device.
+        inner: carries the messages; only this communicator posts on it. mirrors: of the device.
     """
 
     def __init__(self, inner: Communicator, mirrors: HostMirrors) -> None:
@@ -153,7 +150,7 @@ class StagedCommunicator(ForwardingCommunicator):
         self._sums = StagedSums(inner, mirrors, self._order)
 
     def sums_of(self, sums: GradientSums) -> GradientSums:
-        """Sums over the same ranks, whose operations keep the order of this communicator's."""
+        """Return sums over the same ranks, whose operations keep the order of this communicator's."""
         return StagedSums(sums, self._mirrors, self._order)
 
     def iallreduce(self, buffer: Array) -> Handle:
@@ -217,7 +214,7 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
     """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective, see `over_mpi`.
 
     Args:
-        inner: carries the messages, and reads the device's memory; nobody else posts on it. arithmetic: of the device.
+        inner: carries the messages, and reads the device's memory; only this communicator posts on it. arithmetic: of the device.
         gathers: the same ranks in the same order, for the second stage of allreduces; None: arrays of the device are not summed.
     """
 
@@ -269,14 +266,14 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
         return self._sums
 
     def _start(self, post: Callable[[], Handle], operation: str, array: Array | None = None) -> Handle:
-        """The next operation; `array` says how large it is, and where."""
+        """Start the next operation; `array` has its size and place."""
         mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()
         text = operation if array is None else f"{operation} of {array.size} elements"
         return StagedOperation(self._order, _AfterKernels(mark), post, lambda: None, text, "complete")
 
 
 def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicator:
-    """The ranks of `inner` by an MPI library that reads the device's memory, with sums. Collective; set-up only."""
+    """Return the ranks of `inner` by an MPI library that reads the device's memory, with sums. Collective; set-up only."""
     gathers = inner.split(0, inner.rank, f"{inner.name} sums")
     assert gathers is not None
     return DeviceMpiCommunicator(inner, arithmetic, DeviceMpiCommunicator(gathers, arithmetic))
@@ -334,7 +331,7 @@ class NcclCommunicator(ForwardingCommunicator):
         return self._enqueued("allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """As a sum to each rank, all of them at once: pieces may have unlike sizes."""
+        """Sum to each rank, all of them at once: pieces may have unlike sizes."""
         if isinstance(send, np.ndarray):
             return self.inner.ireduce_scatter(send, recv, counts)
         assert (send.size, recv.size) == (sum(counts), counts[self.rank])
@@ -346,7 +343,7 @@ class NcclCommunicator(ForwardingCommunicator):
         return self._enqueued("reduce-scatter", send)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """As a broadcast from each rank, all of them at once."""
+        """Broadcast from each rank, all of them at once."""
         if isinstance(recv, np.ndarray):
             return self.inner.iallgather(send, recv, counts)
         assert recv.size == sum(counts)
@@ -392,14 +389,14 @@ class NcclCommunicator(ForwardingCommunicator):
 
 
 def over_nccl(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
-    """The ranks of `inner`, with their devices joined. Collective; set-up only, once `group_fault` has found nothing wrong."""
+    """Return the ranks of `inner`, with their devices joined. Collective; set-up only, once `group_fault` is None."""
     mirrors = arithmetic.mirrors()
     assert mirrors is not None, "the arrays lie on a device"
     return joined(StagedCommunicator(inner, mirrors), arithmetic)
 
 
 def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
-    """The same, where `inner` takes arrays of the device by way of the host. Collective; set-up only."""
+    """Return the same where `inner` takes arrays of the device by way of the host. Collective; set-up only."""
     messages, peers = arithmetic.messages(), inner.split(0, inner.rank, f"{inner.name} devices")
     assert messages is not None, "the arrays lie on a device"
     assert peers is not None
@@ -407,7 +404,10 @@ def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
 
 
 def group_fault(world: Communicator, messages: DeviceMessages) -> str | None:
-    """Why the devices of these ranks cannot be joined, in one clause, the same on every rank; None where they can. Collective."""
+    """Return why the devices of these ranks cannot be joined, in one clause, the same on every rank. Collective.
+
+    None: they can be joined.
+    """
     facts: list[tuple[str, str | None]] = world.allgather_object((messages.identity, messages.group_fault()))
     ranks_of: dict[str, list[int]] = {}
     for rank, (identity, fault) in enumerate(facts):
@@ -423,14 +423,14 @@ Transport = Literal["staged", "mpi", "nccl"]
 
 
 def staged(comm: Communicator, arithmetic: Arithmetic) -> StagedCommunicator:
-    """The ranks of `comm`, for arrays of the device of `arithmetic` too, by way of the host. Not collective."""
+    """Return the ranks of `comm`, for arrays of the device of `arithmetic` too, by way of the host. Not collective."""
     mirrors = arithmetic.mirrors()
     assert mirrors is not None, "the arrays lie on a device"
     return StagedCommunicator(comm, mirrors)
 
 
 def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -> Communicator:
-    """The ranks of `comm`, for arrays of the device of `arithmetic` too. Collective; set-up only.
+    """Return the ranks of `comm`, for arrays of the device of `arithmetic` too. Collective; set-up only.
 
     In two levels, MPI reaches devices in both; NCCL does within nodes, and between nodes arrays go by way of the host.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -237,11 +237,15 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
         return Autopsy(("No rank has left a record.",))
     ranks = [record.ranks for record in records]
     missing = sorted(set(range(max(ranks, key=ranks.count))) - {record.rank for record in records})
-    unlike = _mismatch(records)  # first, because MPI may end a rank for it, hang, or continue with other numbers
+    # These come first: an MPI may end a rank for them, hang, or continue with wrong numbers.
+    unlike = _parted(records) or _mismatch(records)
     if unlike is None and not missing and all(record.end is End.FINISHED for record in records):
         return Autopsy((f"The job finished: {named(range(len(records)))} ended normally.",))
-    findings = unlike or _failed(records) or held_up(records) or _silent(records) or _stuck(records)
-    sentences = list(findings.sentences)
+    findings = unlike or _failed(records)
+    ahead: tuple[str, ...] = ()
+    if findings is None:
+        findings, ahead = held_up(records) or _silent(records) or _stuck(records), _ahead(records)
+    sentences = [*findings.sentences, *ahead]
     if missing:
         sentences.append(
             f"{named(missing).capitalize()} left no record here: they never started, or their nodes keep their own records."
@@ -271,6 +275,38 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
     return Autopsy((f"{named(alike).capitalize()} {how} ({place(first)}).",), first.blamed or tuple(alike))
 
 
+def _parted(records: Sequence[FlightRecord]) -> Autopsy | None:
+    """Return the first collective phase that ranks did not enter alike; None if they did, as far as the records reach."""
+    of_ranks = {record.rank: dict(record.phases) for record in records}
+    for number in sorted(set().union(*of_ranks.values())):
+        sentence, others = different_phases({rank: phases[number] for rank, phases in of_ranks.items() if number in phases})
+        if others:
+            return Autopsy((sentence,), others)
+    return None
+
+
+def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
+    """Return a sentence on the latest phase if only some ranks have entered it: ranks may be a phase apart, but wait there."""
+    latest = {record.rank: record.phases[-1] for record in records if record.phases}
+    number, phase = max(latest.values(), default=(0, ""))
+    entered = [rank for rank, (of_rank, _) in latest.items() if of_rank == number]
+    others = [record for record in records if record.rank in latest and record.rank not in entered]
+    if not others:
+        return ()
+    were = ", ".join(dict.fromkeys(f"in {place(record)}" for record in others))
+    return (f"Only {named(entered)} entered {phase}; {named([record.rank for record in others])} {_were(others)} {were}.",)
+
+
+def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
+    """Return a sentence on ranks that have entered different phases of a run, and the ranks to blame: none if they have not.
+
+    The smaller groups are to blame. phases: name by rank.
+    """
+    largest, *smaller = _by_size(phases)
+    entered = "; ".join(f"{named(ranks)} {phases[ranks[0]]}" for ranks in (largest, *smaller))
+    return f"Ranks entered different phases of the run: {entered}.", tuple(rank for ranks in smaller for rank in ranks)
+
+
 def _mismatch(records: Sequence[FlightRecord]) -> Autopsy | None:
     """Return the first operation of a queue that ranks posted differently."""
     by_queue: dict[str, dict[int, dict[int, RecordedOperation]]] = {}
@@ -295,16 +331,21 @@ def _comparable(operation: RecordedOperation) -> tuple[str, str]:
 
 def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], texts: Mapping[int, tuple[str, str]]) -> Autopsy:
     """Return the finding for ranks that posted different operations. The smallest group is to blame, or the later of two."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, text in texts.items():
-        groups.setdefault(text, []).append(rank)
-    ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    ordered = _by_size(texts)
     said = "; ".join(
         f"{named(ranks)} the {posted[ranks[0]].operation} for {posted[ranks[0]].purpose}{posted_at(posted[ranks[0]])}"
         for ranks in ordered
     )
     others = [rank for ranks in ordered[1:] for rank in ranks]
     return Autopsy((f"Ranks posted different operations as number {sequence} of {queue}: {said}.",), tuple(others))
+
+
+def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:
+    """Return the ranks that share their words, the largest group first, the one with the lowest ranks among equals."""
+    groups: dict[Hashable, list[int]] = {}
+    for rank, text in words.items():
+        groups.setdefault(text, []).append(rank)
+    return sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:

@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from hpctrain.core.text import spans
-from hpctrain.flight.ring import Field, RingWriter, Word, file_name, record_at
+from hpctrain.flight.ring import Field, RingWriter, Word, file_name, phase_at, record_at
 from hpctrain.launch.process_end import End
 
 _PACKAGE = Path(__file__).parents[1]  # as in code objects: links are not followed
@@ -71,6 +72,37 @@ def _text(path: Path, line: int) -> str:
     return f"{within}:{line}"
 
 
+class RunPhase(StrEnum):
+    """A phase of a run that all ranks enter, in the same order; its value is its name in records.
+
+    Ranks that enter different phases wait for each other without end, or take each other's messages for their own. So each rank
+    counts the phases that it has entered, and an autopsy compares them. What a rank does by itself, such as loading data, is no
+    such phase.
+    """
+
+    START = "the start of the run"
+    FIND = "the search for a checkpoint"
+    BUILD = "building the replica"
+    WEIGHTS = "reading weights"
+    AGREE = "the agreement of ranks"
+    LOAD = "loading the checkpoint"
+    OPEN = "opening the run directory"
+    INTRODUCE = "the introduction of the run"
+    MEASURE = "measuring the start"
+    TAKE_UP = "taking up earlier checkpoints"
+    CHECK = "checking the state"
+    STEP = "a training step"
+    ACCOUNT = "the accounts between epochs"
+    EVALUATE = "evaluation"
+    SAVE = "a checkpoint"
+    STATUS = "the status of a checkpoint"
+    READ_STATE = "reading the state"
+    GO_BACK = "going back to a checkpoint"
+    DRAIN = "draining messages"
+    REPORT = "the accounts of the run"
+    END = "the end of the run"
+
+
 class FlightRecorder:
     """Records what this rank does. One thread at a time posts operations, as the engine's lock ensures; phases are the program's.
 
@@ -91,7 +123,7 @@ class FlightRecorder:
         self._ring = RingWriter()
         self._lines = SourceLines(self._ring.name)
         self._posted = 0
-        self._phase, self._step = "", 0
+        self._phase, self._phases, self._step = "", 0, 0
         now = clock_ns()
         words = self._ring.words
         words[Word.RANKS] = 1
@@ -184,13 +216,17 @@ class FlightRecorder:
 
     # -- the program ---------------------------------------------------------------------------------------------------------
 
-    def phase(self, name: str) -> None:
-        """Record that the program does something else from now on."""
-        self._phase = name
+    def phase(self, name: str | RunPhase) -> None:
+        """Record what the program does from now on. A `RunPhase`, which all ranks enter, is counted."""
+        self._phase = str(name)
         self.beats += 1
         words = self._ring.words
-        words[Word.PHASE] = self._ring.name(name)
+        words[Word.PHASE] = place = self._ring.name(self._phase)
         words[Word.PHASE_SINCE] = self._clock_ns()
+        if isinstance(name, RunPhase):
+            self._phases += 1
+            words[phase_at(self._phases)] = place
+            words[Word.PHASES] = self._phases
 
     def step(self, epoch: int, step: int) -> None:
         """Record that a step begins.
@@ -304,8 +340,8 @@ class FlightNotes:
         if self._recorder is not None:
             self._recorder.beats += 1
 
-    def phase(self, name: str) -> None:
-        """Note that the program does something else from now on."""
+    def phase(self, name: str | RunPhase) -> None:
+        """Note what the program does from now on."""
         if self._recorder is not None:
             self._recorder.phase(name)
 
@@ -328,7 +364,7 @@ class FlightNotes:
         """
         if self._recorder is not None:
             self._recorder.step(epoch, step)
-            self._recorder.phase("a training step")
+            self._recorder.phase(RunPhase.STEP)
 
     def waiting(self, purpose: str, number: int) -> AbstractContextManager[Any]:
         """Note that the program waits during the block.

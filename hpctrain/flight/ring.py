@@ -28,6 +28,8 @@ MAGIC = int.from_bytes(b"hpcFLY02", "little")
 SLOTS = 2048
 
 _HEAD_WORDS = 32
+#: collective phases whose names the head keeps; ranks that part are held up by each other within a step or two
+PHASES_KEPT = 7
 _RECORD_WORDS = 9
 _NAME_BYTES = 1 << 18
 _SIZE = 8 * (_HEAD_WORDS + _RECORD_WORDS * SLOTS) + _NAME_BYTES
@@ -66,6 +68,8 @@ class Word(IntEnum):
     NAMES = 21  # bytes of the table
     DEADLINE = 22  # nanoseconds without progress after which the process gives up
     BLAMED = 23  # ranks, as a name: those that caused its end, as far as it knows
+    PHASES = 24  # collective phases that the process has entered
+    LATEST_PHASES = 25  # the names of the latest ones, phase n at n modulo `PHASES_KEPT` from here, up to the head's last word
 
 
 class Field(IntEnum):
@@ -162,6 +166,16 @@ def record_at(number: int) -> int:
     return _HEAD_WORDS + _RECORD_WORDS * ((number - 1) % SLOTS)
 
 
+def phase_at(number: int) -> int:
+    """Return the index of the word with the name of a collective phase, counted from 1 on."""
+    return Word.LATEST_PHASES + number % PHASES_KEPT
+
+
+def _latest(phases: int) -> range:
+    """Return the numbers of the collective phases whose names are kept, after so many."""
+    return range(max(1, phases - PHASES_KEPT + 1), phases + 1)
+
+
 def file_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{rank:05d}.flight"
@@ -194,6 +208,7 @@ class FlightRecord:
 
     Attributes:
         operations: the latest ones, in the order of queueing. wall_offset_ns: subtract it from the clock to get the wall clock.
+        phases: (number, name) of the latest collective phases, numbered from 1.
     """
 
     job: int
@@ -218,6 +233,7 @@ class FlightRecord:
     blamed: tuple[int, ...]
     deadline_ns: int
     operations: tuple[RecordedOperation, ...]
+    phases: tuple[tuple[int, str], ...] = ()
 
     @property
     def last_ns(self) -> int:
@@ -281,6 +297,7 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
         blamed=_ranks(text(words[Word.BLAMED])),
         deadline_ns=words[Word.DEADLINE],
         operations=tuple(_operations(words, text)) if operations else (),
+        phases=tuple((number, text(words[phase_at(number)])) for number in _latest(words[Word.PHASES])),
     )
 
 

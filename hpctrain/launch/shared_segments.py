@@ -151,9 +151,7 @@ def _entries(memory: Path) -> Iterator[_Entry]:
         return
     for file in folder.iterdir():
         namespace, *lines = file.read_text().splitlines() or [""]
-        if (
-            namespace == _namespace()
-        ):  # of others, such as another container's, it is unknown who is alive
+        if namespace == _namespace():  # of others, such as another container's, it is unknown who is alive
             number, _, begun = file.name.removeprefix(".").partition("-")
             starts = [int(line.removeprefix(_STARTS)) for line in lines if line.startswith(_STARTS)]
             segments = tuple(Path(line) for line in lines if not line.startswith(_STARTS))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -222,13 +221,6 @@ def whole(segments: Iterable[Segment]) -> Sequence[tuple[int, int]]:
 _BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}
 
 
-_WHOLE: Mapping[str, tuple[int, int]] = MappingProxyType({})
-
-
-def _for_its_samples(name: str) -> tuple[bool, bool]:
-    return True, False
-
-
 class ProgramStatistics(Protocol):
     """Statistics as one program sees them."""
 
@@ -249,9 +241,9 @@ class FlatStatistics:
     and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only; kernels of a device read a copy of it.
 
     Args:
-        specs: by full name. parts: of split statistics, the interval of channels that this rank computes.
+        specs: by full name. parts: of split statistics, the interval of channels that this rank computes; None: none is split.
         contributes: returns of a statistic whether this rank adds it to the step's sums weighted by its own samples, and weighted
-            by the samples of its split group (see `Distribution.contributes`).
+            by the samples of its split group (see `Distribution.contributes`); None: all by its own samples.
         arithmetic: on arrays that lie where kernels compute; the host's by default.
 
     Attributes:
@@ -263,14 +255,14 @@ class FlatStatistics:
         self,
         specs: Mapping[str, StatisticSpec],
         dtype: str,
-        parts: Mapping[str, tuple[int, int]] = _WHOLE,
-        contributes: Callable[[str], tuple[bool, bool]] = _for_its_samples,
+        parts: Mapping[str, tuple[int, int]] | None = None,
+        contributes: Callable[[str], tuple[bool, bool]] | None = None,
         *,
         arithmetic: Arithmetic | None = None,
     ) -> None:
         self._arithmetic = HostArithmetic() if arithmetic is None else arithmetic
         self.names = tuple(specs)
-        self._parts = parts
+        self._parts = parts or {}
         sizes = [math.prod(spec.shape) for spec in specs.values()]
         self.size = sum(sizes)
         self.batch: Array = self._arithmetic.zeros(self.size, dtype)
@@ -290,9 +282,10 @@ class FlatStatistics:
             self.momentum[place] = spec.momentum
             self.views[name] = self.running[place].reshape(spec.shape)
             self._places[name] = place, spec.shape
-            low, high = parts.get(name, (0, size))
+            low, high = self._parts.get(name, (0, size))
             computed = slice(start + low, start + high)
-            self._own_share[computed], self._group_share[computed] = contributes(name)
+            shares = (True, False) if contributes is None else contributes(name)
+            self._own_share[computed], self._group_share[computed] = shares
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
@@ -317,15 +310,13 @@ class FlatStatistics:
         """Return the statistics of another program that runs side by side with the first: with batch statistics of its own."""
         return _SecondBatch(self, self._arithmetic)
 
-    def weighted(self, count: int, group_count: int, batch: np.ndarray | None = None) -> np.ndarray:
+    def weighted(self, count: int, group_count: int, batch: np.ndarray) -> np.ndarray:
         """Return this rank's terms of the step's sums (float64, flat): batch statistics times the samples that they are of.
 
         Args:
             count: this rank's samples. group_count: those of its split group.
-            batch: the result of `fetch_batch`; None: it is fetched here, which waits.
+            batch: the result of `fetch_batch`.
         """
-        if batch is None:
-            batch = self.fetch_batch().result()
         weights = count * self._own_share + group_count * self._group_share
         terms = np.zeros(self.size)
         np.multiply(batch, weights, out=terms, where=weights > 0)

@@ -158,10 +158,10 @@ def calibrate(
     node = comm.split_shared_memory("calibration on a node")
     layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
     of_all = comm.allgather_object(facts)
-    here = f"measured on {when}, {facts.processor}"
+    source = f"measured on {when}, {facts.processor}"
     kinds = max(1, (layout.nodes > 1) + (layout.ranks_per_node > 1))
-    within, within_source = _within(comm, progress, layout, here, _LINKS_SHARE * seconds / kinds)
-    between, ranks_per_card, sources = _between(comm, progress, layout, here, _LINKS_SHARE * seconds / kinds)
+    within, within_source = _within(comm, progress, layout, source, _LINKS_SHARE * seconds / kinds)
+    between, ranks_per_card, sources = _between(comm, progress, layout, source, _LINKS_SHARE * seconds / kinds)
     rates, concurrency = _rates(comm, progress, measure_rates)
     on_first_node = [rank_facts for rank_facts, number in zip(of_all, layout.node_of, strict=True) if number == layout.node_of[0]]
     cores = physical_cores(frozenset().union(*(rank_facts.cores for rank_facts in on_first_node)))
@@ -182,8 +182,8 @@ def calibrate(
             **dict.fromkeys(("cores_per_rank", "memory_bytes"), f"the operating system on {when}, ranks of a node sharing alike"),
             **within_source,
             **sources,
-            "rates": f"{here}, all ranks of a node computing",
-            "concurrency": f"{here}" if layout.ranks_per_node > 1 else "one rank a node, so nothing slows it down",
+            "rates": f"{source}, all ranks of a node computing",
+            "concurrency": f"{source}" if layout.ranks_per_node > 1 else "one rank a node, so nothing slows it down",
         },
     )
     # Parsed as `read` parses its file, so that every number has its source.
@@ -220,18 +220,18 @@ def _speed(rate: OperatorRate, kind: OperatorClass) -> float:
 
 
 def _within(
-    comm: Communicator, progress: ProgressEngine, layout: _Layout, here: str, budget_seconds: float
+    comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
 ) -> tuple[Link, dict[str, str]]:
     if layout.ranks_per_node == 1:
         return _USUAL_WITHIN, {"within": "not measured: one rank a node; some current processor's shared memory"}
     color = _number(layout, comm.rank, lambda node, local: (node, local // 2))
     pair = comm.split(color, comm.rank, "calibration within nodes")
     points = LinkProbe(comm, pair, progress).measure(SIZES, budget_seconds=budget_seconds)
-    return link_measurement.link(points, bursts=False), {"within": f"{here}, all ranks of a node in pairs at once"}
+    return link_measurement.link(points, bursts=False), {"within": f"{source}, all ranks of a node in pairs at once"}
 
 
 def _between(
-    comm: Communicator, progress: ProgressEngine, layout: _Layout, here: str, budget_seconds: float
+    comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
 ) -> tuple[Link, int, dict[str, str]]:
     """Return the link, the number of ranks that share a card, and the sources of both."""
     if layout.nodes == 1:
@@ -240,7 +240,7 @@ def _between(
     first = layout.node_of[comm.rank] < 2 and layout.local[comm.rank] == 0
     alone = comm.split(0 if first else None, comm.rank, "calibration between nodes")
     points = LinkProbe(comm, alone, progress).measure(SIZES, budget_seconds=budget_seconds)
-    sources = {"between": f"{here}, one rank of each of two nodes"}
+    sources = {"between": f"{source}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
         return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
@@ -252,7 +252,7 @@ def _between(
     return (
         link_measurement.link(points),
         sharing,
-        {**sources, "ranks_per_card": f"{here}, pairs of all ranks of two nodes at once"},
+        {**sources, "ranks_per_card": f"{source}, pairs of all ranks of two nodes at once"},
     )
 
 

@@ -460,8 +460,8 @@ class MessageCosts:
         if kind is not OperationKind.SPARSE:
             return stages(self.machine, kind, n_bytes, within_nodes(self.placement, per_node)) if per_node > 1 else ()
         across = self.placement if per_node == 1 else across_nodes(self.placement, nodes, per_node)
-        kept = compression.kept(-(-round(n_bytes / self.item_bytes) // per_node))
-        return stages(self.machine, OperationKind.ALLGATHER, nodes * kept * (self.item_bytes + INDEX_BYTES), across)
+        elements = compression.kept(-(-round(n_bytes / self.item_bytes) // per_node))
+        return stages(self.machine, OperationKind.ALLGATHER, nodes * elements * (self.item_bytes + INDEX_BYTES), across)
 
     def _working(self, stages_of: tuple[CollectiveStage, ...], work_bytes: float) -> tuple[CollectiveStage, ...]:
         """Return the stages with work of a core added to the first of them."""

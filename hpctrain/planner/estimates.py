@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from hpctrain.core.errors import BackendError
@@ -19,10 +20,8 @@ from hpctrain.planner.averaging_costs import AveragingCosts
 from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.layer_costs import (
-    NetworkSegment,
     SegmentCost,
     SegmentCosts,
-    UseOf,
     layout_key,
     parameter_item_bytes,
     parameter_memory_bytes,
@@ -80,6 +79,7 @@ def _most_frequent(uses: Sequence[Parallelism]) -> Parallelism:
 #: a segment's use; None: that of the fixed plan
 SegmentUse = Parallelism | None
 
+_START: Hashable = "images"  # the state before the first segment
 # Paths whose bound exceeds the best known step by this factor are not worth a simulation.
 _HOPELESS = 1.25
 _ALTERNATIVES = 3
@@ -116,14 +116,33 @@ class GridEstimates:
         self._grid = unsplit_plan(space, shape)
         self._prices = SegmentCosts(job, machine, costs, self._grid, micro_batches)
         self._segments = segments(self._prices.graph)
-        self._table = _Table(self._prices, self._segments, self._uses(), space.fixed_plan)
+        self._edges = self._priced_edges()
         self._item_bytes = parameter_item_bytes(job)
         self._total_bytes = self._item_bytes * sum(math.prod(spec.shape) for spec in job.trained_specs.values())
 
-    def _uses(self) -> tuple[SegmentUse, ...]:
+    def _priced_edges(self) -> dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]]:
+        """Return, by (segment, layout of its input), each use and its cost; uses that no kernels compute are left out."""
+        uses: tuple[SegmentUse, ...] = (None,) if self._space.fixed_plan is not None else tuple(Parallelism)
         if self._grid.rows == 1:
-            return (Parallelism.BATCH,)
-        return (None,) if self._space.fixed_plan is not None else tuple(Parallelism)
+            uses = (Parallelism.BATCH,)
+        edges: dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]] = {}
+        layouts: dict[Hashable, Layout | None] = {_START: None}
+        for number in range(len(self._segments)):
+            following: dict[Hashable, Layout | None] = {}
+            for state, layout in layouts.items():
+                priced = edges[number, state] = []
+                for use in uses:
+                    with suppress(BackendError):  # the kernel set cannot compute a rank's part
+                        priced.append((use, self._segment_cost(number, layout, use)))
+                following.update({layout_key(cost.output): cost.output for _, cost in priced})
+            layouts = following
+        return edges
+
+    def _segment_cost(self, number: int, layout: Layout | None, use: SegmentUse) -> SegmentCost:
+        if use is not None:
+            return self._prices.cost(self._segments[number], layout, lambda name: use)
+        assert self._space.fixed_plan is not None
+        return self._prices.cost(self._segments[number], layout, self._space.fixed_plan.use_of)
 
     def best(self, choice: AveragerChoice, incumbent_seconds: float = math.inf) -> list[Estimate]:
         """Return the uses with the lowest bounds with one averager, the best first; none that fits no rank's memory.
@@ -160,7 +179,7 @@ class GridEstimates:
         program, wire, memory = self._base_seconds(), 0.0, 0.0
         averaging = self._averaging(choice)
         for number, use in enumerate(uses):
-            cost = self._table.cost(number, layout, use)
+            cost = self._segment_cost(number, layout, use)
             criteria = self._criteria(cost, choice, averaging)
             program, wire, memory = program + criteria[0], wire + criteria[1], memory + criteria[2]
             layout = cost.output
@@ -177,7 +196,7 @@ class GridEstimates:
         length = 3 if with_memory else 2
         edges: dict[tuple[int, Hashable], list[Edge[SegmentUse, Hashable]]] = {}
         known: dict[int, Costs] = {}  # segments of a kind have the same cost, and hashing it would take longer
-        for (number, state), priced in self._table.edges.items():
+        for (number, state), priced in self._edges.items():
             of_state = edges.setdefault((number, state), [])
             for use, cost in priced:
                 if id(cost) not in known:
@@ -192,7 +211,7 @@ class GridEstimates:
                 return True
             return choice.costs.step_seconds(base + program, wire) > _HOPELESS * incumbent_seconds
 
-        return shortest_paths(len(self._segments), _Table.START, lambda number, state: edges[number, state], hopeless=hopeless)
+        return shortest_paths(len(self._segments), _START, lambda number, state: edges[number, state], hopeless=hopeless)
 
     def _averaging(self, choice: AveragerChoice) -> AveragingCosts:
         return AveragingCosts(
@@ -233,47 +252,6 @@ class GridEstimates:
         return Candidate(plan, choice, self._micro_batches)
 
 
-class _Table:
-    """All segments priced for all layouts of their inputs. edges: by (segment, layout), each use and its cost."""
-
-    START: Hashable = "images"
-
-    def __init__(
-        self,
-        prices: SegmentCosts,
-        of_graph: Sequence[NetworkSegment],
-        uses: Sequence[SegmentUse],
-        fixed_plan: ParallelPlan | None,
-    ) -> None:
-        self._prices, self._segments, self._fixed_plan = prices, of_graph, fixed_plan
-        self.edges: dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]] = {}
-        layouts: dict[Hashable, Layout | None] = {self.START: None}
-        for number in range(len(of_graph)):
-            following: dict[Hashable, Layout | None] = {}
-            for state, layout in layouts.items():
-                priced = [(use, cost) for use in uses if (cost := self._possible(number, layout, use)) is not None]
-                self.edges[number, state] = priced
-                following.update({layout_key(cost.output): cost.output for _, cost in priced})
-            layouts = following
-
-    def cost(self, number: int, layout: Layout | None, use: SegmentUse) -> SegmentCost:
-        """Return the cost of a segment."""
-        return self._prices.cost(self._segments[number], layout, self._use_of(use))
-
-    def _possible(self, number: int, layout: Layout | None, use: SegmentUse) -> SegmentCost | None:
-        """Return the cost of a segment; None if the kernel set cannot compute a rank's part."""
-        try:
-            return self.cost(number, layout, use)
-        except BackendError:
-            return None
-
-    def _use_of(self, use: SegmentUse) -> UseOf:
-        if use is not None:
-            return lambda name: use
-        assert self._fixed_plan is not None
-        return self._fixed_plan.use_of
-
-
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
     """Return the grid with all that is fixed of a plan; nothing is split if each rank has samples of its own."""
     rows, cols = shape
@@ -287,8 +265,8 @@ def memory_factor(job: Job, machine: Machine, costs: ComputeCosts, ranks: int) -
     samples = max(1, min(8, -(-job.batch // ranks)))
     graph = job.graph_of(samples)
     prices = SegmentCosts(replace(job, batch=samples), machine, costs, ParallelPlan(1, 1))
-    layout, kept = None, 0
+    layout, activation_bytes = None, 0
     for segment in segments(graph):
         cost = prices.cost(segment, layout, lambda name: Parallelism.BATCH)
-        layout, kept = cost.output, kept + cost.memory_bytes
-    return compile_graph(graph, job.kernels, training=True).arena_bytes / max(1, kept)
+        layout, activation_bytes = cost.output, activation_bytes + cost.memory_bytes
+    return compile_graph(graph, job.kernels, training=True).arena_bytes / max(1, activation_bytes)

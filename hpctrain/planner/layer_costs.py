@@ -82,9 +82,6 @@ def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
         reach = max(reach, last_reader.get(node.output, len(graph.nodes)))
 
 
-UseOf = Callable[[str], Parallelism]
-
-
 @dataclass(frozen=True)
 class SegmentCost:
     """The cost of a segment for one rank in one step.
@@ -123,7 +120,7 @@ class SegmentCosts:
         self._known: dict[Hashable, SegmentCost] = {}
         self._output = self.graph.output
 
-    def cost(self, segment: NetworkSegment, incoming: Layout | None, use_of: UseOf) -> SegmentCost:
+    def cost(self, segment: NetworkSegment, incoming: Layout | None, use_of: Callable[[str], Parallelism]) -> SegmentCost:
         """Return the cost of a segment. incoming: layout of its source; None: the images, which are read as needed."""
         nodes = segment.nodes(self.graph)
         uses = tuple(use_of(node.name) for node in nodes)
@@ -161,12 +158,12 @@ class SegmentCosts:
         share = transfer(spec.target, spec.everything, spec.rank) if summed else transfer(spec.source, spec.target, spec.rank)
         sent, received = share.send_size * item_bytes, share.receive_size * item_bytes
         peers = max(len(share.sends), len(share.receives))
-        there, back = (self._exchange(n_bytes, peers) for n_bytes in (sent, received))
+        forward, backward = (self._exchange(n_bytes, peers) for n_bytes in (sent, received))
         if summed:
-            there, back = back, there
-        seconds = there + self._costs.seconds(step, Action.FORWARD)
+            forward, backward = backward, forward
+        seconds = forward + self._costs.seconds(step, Action.FORWARD)
         if steps.passes_back(position):
-            seconds += max(0.0, back - hides) + self._costs.seconds(step, Action.INPUT)
+            seconds += max(0.0, backward - hides) + self._costs.seconds(step, Action.INPUT)
         if step.recomputes_output:
             seconds += self._costs.seconds(step, Action.RECOMPUTE)
         return seconds
@@ -305,8 +302,8 @@ def _nameless(node: Node) -> Hashable:
 
 
 def _kept_bytes(step: PlannedStep) -> int:
-    kept = 0 if step.is_view or step.in_place or step.recomputes_output else step.operator.output.bytes
-    return kept + step.operator.saved_bytes
+    n_bytes = 0 if step.is_view or step.in_place or step.recomputes_output else step.operator.output.bytes
+    return n_bytes + step.operator.saved_bytes
 
 
 def _never(code: int) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, permutations
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise, permutations
 from statistics import median
 from typing import NamedTuple
 
@@ -162,8 +162,8 @@ class LinkProbe:
     def _reduce(self, n_bytes: int) -> Callable[[], Handle]:
         assert self._pair is not None
         pair, counts = self._pair, [n_bytes // 4] * 2
-        whole, own = np.ones(sum(counts), np.float32), np.ones(counts[0], np.float32)
-        return lambda: pair.ireduce_scatter(whole, own, counts)
+        whole, reduced = np.ones(sum(counts), np.float32), np.ones(counts[0], np.float32)
+        return lambda: pair.ireduce_scatter(whole, reduced, counts)
 
     def _meet(self) -> None:
         assert self._meeting is not None
@@ -243,11 +243,15 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
     """Fit a link to points of rising size, at least two. bursts: whether it may let bytes pass at once."""
     burst_bytes = burst(points) if bursts else 0
+    first, large = points[0], points[-3:]
     return Link(
         segments=segments(points, burst_bytes),
-        operation_seconds=points[0].core_seconds,
-        byte_seconds=_byte_seconds(points),
-        sum_seconds=_sum_seconds(points),
+        operation_seconds=first.core_seconds,
+        byte_seconds=median(
+            max(0.0, point.core_seconds - first.core_seconds) / (2 * point.n_bytes) for point in large if point is not first
+        ),
+        # what a reduce-scatter takes in addition to an allgather
+        sum_seconds=median(max(0.0, point.summing_core_seconds - point.core_seconds) / point.n_bytes for point in large),
         burst_bytes=burst_bytes,
     )
 
@@ -273,27 +277,29 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
     The last line continues without end, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
     messages, and alpha is the time of a message after a pause without the bytes that the burst does not cover.
     """
-    times = _rising([point.seconds for point in points])
+    # Times do not decrease with the size: a smaller message that seems slower was disturbed.
+    times = [min(point.seconds for point in points[position:]) for position in range(len(points))]
     rate = _large_beta(points)
     made: list[LinkSegment] = []
-    for position, (here, there) in enumerate(pairwise(range(len(points)))):
-        first, second = points[here].n_bytes, points[there].n_bytes
+    for position, (low, high) in enumerate(pairwise(range(len(points)))):
+        first, second = points[low].n_bytes, points[high].n_bytes
         if burst_bytes:
             beta = rate
-            alpha = sum(_uncovered_seconds(points[k].n_bytes, times[k], rate, burst_bytes) for k in (here, there)) / 2
+            alpha = sum(_uncovered_seconds(points[k].n_bytes, times[k], rate, burst_bytes) for k in (low, high)) / 2
         else:
-            beta = (times[there] - times[here]) / (second - first)
-            alpha = times[here] - beta * first
+            beta = (times[high] - times[low]) / (second - first)
+            alpha = times[low] - beta * first
             if alpha < 0:  # a jump to another protocol lies between: the line continues until that begins
-                alpha, beta = 0.0, times[here] / first
-        unattended, polls = _between_polls(points[here])
-        chunk, _ = _between_polls(points[there])
-        if chunk is not None and abs(points[here].polls - 1 - first / chunk) < 1:  # it fits into a few chunks of its neighbour
+                alpha, beta = 0.0, times[low] / first
+        unattended, polls = _between_polls(points[low])
+        chunk, _ = _between_polls(points[high])
+        if chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1:  # it fits into a few chunks of its neighbour
             unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
     made.append(LinkSegment(last.n_bytes, made[-1].alpha_seconds, made[-1].beta_seconds_per_byte, unattended, polls))
-    return _joined(made)
+    # Of neighbours that differ in nothing but their begin, the first stays.
+    return tuple(next(alike) for _, alike in groupby(made, key=lambda segment: replace(segment, from_bytes=0)))
 
 
 def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
@@ -312,24 +318,6 @@ def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
     return None, max(0, round(point.polls - 1 - explained))
 
 
-def _joined(made: Sequence[LinkSegment]) -> tuple[LinkSegment, ...]:
-    """Return the segments that differ from the one before."""
-    kept: list[LinkSegment] = []
-    for one in made:
-        if not kept or _numbers(kept[-1]) != _numbers(one):
-            kept.append(one)
-    return tuple(kept)
-
-
-def _numbers(segment: LinkSegment) -> tuple[float | None, ...]:
-    return (segment.alpha_seconds, segment.beta_seconds_per_byte, segment.unattended_bytes, segment.polls)
-
-
-def _rising(times: Sequence[float]) -> list[float]:
-    """Return times that do not decrease: a smaller message that seems slower was disturbed."""
-    return [min(times[position:]) for position in range(len(times))]
-
-
 def _large_beta(points: Sequence[MessagePoint]) -> float:
     """Return the time per byte of large messages: the median slope among them, after Theil and Sen, as some are disturbed."""
     largest = points[-1].n_bytes
@@ -344,16 +332,3 @@ def _large_beta(points: Sequence[MessagePoint]) -> float:
         if n_bytes - less_bytes >= _APART * largest
     ]
     return max(1e-15, median(slopes))
-
-
-def _byte_seconds(points: Sequence[MessagePoint]) -> float:
-    """Return the seconds of a core per byte sent or received, from large messages."""
-    first = points[0]
-    return median(
-        max(0.0, point.core_seconds - first.core_seconds) / (2 * point.n_bytes) for point in points[-3:] if point is not first
-    )
-
-
-def _sum_seconds(points: Sequence[MessagePoint]) -> float:
-    """Return the seconds of a core per byte added up: those of reduce-scatters of large messages minus those of allgathers."""
-    return median(max(0.0, point.summing_core_seconds - point.core_seconds) / point.n_bytes for point in points[-3:])

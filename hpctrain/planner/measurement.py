@@ -36,7 +36,7 @@ from hpctrain.planner.search_space import SearchSpace, grid_shapes
 from hpctrain.storage.atomic_write import check_target
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_COLUMNS = 80  # where there is no terminal, as under mpiexec
+_COLUMNS = 80  # without a terminal, as under mpiexec
 
 
 def run_calibration(world: Communicator, threads: int, seconds: float, out: Path, deadline_seconds: float) -> Machine:
@@ -51,19 +51,9 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
         OSError: the file cannot be written; raised before anything is measured.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
-    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     backend = make_backend("auto", place=NodePlace(world.size))
     begin = time.perf_counter()
-    machine = calibrate(
-        world,
-        progress,
-        facts_here(),
-        lambda before: calibration.measure_rates_of(backend.kernels, threads, before),
-        name=out.stem,
-        when=time.strftime("%Y-%m-%d"),
-        seconds=seconds,
-        physical_cores=usable_cores,
-    )
+    machine = measured(world, backend.kernels, threads, deadline_seconds, seconds, out.stem)
     if world.rank == 0:
         machine_file.write(out, machine)
         print_machine(machine)
@@ -78,7 +68,7 @@ def facts_here() -> RankFacts:
 
 def print_machine(machine: Machine) -> None:
     """Print a table of every number of a machine and its source; a source that repeats is printed once."""
-    from rich.table import Table  # not for the trainings that take facts from here
+    from rich.table import Table  # imported here, as trainings use this module without it
 
     from hpctrain.core.console import PlainConsole
 
@@ -113,7 +103,7 @@ def _lines(machine: Machine) -> list[tuple[str, str]]:
         rate = machine.rates[kind]
         slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
         speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us a call{slowed}"
+        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{slowed}"
         lines.append((f"rates.{kind}", speed))
     return lines
 
@@ -121,7 +111,7 @@ def _lines(machine: Machine) -> list[tuple[str, str]]:
 def _link_lines(link: Link) -> list[tuple[str, str]]:
     lines = []
     for one in link.segments:
-        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time a byte"
+        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time per byte"
         unattended = "" if one.unattended_bytes is None else f", {one.unattended_bytes / 1024:.0f} KiB between polls"
         polls = f", {one.polls} polls before" if one.polls else ""
         begin = f"{one.from_bytes / 1024:g} KiB"
@@ -147,14 +137,21 @@ def _memory_bytes() -> int:
 NAME = "measured at the run"
 
 _WHOLE_SECONDS = 60.0
-# Links have a part of it alone; rates are known then.
+# Rates are known then, and links get a part of the time.
 _HASTE_SECONDS = 3.0
 
 
-def measured(world: Communicator, kernels: KernelSet, threads: int, deadline_seconds: float) -> Machine:
-    """Measure links, memory and rates, within a minute. Collective; the same on every rank."""
+def measured(
+    world: Communicator,
+    kernels: KernelSet,
+    threads: int,
+    deadline_seconds: float,
+    seconds: float = _WHOLE_SECONDS,
+    name: str = NAME,
+) -> Machine:
+    """Measure links, memory and rates, within `seconds`. Collective; the same on every rank."""
     return _calibrated(
-        world, lambda before: calibration.measure_rates_of(kernels, threads, before), _WHOLE_SECONDS, deadline_seconds
+        world, lambda before: calibration.measure_rates_of(kernels, threads, before), seconds, deadline_seconds, name
     )
 
 
@@ -163,13 +160,13 @@ def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds
     return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
 
 
-def _calibrated(world: Communicator, rates: MeasureRates, seconds: float, deadline_seconds: float) -> Machine:
+def _calibrated(world: Communicator, rates: MeasureRates, seconds: float, deadline_seconds: float, name: str = NAME) -> Machine:
     return calibrate(
         world,
         ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort),
         facts_here(),
         rates,
-        name=NAME,
+        name=name,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
         physical_cores=usable_cores,

@@ -80,8 +80,8 @@ def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
 def _text(value: Any) -> str:
     """Return a spec as text; only the type of values that are no data."""
     if is_dataclass(value) and not isinstance(value, type):
-        kept = (field.name for field in fields(value) if field.name not in _IRRELEVANT)
-        return f"{type(value).__name__}({','.join(f'{name}={_text(getattr(value, name))}' for name in kept)})"
+        names = (field.name for field in fields(value) if field.name not in _IRRELEVANT)
+        return f"{type(value).__name__}({','.join(f'{name}={_text(getattr(value, name))}' for name in names)})"
     if isinstance(value, tuple | list):
         return f"({','.join(_text(item) for item in value)})"
     if isinstance(value, Enum) or value is None or isinstance(value, bool | int | float | str):

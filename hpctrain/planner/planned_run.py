@@ -70,18 +70,32 @@ def job(task: PlannedRun) -> Job:
     """Return the training, independent of its grid, plan and averager."""
     config = task.config
     optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+    averages = config.ema.decay is not None
+    return _job(config.model.name, task.graph_of, task.specs, task.kernels, task.image_shape, config.batch, optimizer, averages)
+
+
+def _job(
+    model: str,
+    graph_of: Callable[[int], Graph],
+    specs: Mapping[str, ParameterSpec],
+    kernels: KernelSet,
+    image_shape: Image,
+    batch: int,
+    optimizer: Optimizer,
+    averages: bool,
+) -> Job:
     return Job(
-        model=config.model.name,
-        graph_of=task.graph_of,
-        specs=task.specs,
-        kernels=task.kernels,
-        dtype=task.graph_of(1).tensors[0].dtype,
-        image_shape=task.image_shape,
-        batch=config.batch,
-        norms_needed=optimizer.norms_needed,
-        strategy=make_strategy,
-        momentum=optimizer.momentum,
-        state_arrays=state_arrays(optimizer, averages=config.ema.decay is not None),
+        model,
+        graph_of,
+        specs,
+        kernels,
+        graph_of(1).tensors[0].dtype,
+        image_shape,
+        batch,
+        optimizer.norms_needed,
+        make_strategy,
+        optimizer.momentum,
+        state_arrays(optimizer, averages=averages),
     )
 
 
@@ -124,19 +138,7 @@ def of_network(
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    return Job(
-        type(model).__name__,
-        graph_of,
-        specs,
-        kernels,
-        dtype,
-        image_shape,
-        batch,
-        norms_needed=optimizer.norms_needed,
-        strategy=make_strategy,
-        momentum=optimizer.momentum,
-        state_arrays=state_arrays(optimizer, averages=averages),
-    )
+    return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages)
 
 
 def candidate(task: PlannedRun) -> Candidate:
@@ -196,7 +198,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
     grid.check_overlap(config, sample, plan)
-    if plan.rows == 1:  # a run distributes nothing then
+    if plan.rows == 1:  # a run then splits nothing
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
@@ -218,7 +220,7 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
     shape = (height, width, int(options.get("channels_in", channels)))
     steps = [(step.name, step.options) for step in config.data.augment]
     flat = np.zeros(shape[2])
-    with suppress(ShapeError):  # crops of larger images than the model's: they end at what the model is meant for
+    with suppress(ShapeError):  # crops that need larger images than the model's keep the model's own shape
         pipeline = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype)
         shape = of_largest(config, pipeline).output_shape(*shape)
     return shape, int(options.get("classes", 1))
@@ -227,8 +229,8 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
 def _assumption(config: Config, image: Image, classes: int) -> str:
     height, width, channels = image
     return (
-        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes, "
-        f"the model's own where --image and --classes do not say; the file's will count once it is there."
+        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes "
+        f"(the model's own, unless --image and --classes are given); the values of the file are used once it exists."
     )
 
 
@@ -266,8 +268,8 @@ def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int,
     return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
 
 
-# Averagers that send other arrays than those of their schedule's slices, as the steps go.
-_UNTOLD = ("lazy", "sparse")
+# Averagers whose messages differ from the slices of their schedule, and change from step to step.
+_OTHER_MESSAGES = ("lazy", "sparse")
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Planne
 def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[int, ...] | None:
     in_levels = any(group.order is not None for group in averaged)
     by_device = task.config.transport in ("mpi", "nccl")
-    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _UNTOLD:
+    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _OTHER_MESSAGES:
         return None
     item = item_bytes(parameter_dtype(task.config.dtype))
     of_groups = [mirror_bytes(group, item) for group in averaged]

@@ -90,16 +90,16 @@ Item = TypeVar("Item")
 
 def unbeaten(items: Sequence[Item], costs_of: Callable[[Item], Costs]) -> list[Item]:
     """Return the items that no other item beats in all costs, of equals the first; in ascending order of costs."""
-    kept: list[Item] = []
-    kept_costs: list[Costs] = []
+    best: list[Item] = []
+    best_costs: list[Costs] = []
     in_order = sorted(((costs_of(item), number) for number, item in enumerate(items)))
     for costs, number in in_order:
         # Later items are no smaller in the first cost. With two costs, the last kept item has the least second cost.
-        rivals = kept_costs[-1:] if len(costs) == 2 else kept_costs
+        rivals = best_costs[-1:] if len(costs) == 2 else best_costs
         if not any(all(rival <= cost for rival, cost in zip(other, costs, strict=True)) for other in rivals):
-            kept.append(items[number])
-            kept_costs.append(costs)
-    return kept
+            best.append(items[number])
+            best_costs.append(costs)
+    return best
 
 
 def _thinned(labels: list[_Label[Choice]], most: int) -> list[_Label[Choice]]:

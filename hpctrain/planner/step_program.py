@@ -19,9 +19,9 @@ import numpy as np
 
 from hpctrain.averaging.base import Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, OperationKind
+from hpctrain.averaging.link_simulation import Times, upper_medians
 from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
 from hpctrain.averaging.slicing import layer_slices
-from hpctrain.averaging.step_times import Times, upper_medians
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.specs import BatchNormSpec, item_bytes, parameter_dtype
 from hpctrain.comm.groups import Levels
@@ -194,7 +194,11 @@ def rank_memory(
     plans = [training_plan(local, job.kernels) for local in dict.fromkeys(graphs)]
     item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
     elements = sum(sizes.values())
-    sharded = [schedule for schedule in schedules if schedule is not None and _has_owners(schedule)]
+    sharded = [
+        schedule
+        for schedule in schedules
+        if schedule is not None and any(operation.kind is OperationKind.ALLGATHER for operation in schedule.operations)
+    ]
     owned = sum(_owned(schedule, sizes) for schedule in sharded) if sharded else elements
     arriving = sum(_arriving(schedule, job.batch, samples) for schedule in sharded if schedule.ranks > 1)
     return RankMemory(
@@ -206,10 +210,6 @@ def rank_memory(
         state=owned * of_parameters * job.state_arrays,
         images=_BATCHES * samples * math.prod(job.image_shape) * item,
     )
-
-
-def _has_owners(schedule: CollectiveSchedule) -> bool:
-    return any(operation.kind is OperationKind.ALLGATHER for operation in schedule.operations)
 
 
 def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
@@ -302,20 +302,6 @@ def step_program(job: Job, candidate: Candidate, machine: Machine, costs: Comput
     return _Builder(job, candidate, machine, costs).program()
 
 
-@dataclass(frozen=True)
-class _Averaging:
-    """The averaging of a parameter group. schedule: the settled one."""
-
-    key: str
-    of_group: GroupStrategy
-    schedule: CollectiveSchedule | None
-    placement: GroupPlacement
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.of_group.strategy
-
-
 class _Builder:
     """Builds the program of one candidate."""
 
@@ -329,8 +315,9 @@ class _Builder:
 
     def program(self) -> StepProgram:
         facts = [self._facts(alike) for alike in self._classes]
-        tasks = [self._tasks(alike, known) for alike, known in zip(self._classes, facts, strict=True)]
-        averaged = {key: self._averaging(key, tasks) for key in self._strategies}
+        plans = [[training_plan(local, self._job.kernels) for local in alike.micro_batches] for alike in self._classes]
+        tasks = [rank_tasks(of_class, known, self._costs) for of_class, known in zip(plans, facts, strict=True)]
+        groups = {key: self._averaged(key, tasks) for key in self._strategies}
         classes = tuple(
             RankClass(
                 alike.name,
@@ -339,12 +326,11 @@ class _Builder:
                 alike.samples,
                 of_class,
                 dict.fromkeys(alike.groups.values(), self._update_seconds(known)),
-                self._products(alike, known),
-                self._memory(alike, known, averaged),
+                product_seconds(of_plans[0], known, self._costs, self._job.batch),
+                self._memory(alike, known, groups),
             )
-            for alike, known, of_class in zip(self._classes, facts, tasks, strict=True)
+            for alike, known, of_class, of_plans in zip(self._classes, facts, tasks, plans, strict=True)
         )
-        groups = {key: self._group(averaging) for key, averaging in averaged.items()}
         return StepProgram(classes, groups, self._placements)
 
     def _facts(self, alike: AlikeRanks) -> StepFacts:
@@ -361,26 +347,17 @@ class _Builder:
         merging = {ranks: self._placements.of(ranks).ranks for ranks in ("all", "split", "data")}
         return StepFacts(groups, sizes, exchanging, merging, self._message_bytes)
 
-    def _tasks(self, alike: AlikeRanks, facts: StepFacts) -> tuple[Task, ...]:
-        plans = [training_plan(local, self._job.kernels) for local in alike.micro_batches]
-        return rank_tasks(plans, facts, self._costs)
-
-    def _products(self, alike: AlikeRanks, facts: StepFacts) -> Mapping[str, float]:
-        if not facts.exchanging:
-            return {}
-        return product_seconds(training_plan(alike.micro_batches[0], self._job.kernels), facts, self._costs, self._job.batch)
-
     def _update_seconds(self, known: StepFacts) -> float:
-        """Seconds of an element's update, among as many as the rank holds: caches hold the state of small networks only."""
+        """Return the seconds of an element's update, among all of the rank: caches hold the state of small networks only."""
         elements = max(1, sum(known.sizes.values()))
         return self._costs.update_seconds(elements) / elements
 
-    def _memory(self, alike: AlikeRanks, facts: StepFacts, averaged: Mapping[str, _Averaging]) -> int:
+    def _memory(self, alike: AlikeRanks, facts: StepFacts, averaged: Mapping[str, AveragedGroup]) -> int:
         schedules = [averaged[key].schedule for key in alike.groups.values()]
         return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules).total
 
-    def _averaging(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> _Averaging:
-        """Return the schedule of the first steps, reordered by the times that the group's ranks measure, if a run does so."""
+    def _averaged(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> AveragedGroup:
+        """Return a group with its schedule, reordered by the times that its ranks measure, if a run does so."""
         of_group = self._strategies[key]
         placement = self._placements.of("all" if of_group.group == ALL else "data")
         strategy = of_group.strategy
@@ -388,7 +365,17 @@ class _Builder:
         schedule = strategy.plan(link)
         if schedule is not None and isinstance(strategy, ReduceScatterStrategy) and strategy.replans(schedule):
             schedule = strategy.replan(schedule, self._times(key, strategy, tasks), link)
-        return _Averaging(key, of_group, schedule, placement)
+        return AveragedGroup(
+            name=of_group.group,
+            elements=of_group.planned.layout.size,
+            item_bytes=item_bytes(parameter_dtype(self._job.dtype)),
+            schedule=schedule,
+            placement=placement,
+            members=tuple(alike.name for alike in self._classes if key in alike.groups.values()),
+            samples=of_group.samples,
+            levels=strategy.levels,
+            rounding=strategy.rounding,
+        )
 
     def _times(self, key: str, strategy: Strategy, tasks: Sequence[tuple[Task, ...]]) -> Times:
         """Return the times of a typical rank of the group, as a run takes them."""
@@ -398,21 +385,6 @@ class _Builder:
         measured = np.array([times_of(tasks[number], key, layout).to_array(names) for number in members])
         ranks = [self._classes[number].ranks for number in members]
         return Times.from_array(names, upper_medians(np.repeat(measured, ranks, axis=0)))
-
-    def _group(self, averaging: _Averaging) -> AveragedGroup:
-        layout = averaging.of_group.planned.layout
-        members = tuple(alike.name for alike in self._classes if averaging.key in alike.groups.values())
-        return AveragedGroup(
-            name=averaging.of_group.group,
-            elements=layout.size,
-            item_bytes=item_bytes(parameter_dtype(self._job.dtype)),
-            schedule=averaging.schedule,
-            placement=averaging.placement,
-            members=members,
-            samples=averaging.of_group.samples,
-            levels=averaging.strategy.levels,
-            rounding=averaging.strategy.rounding,
-        )
 
 
 def statistics_size(graph: Graph) -> int:

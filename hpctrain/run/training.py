@@ -23,8 +23,17 @@ from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
 from hpctrain.config.values import SLURM
 from hpctrain.core import log, user_code
-from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
+from hpctrain.core.errors import (
+    CheckpointError,
+    CollectiveMismatchError,
+    CommunicationTimeoutError,
+    ConfigError,
+    HpctrainError,
+    RankLostError,
+)
 from hpctrain.core.text import loss_text, spans
+from hpctrain.flight.autopsy import different_phases
+from hpctrain.flight.recorder import RunPhase
 from hpctrain.job import flight_records
 from hpctrain.job.lost_ranks import RunOwnership, ShrinkState
 from hpctrain.job.session import Session, cores_of_ranks, oversubscribed
@@ -32,10 +41,8 @@ from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.run import accounts, reproducibility
-from hpctrain.run import build as automatic
-from hpctrain.run import reproducibility as exact_promise
 from hpctrain.run.accounts import DataAccount, ReadReport, RunAccount, RunHashes
-from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_start, start_from_weights
+from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_start, keep_choice, start_from_weights
 from hpctrain.run.checkpoints import RunCheckpoints, nothing_to_choose, rollback
 from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import Start, find_start, introduce
@@ -43,7 +50,7 @@ from hpctrain.runs.directory import RunDirectory, runs, software_versions
 from hpctrain.runs.owner import claim, living_owner
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
-from hpctrain.train.metrics import Reporter, RunningSums
+from hpctrain.train.metrics import Reporter
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
 from hpctrain.train.snapshot import Position
@@ -69,7 +76,7 @@ class MaxTime:
 
 
 def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ) -> MaxTime:
-    """The limit of `max_time`, counted from the launcher's start of this rank, or until the end of the Slurm job.
+    """Return the limit of `max_time`, counted from the launcher's start of this rank, or until the end of the Slurm job.
 
     Raises:
         ConfigError: it is the Slurm job's, and the environment does not tell of that.
@@ -105,7 +112,7 @@ class StopReason:
 
 
 def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = None) -> StopReason | None:
-    """The signal of the lowest rank that has had one, else the limit of the lowest that has one; None where no rank has either.
+    """Return the signal of the lowest rank that had one, else the limit of the lowest that has one; None if no rank has either.
 
     Collective, at the end of a run.
 
@@ -123,17 +130,17 @@ def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = Non
 
 
 def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Path, checkpoint: Path) -> list[str]:
-    """How the run ended and how to go on."""
+    """Return how the run ended and how to go on."""
     position = outcome.position
     return [
         f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
         f"checkpoint {checkpoint}",
-        f"go on with the same command and --resume {directory} (exit code {STOPPED})",
+        f"continue with the same command and --resume {directory} (exit code {STOPPED})",
     ]
 
 
 def kept_clause(directory: RunDirectory) -> str:
-    """The end of a sentence on a run that ends at once: the checkpoint to go on from, by names alone."""
+    """Return the end of a sentence on a run that ends at once: the checkpoint to go on from, by names alone."""
     try:
         written = checkpoints(directory.checkpoints)
     except OSError:
@@ -149,154 +156,185 @@ def run_training(
     steps: int = 0,
     schedule_from: str | None = None,
     style: ProgressStyle | None = None,
-    memory: ShrinkState | None = None,
+    state: ShrinkState | None = None,
     complete: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Train; print the last test accuracy and where the run's files lie. Collective.
+    """Train; print the last test accuracy and the path of the run's files. Collective.
 
-    True where a signal, of which `watch` knows, or `max_time` ended the run early. It has written a checkpoint then.
+    This job owns the run from its search or its creation to the end of this call, by `state.ownership`, which rank 0 holds. No
+    other job writes to the run meanwhile.
 
     Args:
-        resume: see `find_start`. steps: to stop after.
-        schedule_from: a run whose averaging is repeated (see `collective_schedules.agree`).
-        memory: of a run that goes on without lost ranks. complete: called once the run is done, before that is said; may raise.
+        resume: see `find_start`. steps: to stop after; 0: no limit.
+        schedule_from: a run whose averaging is repeated (see `agree_schedules`).
+        state: of a run that continues without lost ranks. complete: called once the run is done, before that is printed; may
+            raise.
+
+    Returns:
+        True if a signal, of which `watch` knows, or `max_time` ended the run early. It has written a checkpoint then.
+
+    Raises:
+        CollectiveMismatchError: ranks have entered different phases.
     """
-    memory = ShrinkState() if memory is None else memory
-    with memory.ownership.held():
-        return _run_owned(session, watch, memory, resume, steps, schedule_from, style, complete)
+    state = ShrinkState() if state is None else state
+    with state.ownership.held():
+        return _run_phases(session, watch, state, _Request(resume, steps, schedule_from, style), complete)
 
 
-def _run_owned(
-    session: Session,
-    watch: SignalWatch,
-    memory: ShrinkState,
-    resume: str | None,
-    steps: int,
-    schedule_from: str | None,
-    style: ProgressStyle | None,
-    complete: Callable[[], None],
-) -> bool:
-    """Train as `run_training` does, while this job owns its run."""
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `run_training` that the user chose."""
+
+    resume: str | None
+    steps: int
+    schedule_from: str | None
+    style: ProgressStyle | None
+
+
+def enter(session: Session, phase: RunPhase) -> None:
+    """Enter a phase of the run together with all ranks, and note it in the flight record. Collective.
+
+    For phases that come once in a run. Those of the training loop are only noted; an autopsy compares them after a deadline.
+
+    Raises:
+        CollectiveMismatchError: a rank has entered another phase. Ranks would wait for each other, or take each other's messages
+            for their own.
+    """
+    session.progress.notes.phase(phase)
+    entered = dict(enumerate(session.world.allgather_object(str(phase))))
+    sentence, ranks = different_phases(entered)
+    if ranks:
+        raise CollectiveMismatchError(sentence, ranks=ranks).of_all_ranks()
+
+
+def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked: _Request, complete: Callable[[], None]) -> bool:
+    """Train as `run_training` does, while this job owns its run: every collective phase, in its order."""
+    enter(session, RunPhase.START)
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
-    parts, start = _parts(session, watch, resume, schedule_from, memory)
+    start = None
+    if asked.resume is not None:
+        enter(session, RunPhase.FIND)
+        start = find_start(session, asked.resume, state.ownership)
+    enter(session, RunPhase.BUILD)
+    setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
+    if start is None:  # else the checkpoint has them
+        enter(session, RunPhase.WEIGHTS)
+        start_from_weights(session, setup.replica)
+    enter(session, RunPhase.AGREE)
+    reproducibility.agree_record(session, setup, start)
+    reproducibility.agree_schedules(session, setup, None if start is None else start.content, asked.schedule_from)
+    if start is not None:
+        enter(session, RunPhase.LOAD)
+        raise_on_all_ranks(session.world, partial(setup.replica.load, start.content))
+        start = start.without_tensors()
+    enter(session, RunPhase.OPEN)
     position = Position() if start is None else start.position
-    directory = _directory(session, parts, start, memory)
+    directory = _directory(session, setup, start, state)
     begun = position.global_step  # training moves the position on
-    memory.begins(directory, position)
-    steps = memory.steps_left(steps, position)
-    reporter = _reporter(session, directory, style, position.global_step)
+    state.begins(directory, position)
+    steps = state.steps_left(asked.steps, position)
+    reporter = _reporter(session, directory, asked.style, begun)
     try:
-        _introduce(session, parts, reporter, (nothing_to_choose(session.config, len(parts.loader)), limit.sentence))
-        memory.tell(reporter, position, session.world.size)
-        _introduce_start(session, parts, reporter, start, resume)
-        reporter.say(f"run directory {directory.path}")
+        enter(session, RunPhase.INTRODUCE)
+        _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
+        state.tell(reporter, position, session.world.size)
+        _introduce_start(session, setup, reporter, start, asked.resume, directory)
         watch.keeps(partial(kept_clause, directory))
-        flight_records.keep(session, directory, reporter, shrunk=memory.shrunk)
-        reproducibility.keep_schedules(session, parts, directory)
-        account = RunAccount(
-            session, parts, _start_measuring(session, parts, directory, reporter), _most_steps(session, parts, begun, steps)
-        )
-        report = _trace_report(session)
-        hashes = RunHashes(session, parts.replica, directory)
-        records = (DataAccount(session, reporter), ReadReport(session, parts, reporter), hashes)
-        checkpoints = _checkpoints(session, parts, directory, reporter, start)
+        flight_records.keep(session, directory, reporter, shrunk=state.shrunk)
+        enter(session, RunPhase.MEASURE)
+        run_accounts = _begin_accounts(session, setup, directory, reporter, _most_steps(session, setup, begun, steps))
+        enter(session, RunPhase.TAKE_UP)
+        checkpoints = RunCheckpoints(session, setup, directory, reporter)
+        checkpoints.take_up(start)
         trainer = build_trainer(
             session,
-            parts,
+            setup,
             reporter,
             checkpoints.save,
             steps=steps,
-            go_back=rollback(session, parts, directory, reporter, checkpoints, start),
+            go_back=rollback(session, setup, directory, reporter, checkpoints, start),
             stop_requested=watch.asked,
             limit=limit.limit,
             saver=checkpoints.saver,
-            observers=(checkpoints, *records, *account.observers),
+            observers=(checkpoints, *run_accounts.records, *run_accounts.steps.observers),
         )
-        outcome, evaluation = _train(session, parts, trainer, checkpoints, position, nothing_left=steps < 0)
-        _finish_trace(report, session, parts, directory, reporter)
-        account.finish(outcome, reporter)
-        accounts.finish_memory(session.world, parts.backend, reporter, (begun, outcome.position.global_step))
-        for record in records:
-            record.finish(outcome.position)
+        outcome = _train(session, setup, trainer, checkpoints, position, nothing_left=steps < 0)
+        enter(session, RunPhase.REPORT)
+        run_accounts.finish(outcome, begun)
         reason = _stop(session, watch, limit.reason, outcome, reporter)
     finally:
         session.progress.stop_thread()
         reporter.close()
-    complete()
-    if session.is_root:
-        _conclude(session, replace(outcome, evaluation=evaluation), directory, reason, checkpoints)
+    _end(session, outcome, directory, reason, checkpoints, complete)
     return reason is not None
 
 
-def _most_steps(session: Session, parts: TrainingSetup, done: int, steps: int) -> int:
+def _most_steps(session: Session, setup: TrainingSetup, done: int, steps: int) -> int:
     """Return how many steps the run can still take after `done` of them. steps: a limit; 0: none."""
-    left = session.config.epochs * len(parts.loader) - done
+    left = session.config.epochs * len(setup.loader) - done
     return min(left, steps) if steps else left
 
 
-def _parts(
-    session: Session, watch: SignalWatch, resume: str | None, schedule_from: str | None, memory: ShrinkState
-) -> tuple[TrainingSetup, Start | None]:
-    """All objects of this rank, with the state of the checkpoint that training goes on from, if any. Collective."""
-    start = find_start(session, resume, memory.ownership) if resume is not None else None
-    parts = build(session, None if start is None else start.data, stop_requested=watch.asked)
-    if start is None:  # else the checkpoint has them
-        start_from_weights(session, parts.replica)
-    exact_promise.agree_record(session, parts, start)
-    reproducibility.agree_schedules(session, parts, None if start is None else start.content, schedule_from)
-    if start is None:
-        return parts, None
-    raise_on_all_ranks(session.world, partial(parts.replica.load, start.content))
-    return parts, start.without_tensors()
+@dataclass(frozen=True)
+class _Accounts:
+    """What is recorded while a run trains, and said at its end."""
+
+    session: Session
+    setup: TrainingSetup
+    directory: RunDirectory
+    reporter: Reporter
+    steps: RunAccount
+    trace: TraceReport | None
+    records: tuple[DataAccount, ReadReport, RunHashes]
+
+    def finish(self, outcome: Outcome, begun: int) -> None:
+        """Write the trace of a run that has one, and say and record all accounts. Collective. begun: the step at the start."""
+        if self.trace is not None:
+            for line in self.trace.finish(self.directory.path, _about(self.session, self.setup), self.reporter.width):
+                self.reporter.say(line)
+        self.steps.finish(outcome, self.reporter)
+        steps = begun, outcome.position.global_step
+        accounts.finish_memory(self.session.world, self.setup.backend, self.reporter, steps)
+        for record in self.records:
+            record.finish(outcome.position)
 
 
-def _checkpoints(
-    session: Session, parts: TrainingSetup, directory: RunDirectory, reporter: Reporter, start: Start | None
-) -> RunCheckpoints:
-    """The checkpoints of the run, which goes on from a start, if any. Collective."""
-    checkpoints = RunCheckpoints(session, parts, directory, reporter)
-    if start is not None and start.directory is not None:
-        checkpoints.go_on(start, [change.key for change in start.changes])
-    return checkpoints
+def _begin_accounts(
+    session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter, most_steps: int
+) -> _Accounts:
+    """Choose the progress mode, and make what records the run. Collective."""
+    reproducibility.keep_schedules(session, setup, directory)
+    mode = _start_measuring(session, setup, directory, reporter)
+    steps, trace = RunAccount(session, setup, mode, most_steps), None
+    if session.progress.trace is not None:
+        from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
 
-
-def _trace_report(session: Session) -> TraceReport | None:
-    trace = session.progress.trace
-    if trace is None:
-        return None
-    from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
-
-    return TraceReport(session.world, session.progress, trace)
-
-
-def _finish_trace(
-    trace: TraceReport | None, session: Session, parts: TrainingSetup, directory: RunDirectory, reporter: Reporter
-) -> None:
-    """Write the trace of a run that has one, and say what is in it. Collective."""
-    if trace is not None:
-        for line in trace.finish(directory.path, _about(session, parts), reporter.width):
-            reporter.say(line)
+        trace = TraceReport(session.world, session.progress, session.progress.trace)
+    hashes = RunHashes(session, setup.replica, directory)
+    records = DataAccount(session, reporter), ReadReport(session, setup, reporter), hashes
+    return _Accounts(session, setup, directory, reporter, steps, trace, records)
 
 
 def _train(
     session: Session,
-    parts: TrainingSetup,
+    setup: TrainingSetup,
     trainer: Trainer,
     checkpoints: RunCheckpoints,
     position: Position,
     *,
     nothing_left: bool,
-) -> tuple[Outcome, RunningSums | None]:
-    """Train, evaluate where no epoch's end has done so, and wait for the last checkpoint. Collective.
+) -> Outcome:
+    """Train, evaluate if no epoch's end has done so, and wait for the last checkpoint. Collective.
 
     nothing_left: the steps that were asked for are done.
     """
     try:
         outcome = Outcome(position, None, position.epoch, True, True) if nothing_left else trainer.run(position)
         evaluation = outcome.evaluation
-        if evaluation is None and not outcome.stopped and parts.test_loader is not None:
+        if evaluation is None and not outcome.stopped and setup.test_loader is not None:
             evaluation = trainer.evaluate(outcome.position)
-        parts.replica.drain()
+        enter(session, RunPhase.DRAIN)
+        setup.replica.drain()
     except CommunicationTimeoutError:
         raise
     except RankLostError:
@@ -306,9 +344,9 @@ def _train(
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
-    session.progress.notes.phase("a checkpoint")
+    session.progress.notes.phase(RunPhase.SAVE)
     checkpoints.complete()
-    return outcome, evaluation
+    return replace(outcome, evaluation=evaluation)
 
 
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
@@ -317,25 +355,25 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
     from hpctrain.run.trace_report import TraceReport
 
     alone = compute_only.without_communication(session)
-    parts = build(alone)
-    reproducibility.agree_schedules(alone, parts)
+    setup = build(alone)
+    reproducibility.agree_schedules(alone, setup)
     ownership = RunOwnership()
-    directory = _new_directory(alone, parts, ownership)
+    directory = _new_directory(alone, setup, ownership)
     reporter = _reporter(alone, directory, style)
     trace = alone.progress.trace
     assert trace is not None
     try:
-        _introduce(alone, parts, reporter)
+        _introduce(alone, setup, reporter)
         reporter.say(f"run directory {directory.path}")
-        about = _about(alone, parts)
+        about = _about(alone, setup)
         trace_report = TraceReport(alone.world, alone.progress, trace)
-        trainer = build_trainer(alone, parts, reporter, lambda at: None, steps=steps)
+        trainer = build_trainer(alone, setup, reporter, lambda at: None, steps=steps)
         trainer.run(Position())
         lines = trace_report.finish(directory.path, about, reporter.width)
         table = trace_report.table
         if table is None:
             raise ConfigError("No whole step was run, so there is no compute-only step; set epochs or --steps to at least 1.")
-        exchange = compute_only.measure_exchange(session.groups, alone.progress, parts.replica.network)
+        exchange = compute_only.measure_exchange(session.groups, alone.progress, setup.replica.network)
         lines += compute_only.report_compute_only(alone, directory.path, table, exchange, about)
         for line in lines:
             reporter.say(line)
@@ -346,7 +384,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         print(f"files of this run: {directory.path}", flush=True)
 
 
-def _new_directory(session: Session, parts: TrainingSetup, ownership: RunOwnership) -> RunDirectory:
+def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnership) -> RunDirectory:
     """Create a run directory on rank 0, take its ownership, and return it. Collective."""
     config = session.config
 
@@ -354,9 +392,9 @@ def _new_directory(session: Session, parts: TrainingSetup, ownership: RunOwnersh
         if not session.is_root:
             return None
         directory = RunDirectory.create(
-            Path(config.output), config.name, config=dump(config), versions=_versions(session, parts), git=session.revision
+            Path(config.output), config.name, config=dump(config), versions=_versions(session, setup), git=session.revision
         )
-        automatic.keep_choice(session.resolved, directory)
+        keep_choice(session.resolved, directory)
         _remove_left(config, directory)
         return str(directory.path)
 
@@ -372,27 +410,27 @@ def _remove_left(config: Config, directory: RunDirectory) -> None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
 
 
-def _directory(session: Session, parts: TrainingSetup, start: Start | None, memory: ShrinkState) -> RunDirectory:
-    """The directory of the run, without what lies behind its start. Collective."""
-    ownership = memory.ownership
+def _directory(session: Session, setup: TrainingSetup, start: Start | None, state: ShrinkState) -> RunDirectory:
+    """Return the directory of the run, without what lies behind its start. Collective."""
+    ownership = state.ownership
     directory = None if start is None else start.directory
-    if directory is None and memory.directory is not None:  # ranks were lost before its first checkpoint
-        directory = RunDirectory.open(memory.directory)
+    if directory is None and state.directory is not None:  # ranks were lost before its first checkpoint
+        directory = RunDirectory.open(state.directory)
     if directory is None:
-        return _new_directory(session, parts, ownership)
+        return _new_directory(session, setup, ownership)
     ownership.take(session, directory.path)
     directory = replace(directory, ownership=ownership.ownership)
-    _cut_records(session, parts, start, directory)
+    _cut_records(session, setup, start, directory)
     return directory
 
 
-def _cut_records(session: Session, parts: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
-    """Rank 0 takes out of the run what lies behind its start: metrics, and what looks like newer checkpoints. Collective.
+def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
+    """Remove, on rank 0, metrics and checkpoints of the run after its start. Collective.
 
     The configuration is that of now.
     """
     position = Position() if start is None else start.position
-    evaluates = position.epoch >= session.config.epochs and parts.test_loader is not None
+    evaluates = position.epoch >= session.config.epochs and setup.test_loader is not None
 
     def cut() -> None:
         if session.is_root:
@@ -401,13 +439,13 @@ def _cut_records(session: Session, parts: TrainingSetup, start: Start | None, di
             checkpoint.set_aside(directory.checkpoints, position.global_step)
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
             directory.follow_config(dump(session.config), position.global_step, earlier)
-            automatic.keep_choice(session.resolved, directory)
+            keep_choice(session.resolved, directory)
 
     raise_on_all_ranks(session.world, cut)
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
-    """The reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
+    """Return the reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
 
     Raises:
         ConfigError: a configured reporter cannot be made.
@@ -432,9 +470,9 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     return raise_on_all_ranks(session.world, make)
 
 
-def _introduce(session: Session, parts: TrainingSetup, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
+def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
     """Say where the run runs, with which parts and on which data, and the notes that are not empty. Collective."""
-    config, network = session.config, parts.replica.network
+    config, network = session.config, setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
     grid = describe(parallel_plan(config, session.grid.cols))
@@ -446,41 +484,44 @@ def _introduce(session: Session, parts: TrainingSetup, reporter: Reporter, notes
     cores = cores_of_ranks(session.world, session.grid.node_of)
     if session.launcher.starts_mpi:
         reporter.say(cores)
-    reporter.say(f"kernels {parts.backend.description}; averager {config.averager.name}")
+    reporter.say(f"kernels {setup.backend.description}; averager {config.averager.name}")
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
     )
-    images = parts.loader.sampler.samples
-    reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(parts.loader)} steps per epoch")
-    for note in filter(None, (*describe_start(config, network), *parts.notes, *notes)):
+    images = setup.loader.sampler.samples
+    reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(setup.loader)} steps per epoch")
+    for note in filter(None, (*describe_start(config, network), *setup.notes, *notes)):
         reporter.say(note)
 
 
-def _introduce_start(session: Session, parts: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None) -> None:
-    """Say from where the run goes on, where it was asked to."""
+def _introduce_start(
+    session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None, directory: RunDirectory
+) -> None:
+    """Say from where the run continues, if it was asked to, and where its files lie."""
     if start is not None:
-        introduce(start, session.config, parts.loader.sampler.samples, reporter)
+        introduce(start, session.config, setup.loader.sampler.samples, reporter)
     elif resume is not None:
         place = session.config.output
         reporter.say(f"nothing to resume: no run named {session.config.name} in {place} has a checkpoint yet")
+    reporter.say(f"run directory {directory.path}")
 
 
-def _start_measuring(session: Session, parts: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
+def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
     """Choose the progress mode; say it where it matters, and record it. Collective."""
     config = session.config
-    samples = -(-config.batch // session.groups.all_ranks.size // parts.replica.passes.following)
-    chosen = set_progress(session, parts.replica.network, config.progress, samples)
+    samples = -(-config.batch // session.groups.all_ranks.size // setup.replica.passes.following)
+    chosen = set_progress(session, setup.replica.network, config.progress, samples)
     if chosen.matters:
         reporter.say(str(chosen))
     reporter.record("progress", chosen.facts())
     return chosen.mode
 
 
-def _about(session: Session, parts: TrainingSetup) -> dict[str, object]:
-    """The conditions of a measurement: versions, model, grid, threads."""
+def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
+    """Return the conditions of a measurement: versions, model, grid, threads."""
     config = session.config
     return {
-        **_versions(session, parts),
+        **_versions(session, setup),
         "model": config.model.name,
         "averager": config.averager.name,
         "batch": config.batch,
@@ -491,7 +532,7 @@ def _about(session: Session, parts: TrainingSetup) -> dict[str, object]:
 
 
 def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outcome, reporter: Reporter) -> StopReason | None:
-    """The signal or limit that ended the run, if one did; record where and by what it ends before its last epoch. Collective."""
+    """Return the signal or limit that ended the run, if any; record where and why it ends early. Collective."""
     if not outcome.stopped:
         return None
     reason = None if outcome.steps_reached else stop_reason(session.world, watch, limit)
@@ -500,9 +541,19 @@ def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outc
     return reason
 
 
-def _conclude(
-    session: Session, outcome: Outcome, directory: RunDirectory, reason: StopReason | None, checkpoints: RunCheckpoints
+def _end(
+    session: Session,
+    outcome: Outcome,
+    directory: RunDirectory,
+    reason: StopReason | None,
+    checkpoints: RunCheckpoints,
+    complete: Callable[[], None],
 ) -> None:
+    """End the run on all ranks, and print how it ended on rank 0. Collective."""
+    enter(session, RunPhase.END)
+    complete()
+    if not session.is_root:
+        return
     epochs, evaluation = session.config.epochs, outcome.evaluation
     if reason is not None:
         written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
@@ -525,19 +576,19 @@ def _conclude(
 
 
 def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
-    """How a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
+    """Return how a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
     position = outcome.position
     end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as --steps asked{end}\ngo on with the same command and --resume {directory.path}"
+    return f"ended {where}, as --steps asked{end}\ncontinue with the same command and --resume {directory.path}"
 
 
 def _skipped(position: Position) -> str:
-    """How many steps have changed nothing."""
+    """Return how many steps have changed nothing."""
     were = "step was" if position.skipped == 1 else "steps were"
     return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
 
 
-def _versions(session: Session, parts: TrainingSetup) -> dict[str, str]:
-    software = software_versions(kernels=parts.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
-    return software | dict(parts.backend.versions) | user_code.digests()
+def _versions(session: Session, setup: TrainingSetup) -> dict[str, str]:
+    software = software_versions(kernels=setup.backend.name, launcher=session.launcher.name, mpi=session.mpi_library)
+    return software | dict(setup.backend.versions) | user_code.digests()

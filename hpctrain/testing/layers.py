@@ -21,12 +21,12 @@ from hpctrain.nn.network import Network
 
 
 def parameter_count(model: Layer) -> int:
-    """Trained numbers of the model."""
+    """Return the number of trained values of the model."""
     return sum(math.prod(spec.shape) for _, layer in model.walk() for spec in layer.parameters().values())
 
 
 def exported_shapes(model: Layer) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter and running statistic in torchvision's layout, in the order of a state dictionary."""
+    """Return name -> shape of every parameter and running statistic in torchvision's layout, in a state dictionary's order."""
     return {name: entry.shape for name, entry in declared_state(model).items()}
 
 
@@ -54,7 +54,7 @@ def check_gradients(
         elements: how many of each tensor are checked one by one, at most.
 
     Raises:
-        AssertionError: a gradient that differs; the message names the tensor and gives both values.
+        AssertionError: a gradient that differs; the message names the tensor and both values.
     """
     random = np.random.default_rng(seed)
     network = head_network(layer, image_shape, kernels=kernels, seed=seed)
@@ -84,7 +84,7 @@ def check_gradients(
 def head_network(
     layer: Layer, image_shape: tuple[int, int, int], *, kernels: KernelSet | None = None, dtype: str = "float64", seed: int = 0
 ) -> Network:
-    """A network of `layer`, named "layer", and a linear classifier of three classes."""
+    """Return a network of `layer`, named "layer", and a linear classifier of three classes."""
     features = Sequential({"layer": layer, "flatten": Flatten()}).output(TensorSpec((1, *image_shape), dtype)).shape[1]
     model = Sequential({"layer": layer, "flatten": Flatten(), "head": Linear(features, _CLASSES)})
     return Network(model, image_shape, kernels or NumpyKernelSet(), dtype=dtype, seed=seed)

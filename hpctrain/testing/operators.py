@@ -2,8 +2,7 @@
 
 Buffers that an operator must not read hold NaN bytes: the output and the saved memory before forward, the scratch before every
 call, and before backward whatever the operator says that backward does not need. An operator that relies on zeroed memory, on
-scratch surviving, or on an undeclared input therefore fails its test. Values go in and come out as arrays of the host,
-wherever
+scratch surviving, or on an undeclared input therefore fails its test. Values go in and come out as arrays of the host, wherever
 the kernel set's memory is.
 
 `check_gradient` compares an operator's vector-Jacobian products with central differences, in float64.
@@ -33,7 +32,7 @@ from hpctrain.backend.specs import NHWC, BatchNormSpec, Conv2dSpec, LinearSpec, 
 
 
 def empty(kernels: KernelSet, shape: tuple[int, ...], dtype: str) -> Array:
-    """A poisoned array in the set's memory."""
+    """Return a poisoned array in the set's memory."""
     array = kernels.allocate(int(np.prod(shape)) * item_bytes(dtype)).view(dtype).reshape(shape)
     poison(kernels, array)
     return array
@@ -46,12 +45,12 @@ def poison(kernels: KernelSet, array: Array) -> None:
 
 
 def put(kernels: KernelSet, array: Array, values: np.ndarray) -> None:
-    """array := values, rounded to the array's dtype."""
+    """Write values to an array, rounded to the array's dtype."""
     kernels.arithmetic.from_host(array, values)
 
 
 def take(kernels: KernelSet, array: Array) -> np.ndarray:
-    """The elements, a copy; bfloat16 as float32."""
+    """Return a copy of the elements; bfloat16 as float32."""
     return np.array(kernels.arithmetic.to_host(array))
 
 
@@ -69,7 +68,7 @@ class OperatorBench:
 
     Args:
         parameters, statistics: by role; `default_parameters` makes some. Arrays of the host are used as they are; to other memory
-            they are copied before each forward, and statistics back behind it.
+            they are copied before each forward, and statistics back after it.
         training: also passed to the operator's context unless `context` is given.
         wanted: per input, whether its gradient is asked for (all by default).
         accumulate: gradients of the inputs are added to what `backward` is given; where the operator cannot, by the bench.
@@ -132,7 +131,7 @@ class OperatorBench:
         )
 
     def forward(self, context: StepContext | None = None) -> np.ndarray:
-        """The output, plain, a copy."""
+        """Return a copy of the output, plain."""
         if context is None:
             context = StepContext(training=self.training, sample_ids=np.arange(self.inputs[0].shape[0]))
         if not self._overwrites:
@@ -150,7 +149,10 @@ class OperatorBench:
         return self._to_plain(self._y, self.operator.output, self.spec.output(*self._plain))
 
     def backward(self, output_grad: np.ndarray, start: Sequence[np.ndarray] | None = None) -> Gradients:
-        """The gradients after the latest `forward`. `start`: what the inputs' gradients hold before, where they accumulate."""
+        """Return the gradients after the latest `forward`.
+
+        start: what the inputs' gradients hold before, if they accumulate.
+        """
         operator = self.operator
         plain_output = self.spec.output(*self._plain)
         for i, (x, needed) in enumerate(zip(self._xs, operator.needs_inputs, strict=True)):
@@ -181,12 +183,12 @@ class OperatorBench:
         return Gradients(tuple(grads), {role: take(self.kernels, grad) for role, grad in self.gradients.items()})
 
     def _placed(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """These very arrays, or memory of the set for them."""
+        """Return these very arrays, or memory of the set for them."""
         kept = parameter_dtype(self._plain[0].dtype)
         return {role: x if self._on_host else empty(self.kernels, x.shape, kept) for role, x in arrays.items()}
 
     def _put_in(self) -> None:
-        """Parameters and statistics to the set's memory."""
+        """Copy parameters and statistics to the set's memory."""
         for role, shadow in self._shadows.items():
             put(self.kernels, shadow, self.parameters[role])
         if not self._on_host:
@@ -224,7 +226,7 @@ class OperatorBench:
         self._run_reorder(plain, spec, np.ascontiguousarray(array), buffer)
 
     def _to_plain(self, buffer: Array, spec: TensorSpec, plain: TensorSpec) -> np.ndarray:
-        """A plain copy of a buffer of the operator's layout."""
+        """Return a plain copy of a buffer of the operator's layout."""
         if spec.layout == NHWC:
             return take(self.kernels, buffer)
         array = np.empty(plain.shape, plain.dtype)
@@ -239,7 +241,7 @@ class OperatorBench:
 
 
 def default_parameters(spec: Spec, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random parameters by role for the specs that have any: "weight" and, where there is one, "bias"."""
+    """Return random parameters by role for the specs that have any: "weight" and, if there is one, "bias"."""
     random = np.random.default_rng(seed)
     match spec:
         case Conv2dSpec() | LinearSpec():
@@ -256,7 +258,7 @@ def default_parameters(spec: Spec, dtype: str, seed: int = 0) -> dict[str, np.nd
 def numerical_gradient(
     function: Callable[[], np.ndarray], variable: np.ndarray, cotangent: np.ndarray, *, step: float = 1e-5
 ) -> np.ndarray:
-    """d <function(), cotangent> / d variable for every element, by central differences: the whole Jacobian is exercised.
+    """Return d <function(), cotangent> / d variable for every element, by central differences of the whole Jacobian.
 
     Args:
         function: reads `variable` (float64), which is changed in place and restored.
@@ -277,7 +279,7 @@ def numerical_gradient(
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
-    """Equal shapes, and the largest difference within `tolerance` of the largest expected value (or of 1).
+    """Check that shapes are equal and the largest difference is within `tolerance` of the largest expected value (or of 1).
 
     Raises:
         AssertionError: with the name, the difference and where it is.

@@ -147,14 +147,13 @@ def last_steps(trace: Mapping[str, Any]) -> tuple[StepLanes, ...]:
     for event in trace.get("traceEvents", ()):
         if event.get("ph") in ("X", "b", "e") or event.get("name") == "thread_name":
             by_rank.setdefault(event["pid"], []).append(event)
-    steps = {rank: step for rank, events in sorted(by_rank.items()) if (step := _last_step(events)) is not None}
+    steps: dict[int, Interval] = {}
+    for rank, events in sorted(by_rank.items()):
+        spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X" and event["cat"] == "step"]
+        if spans:
+            steps[rank] = max(spans)
     zero = min((begin for begin, _ in steps.values()), default=0.0)
     return tuple(_of_rank(rank, by_rank[rank], step, zero) for rank, step in steps.items())
-
-
-def _last_step(events: Sequence[Event]) -> Interval | None:
-    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X" and event["cat"] == "step"]
-    return max(spans, default=None)
 
 
 def _of_rank(rank: int, events: Sequence[Event], step: Interval, zero: float) -> StepLanes:

@@ -23,7 +23,7 @@ from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain.core.log import get_logger
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
-from hpctrain.flight.recorder import FlightNotes
+from hpctrain.flight.recorder import FlightNotes, RunPhase
 from hpctrain.nn.network import ALL, MODEL, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
@@ -101,6 +101,7 @@ class LoopState:
         self._count(cause, lr)
         exchanges = self._saver is not None and self._status >= self._saver.size
         if self._saver is not None and exchanges:
+            self._notes.phase(RunPhase.STATUS)
             drain()
             self._saver.exchange_status()
         self._status = 0
@@ -245,16 +246,16 @@ def make_averagers(
     norms = None
     if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.unbound.values()):
         norms = JointNorms(groups.norms, progress, tuple(network.groups.values()))
-    interval = None
+    shared = None
     if MODEL in network.groups and strategies:
         one_of_them = next(iter(strategies.values()))  # all have the same options
-        interval = one_of_them.interval(groups.norms, progress, len(strategies))
+        shared = one_of_them.shared(groups.norms, progress, len(strategies))
     averagers: dict[str, GradientAverager] = {}
     for name, strategy in strategies.items():
         group, comm = network.groups[name], groups.gradients[name]
         gradients = passes.gradients(group, comm)
         of_group = _transport_of(name, network, transport)
-        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, interval, of_group, gradients)
+        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, shared, of_group, gradients)
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from hpctrain.core.errors import DivergedError
 from hpctrain.core.text import folded, loss_text
 from hpctrain.data.loader import Batch, BatchSource
+from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import Observer, StepTrace
-from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import Rate, Reporter, RunningSums
 from hpctrain.train.replica import LoopState, Replica
 from hpctrain.train.saving import Saver
@@ -107,8 +107,8 @@ class Trainer:
         done = position.epoch * samples + position.sums.count
         self._reporter.start(self._cadence.epochs, samples, done, self._last_sample(position))
         self._start_at(position)
-        self._replica.require_finite()
-        self._replica.require_alike(schedules=True)
+        self._check(schedules=True)
+        self._notes.phase(RunPhase.ACCOUNT)
         for observer in self._observers:
             observer.begin(position)
         while True:
@@ -117,15 +117,25 @@ class Trainer:
             except DivergedError as error:
                 if self._go_back is None:
                     raise
+                self._notes.phase(RunPhase.GO_BACK)
                 position = self._go_back(error, position)
                 self._start_at(position)
                 self._replica.require_alike()
+
+    def _check(self, *, schedules: bool = False) -> None:
+        """Check that all that is trained is finite, and the same wherever ranks must hold it alike. Collective."""
+        self._notes.phase(RunPhase.CHECK)
+        self._replica.require_finite()
+        self._replica.require_alike(schedules=schedules)
 
     def _start_at(self, position: Position) -> None:
         self._replica.loop = self._state
         self._state.restore(position)
         self._saved_step = position.global_step
-        self._replica.global_step, self._replica.lr = position.global_step, self._rate_before(position)
+        self._replica.global_step = position.global_step
+        # Of the step before: what is recorded of an epoch that ended with a checkpoint's step.
+        sampler = self._loader.sampler
+        self._replica.lr = self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
         self._replica.kept_step = position.global_step or None
         self._loader.sampler.reorder(position.reorderings)
 
@@ -145,15 +155,14 @@ class Trainer:
             assert self._early_stop is not None
             assert position.stagnation is not None
             self._reporter.say(self._early_stop.sentence(position.stagnation))
-        self._replica.require_finite()
-        self._replica.require_alike()
+        self._check()
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
     def evaluate(self, position: Position) -> RunningSums | None:
         """Return sums over the test set, and record them; None if there is none."""
         if self._test_loader is None:
             return None
-        self._notes.phase("evaluation")
+        self._notes.phase(RunPhase.EVALUATE)
         samples = self._test_loader.sampler.samples * (1 if self._replica.average is None else 2)
         with self._limit.evaluating(), self._reporter.evaluation(samples) as advance:
             sums = self._replica.evaluate(self._test_loader, advance=advance)
@@ -207,7 +216,8 @@ class Trainer:
         position.global_step += 1
         position.samples += batch.global_count
         if cause is not None:
-            self._report_skip(cause, batch.epoch + 1)
+            self._reporter.record("skip", {"epoch": batch.epoch + 1, "step": cause.step, **cause.facts()})
+            self._reporter.say(f"step {cause.step} skipped: {cause}")
         exchanged = self._state.end(cause, replica.lr, replica.drain)
         position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
         if exchanged and self._saver is not None and self._saver.last_seconds:
@@ -215,6 +225,7 @@ class Trainer:
         # Before a checkpoint of the same step, from which a run may go on without doing the step again.
         readers = [observer for observer in self._observers if observer.reads_state(position.global_step)]
         if readers:
+            self._notes.phase(RunPhase.READ_STATE)
             self._settle(position)
         for observer in readers:
             observer.read_state(position)
@@ -250,10 +261,6 @@ class Trainer:
         whole = position.epoch == self._cadence.epochs - 1 and position.samples == self._loader.sampler.samples
         return whole and self._test_loader is None and not self._enough
 
-    def _report_skip(self, cause: Cause, epoch: int) -> None:
-        self._reporter.record("skip", {"epoch": epoch, "step": cause.step, **cause.facts()})
-        self._reporter.say(f"step {cause.step} skipped: {cause}")
-
     def _last_sample(self, position: Position) -> int:
         """Return where this run ends unless it is stopped: samples, counted over all epochs."""
         sampler, steps = self._loader.sampler, self._cadence.steps
@@ -269,11 +276,6 @@ class Trainer:
         """Return the learning rate of the step that begins at a position: by samples, so that another batch makes no jump."""
         sampler = self._loader.sampler
         return self._schedule.lr(position.in_steps(sampler.samples, sampler.batch))
-
-    def _rate_before(self, position: Position) -> float:
-        """Return the learning rate of the step before a position, for the record of an epoch that ended with a checkpoint."""
-        sampler = self._loader.sampler
-        return self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
 
     @property
     def _enough(self) -> bool:
@@ -296,6 +298,7 @@ class Trainer:
         self._reporter.record("epoch", record)
         words = [f"epoch {epoch}/{self._cadence.epochs}: train loss {loss_text(values['loss'])}, top1 {values['top1']:.2%}"]
         position.epoch, position.samples, position.sums = position.epoch + 1, 0, RunningSums()
+        self._notes.phase(RunPhase.ACCOUNT)
         for observer in self._observers:
             observer.after_epoch(position)
         evaluation = None
@@ -324,9 +327,8 @@ class Trainer:
         if self._saved_step == position.global_step:
             return False
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
-        self._replica.require_finite()
-        self._replica.require_alike()
-        self._notes.phase("a checkpoint")
+        self._check()
+        self._notes.phase(RunPhase.SAVE)
         with self._limit.saving(whole=self._saver is None or not self._saver.asynchronous):
             self._save(position)
         self._saved_step = self._replica.kept_step = position.global_step

@@ -36,18 +36,18 @@ _FLAGS = (*_LANGUAGE, *_LIBRARY)
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler; None where there is none."""
+    """Return the C++ compiler; None if there is none."""
     return shutil.which("g++")
 
 
 @cache
 def library(source: str) -> ctypes.PyDLL:
-    """Return the library of kernels/<source>.cu. Calls of it hold Python's lock: it runs one kernel at a time."""
+    """Return the library of <source>.cu. Calls of it hold Python's lock: it runs one kernel at a time."""
     return build(sources.text(source))
 
 
 def build(text: str) -> ctypes.PyDLL:
-    """Return the library of a CUDA source's text, compiled where the cache has none.
+    """Return the library of a CUDA source's text, compiled unless the cache has it.
 
     Raises:
         BackendError: there is no compiler, or it refuses the source; the message holds what it says.
@@ -115,9 +115,11 @@ _TEXT_BYTES = 8192
 
 
 class Enqueue(Protocol):
-    """Adds work to a stream. `kept`: arrays whose memory stays in use until the work is done."""
+    """Adds work to a stream. `keep_alive`: arrays whose memory stays in use until the work is done."""
 
-    def __call__(self, stream: DeviceStream, action: Callable[[], None], text: str, kept: Sequence[DeviceArray] = ()) -> None: ...
+    def __call__(
+        self, stream: DeviceStream, action: Callable[[], None], text: str, keep_alive: Sequence[DeviceArray] = ()
+    ) -> None: ...
 
 
 class _Request(ctypes.Structure):
@@ -202,8 +204,8 @@ class CpuKernel:
     def __call__(self, stream: DeviceStream, grid: Extent, block: Extent, *arguments: Argument) -> None:
         packed = pack_arguments(self._name, self.parameters, arguments)
         _check_extents(self._name, grid, block)
-        kept = [argument for argument in arguments if isinstance(argument, DeviceArray)]
-        self._enqueue(stream, partial(self._run, grid, block, packed), self._name, kept)
+        keep_alive = [argument for argument in arguments if isinstance(argument, DeviceArray)]
+        self._enqueue(stream, partial(self._run, grid, block, packed), self._name, keep_alive)
 
     def _run(self, grid: Extent, block: Extent, packed: Sequence[bytes]) -> None:
         holders = [ctypes.create_string_buffer(raw, len(raw)) for raw in packed]

@@ -65,45 +65,16 @@ class LinkWork:
             self.waiting = list(step)
 
 
-class EmulatedGroups:
-    """Implements `LinkMaker` of one emulated device.
-
-    Args:
-        enqueue: as the device enqueues work. require: fails for arrays that do not lie in memory that is in use.
-    """
-
-    def __init__(self, enqueue: Callable[..., None], require: Callable[..., None]) -> None:
-        self._enqueue, self._require = enqueue, require
-
-    def fault(self) -> str | None:
-        return None
-
-    def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
-        def enqueue(work: LinkWork, kept: Sequence[DeviceArray]) -> None:
-            self._enqueue(stream, _nothing, "links", kept, goes_on=work.advance)
-
-        return EmulatedLinks(peers, enqueue, self._require)
-
-
-def _nothing() -> None:
-    """Yield nothing: there are no more steps."""
-
-
 class EmulatedLinks:
     """Implements `DeviceLinks` of one emulated device.
 
     Args:
-        peers: their processes. enqueue: takes a piece of work and its arrays, for the stream of the links. require: fails for
-            arrays that do not lie in memory that is in use.
+        peers: their processes. stream: of the links' work. enqueue: the device's. require: fails for arrays that do not lie in
+            memory that is in use.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        enqueue: Callable[[LinkWork, Sequence[DeviceArray]], None],
-        require: Callable[..., None],
-    ) -> None:
-        self._peers, self._enqueue, self._require = peers, enqueue, require
+    def __init__(self, peers: Peers, stream: DeviceStream, enqueue: Callable[..., None], require: Callable[..., None]) -> None:
+        self._peers, self._stream, self._enqueue, self._require = peers, stream, enqueue, require
         self._together: list[tuple[_Call, tuple[DeviceArray, ...]]] | None = None
 
     @contextmanager
@@ -132,7 +103,7 @@ class EmulatedLinks:
         self._add("sum to one", (send, recv), root)
 
     def fault(self) -> str | None:
-        return None  # what goes wrong here is raised
+        return None  # errors are raised at once
 
     def abort(self) -> None:
         """Do nothing: no work goes on outside the process."""
@@ -146,8 +117,10 @@ class EmulatedLinks:
 
     def _put(self, calls: Sequence[tuple[_Call, tuple[DeviceArray, ...]]]) -> None:
         if calls:
-            kept = [array for _, arrays in calls for array in arrays]
-            self._enqueue(LinkWork(self._steps([call for call, _ in calls])), kept)
+            keep_alive = [array for _, arrays in calls for array in arrays]
+            work = LinkWork(self._steps([call for call, _ in calls]))
+            # All of it is done in steps: nothing is left to do at the end.
+            self._enqueue(self._stream, lambda: None, "links", keep_alive, goes_on=work.advance)
 
     def _steps(self, calls: Sequence[_Call]) -> Iterator[_Handles]:
         """Compare what all ranks have enqueued, move arrays, add up."""
@@ -173,8 +146,8 @@ class EmulatedLinks:
         """Return the words of collectives, and the bytes to and from each other rank."""
         words = ", ".join(filter(None, (call.words for call in calls))).encode()
         text = np.zeros(_WORDS_BYTES, np.uint8)
-        kept = words[: _WORDS_BYTES - 8]
-        text[: len(kept)] = np.frombuffer(kept, np.uint8)
+        keep_alive = words[: _WORDS_BYTES - 8]
+        text[: len(keep_alive)] = np.frombuffer(keep_alive, np.uint8)
         text[-8:] = np.frombuffer(np.int64(len(words)).tobytes(), np.uint8)
         moved: Counter[tuple[str, int]] = Counter()
         for call in calls:
@@ -186,7 +159,7 @@ class EmulatedLinks:
         """Raise unless all ranks have enqueued the same calls.
 
         Raises:
-            EmulatedDeviceError: on every rank, where they have enqueued unlike calls.
+            EmulatedDeviceError: on every rank, if they have enqueued different calls.
         """
         words = [bytes(row[: _WORDS_BYTES - 8]).rstrip(b"\0").decode() or "messages alone" for row in everybody]
         for rank, row in enumerate(everybody):
@@ -225,7 +198,7 @@ class EmulatedLinks:
         return handles
 
     def _summands(self, call: _Call, tag: int, arrived: dict[int, np.ndarray], others: Sequence[int]) -> list[Any]:
-        """Send this rank's summand to those who add up, and receive all where this rank is one."""
+        """Send this rank's summand to the ranks that add, and receive all summands if this rank is one of them."""
         me, values = self._peers.rank, on_host(call.arrays[0])
         handles = [self._peers.isend(values, other, tag) for other in others if call.peer in (-1, other)]
         if call.peer in (-1, me):

@@ -62,7 +62,7 @@ class GuardedMemory:
         _protect(self.end, _PAGE, _NO_ACCESS)
 
     def damage(self) -> str:
-        """Return a clause that says which canary is damaged; empty where none is."""
+        """Return a clause that says which canary is damaged; empty if none is."""
         for start, size, place in self._canaries:
             if _compare(start, _CANARY, size):
                 return f"bytes {place} an array of {self.size_bytes} bytes were written"

@@ -88,7 +88,7 @@ class NumpyConvolution:
     """Implements `DeviceConvolution`.
 
     Args:
-        require: raises an error where an array is not in memory in use.
+        require: raises an error if an array is not in memory in use.
     """
 
     workspace_bytes = WORKSPACE_BYTES
@@ -140,7 +140,7 @@ class NumpyConvolution:
             _check_array(f"{name} of a convolution {kind}", array, reference.shape, key.dtype)
         _check_array(f"The result of a convolution {kind}", out, self._host_arrays[2].shape, key.dtype)
         if (bias is not None) != bool(key.fused):
-            raise ValueError(f"A bias is given where the key says so: {key}.")
+            raise ValueError(f"A bias is given if the key says so: {key}.")
         if bias is not None and (bias.shape != (key.w[0],) or bias.dtype != key.dtype or bias.pointer % PLAN_ALIGNMENT_BYTES):
             raise ValueError(f"The bias of {key} is {bias!r}.")
         if workspace is None or workspace.nbytes < self.workspace_bytes or workspace.pointer % ALIGNMENT_BYTES:

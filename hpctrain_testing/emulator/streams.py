@@ -50,7 +50,7 @@ class DeviceCounters:
             self.late_allocations.append(f"{size_bytes} bytes at {where}")
 
 
-#: by seed, the probability that one more piece of work is done after a call; and that nothing is done but what is waited for
+#: by seed, the probability that one more piece of work is done after a call, and that a wait does only what it waits for
 _EAGERNESS, _LAZINESS = (0.02, 0.2, 0.5), (0.3, 0.9)
 #: by seed and queue, how much a queue is preferred
 _PREFERENCES = (1, 1, 20)
@@ -98,7 +98,7 @@ class Work:
     """A piece of work.
 
     Args:
-        after: it is done after this. kept: arrays whose memory stays in use until it is done.
+        after: it is done after this. keep_alive: arrays whose memory stays in use until it is done.
         reads, writes: host memory. goes_on: is asked while the piece is the next one, as it needs other devices; True once it can
             be done.
     """
@@ -106,7 +106,7 @@ class Work:
     text: str
     action: Callable[[], None] | None = None
     after: Mark | None = None
-    kept: Sequence[DeviceArray] = ()
+    keep_alive: Sequence[DeviceArray] = ()
     reads: tuple[np.ndarray, ...] = ()
     writes: tuple[np.ndarray, ...] = ()
     goes_on: Callable[[], bool] | None = None
@@ -156,9 +156,9 @@ class WorkScheduler:
             self._step_where_ready(self._pick())
 
     def advance(self, mark: Mark, *, everything: bool = False) -> None:
-        """Ask other devices, where the next piece that a mark needs is one that needs these; never waits for them.
+        """Poll other devices, if the next piece that a mark needs depends on them; never waits for them.
 
-        everything: do all that the mark needs, as far as other devices have come.
+        everything: do all that the mark needs and other devices allow.
         """
         while not mark.done:
             queue = self._needed(mark.queue)
@@ -184,7 +184,7 @@ class WorkScheduler:
         return queue
 
     def _step_where_ready(self, queue: WorkQueue) -> bool:
-        """Do the next piece of a queue, unless other devices have not come so far; True where it was done."""
+        """Do the next piece of a queue, unless it waits for other devices; return whether it was done."""
         goes_on = queue.pending[0].goes_on
         try:
             ready = goes_on is None or goes_on()
@@ -213,7 +213,7 @@ def _deadlock(queues: Sequence[WorkQueue]) -> EmulatedDeviceError:
 
 
 _POISON = 0xFF
-#: times in vain that a host which enqueues nothing asks for an event, until its work is done: time passes, also for a late device
+#: polls of an event, by a host that enqueues nothing, until its work is done: time passes, also for a late device
 _PATIENCE = 50
 
 
@@ -229,7 +229,7 @@ class EmulatedEvent:
     """Implements `DeviceEvent`.
 
     Attributes:
-        mark: of the latest record. asked, ignored: since then the host has asked for it, and that wait is left out.
+        mark: of the latest record. asked, ignored: since then the host has polled it, and that wait is left out.
         polls: times that the host has asked. polled_at: how much was enqueued when it did so last.
     """
 
@@ -310,7 +310,7 @@ class StreamTable:
             self._enqueued += 1
             self._require_own(stream)
             if stream.capture:
-                stream.capture.works.append(replace(work, kept=()))  # a graph keeps no memory in use
+                stream.capture.works.append(replace(work, keep_alive=()))  # a graph keeps no memory in use
                 return
             for memory in work.writes:
                 if not any(np.may_share_memory(memory, other) for other in work.reads):
@@ -319,7 +319,7 @@ class StreamTable:
             self.scheduler.run_some()
 
     def _poison(self, stream: EmulatedStream, memory: np.ndarray) -> None:
-        """Overwrite memory that is going to be written: now, or where earlier work with it is done."""
+        """Overwrite memory that will be written: now, or after earlier work with it."""
         if self.scheduler.is_pending(memory):
             self.scheduler.append(stream.queue, Work("begin of download", lambda: memory.fill(_POISON), writes=(memory,)))
         else:
@@ -355,7 +355,7 @@ class StreamTable:
             if self._goes_on(event) or event.mark is None:
                 return True
             mark = self._mark(event)
-            # A program that asks again and again drives the messages between devices; and where it enqueues nothing time passes.
+            # A program that polls drives the messages between devices; if it enqueues nothing, time passes.
             self.scheduler.advance(mark, everything=event.polls > _PATIENCE)
             return mark.done
 

@@ -48,7 +48,7 @@ class VirtualHandle:
         self._done = False
 
     def test(self) -> bool:
-        """True once complete. Other ranks run where it is not."""
+        """Return whether it is complete. Other ranks run if it is not."""
         if not self._done:
             self._done = self._scheduler.poll(self._posting.owner, self._posting)
         return self._done
@@ -71,7 +71,7 @@ class Group:
         self._messages: dict[tuple[int, int, int], tuple[deque[PostedOperation], deque[PostedOperation]]] = {}
 
     def counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Counts as plain integers.
+        """Return counts as plain integers.
 
         Raises:
             ValueError: not one for each member, or a negative one.
@@ -83,7 +83,7 @@ class Group:
         return parts
 
     def world_rank(self, rank: int) -> int:
-        """The number in the world of the member with this number here.
+        """Return the number in the world of the member with this number here.
 
         Raises:
             ValueError: there is no such member.
@@ -93,7 +93,7 @@ class Group:
         return self.members[rank].rank
 
     def collective(self, sequence: int, make: Callable[[], PostedOperation]) -> PostedOperation:
-        """The operation with this sequence number, made by the rank that posts it first."""
+        """Return the operation with this sequence number, made by the rank that posts it first."""
         if sequence not in self._collectives:
             self._collectives[sequence] = make()
         operation = self._collectives[sequence]
@@ -102,7 +102,7 @@ class Group:
         return operation
 
     def message(self, source: int, dest: int, tag: int, party: int, make: Callable[[], PostedOperation]) -> PostedOperation:
-        """The oldest message of this channel that lacks this party (0 sender, 1 receiver): they never overtake."""
+        """Return the oldest message of this channel that lacks this party (0 sender, 1 receiver): they never overtake."""
         lacking = self._messages.setdefault((source, dest, tag), (deque(), deque()))
         if lacking[party]:
             return lacking[party].popleft()
@@ -111,7 +111,7 @@ class Group:
         return operation
 
     def unmatched(self) -> list[Posting]:
-        """Postings of operations that others have not posted, here and in all parts."""
+        """Return postings of operations that others have not posted, here and in all parts."""
         messages = [operation for queues in self._messages.values() for queue in queues for operation in queue]
         operations = [*self._collectives.values(), *messages]
         own = [posting for operation in operations for posting in operation.postings if posting is not None]
@@ -137,7 +137,7 @@ class ThreadCommunicator:
         self._sequence = 0
 
     def now(self) -> float:
-        """This rank's virtual time in seconds. Only `compute`, and transfers where there is a link, advance it."""
+        """Return this rank's virtual time in seconds. Only `compute` and, with a link, transfers advance it."""
         return self._scheduler.now(self._state)
 
     def compute(self, seconds: float) -> None:
@@ -269,7 +269,7 @@ class ThreadCommunicator:
         return VirtualHandle(self._scheduler, posting)
 
     def _exchange_objects(self, kind: str, value: Any, *agreed: object) -> list[Any]:
-        """Everyone's value, copied by pickling, in rank order; waits."""
+        """Return everyone's value, copied by pickling, in rank order; waits."""
         pickled = np.frombuffer(pickle.dumps(value), np.uint8)
         posting = self._posting(kind, "objects", agreed, pickled)
         self._collect(posting, ObjectExchange)
@@ -279,7 +279,7 @@ class ThreadCommunicator:
 
 
 def _flat(buffer: Array, size: int | None = None) -> Array:
-    """A buffer as one dim, of just `size` elements where that is given."""
+    """Return a buffer as one dim, of just `size` elements if that is given."""
     if not isinstance(buffer, np.ndarray) or buffer.dtype not in _DTYPES or not buffer.flags.c_contiguous:
         what = f"{buffer.dtype}, strides {buffer.strides}" if isinstance(buffer, np.ndarray) else type(buffer).__name__
         raise ValueError(f"A buffer is a C-contiguous array of {', '.join(_DTYPES.values())}, but this one is {what}.")

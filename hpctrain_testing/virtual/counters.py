@@ -55,11 +55,11 @@ class Counters:
         return iter(sorted(self._counts))
 
     def __getitem__(self, key: tuple[str, str]) -> Count:
-        """The count of one (communicator name, operation); zeros where nothing was posted."""
+        """Return the count of one (communicator name, operation); zeros if nothing was posted."""
         return self._counts.get(key, Count())
 
     def total(self, communicator: str | None = None, operation: str | None = None) -> Count:
-        """The sum over what is not named."""
+        """Return the sum over what is not named."""
         total = Count()
         for (name, kind), count in self._counts.items():
             if communicator in (None, name) and operation in (None, kind):
@@ -67,13 +67,13 @@ class Counters:
         return total
 
     def snapshot(self) -> Counters:
-        """A copy that stays as it is."""
+        """Return a copy that stays as it is."""
         copy = Counters()
         copy._counts.update(self._counts)
         return copy
 
     def since(self, earlier: Counters) -> Counters:
-        """The counts since `earlier`, a snapshot of these counters: those of one step, say. Unchanged ones are left out."""
+        """Return the counts since `earlier`, a snapshot of these counters: those of one step, say. Unchanged ones are omitted."""
         difference = Counters()
         for key, count in self._counts.items():
             if count != earlier[key]:
@@ -137,12 +137,12 @@ class CountingCommunicator(ForwardingCommunicator):
         return self.inner.broadcast_object(value, root)
 
     def _even_share(self, elements: int) -> int:
-        """This rank's part of an even split, the first ranks taking one element more: the parts of a ring allreduce."""
+        """Return this rank's part of an even split, the first ranks taking one element more: the parts of a ring allreduce."""
         start, stop = even_interval(elements, self.size, self.rank)
         return stop - start
 
     def _count(self, operation: str, counts: Sequence[int], itemsize: int) -> None:
-        """Parts of `counts` elements, of which this rank keeps its own."""
+        """Count parts of `counts` elements, of which this rank keeps its own."""
         elements = sum(int(count) for count in counts)
         others = elements - int(counts[self.rank])
         self.counters.add(self.name, operation, elements * itemsize, others * itemsize)

@@ -1,8 +1,7 @@
 """Operations among virtual ranks: who has posted, what must agree, what is moved, and how long the modelled link takes.
 
 No time passes and no thread runs here. An operation is a collective or one message. Its parties post; when enough have posted
-its data may *move* (all contributions are taken), and then be *delivered* to each party by itself. MPI lets buffers be read
-and
+its data may *move* (all contributions are taken), and then be *delivered* to each party by itself. MPI lets buffers be read and
 written at any time between posting and completion, so the moments are the caller's choice.
 """
 
@@ -65,7 +64,7 @@ def _short(file: str, folder: str) -> str:
 
 
 def source_line(frame: FrameType | None = None) -> SourceLine:
-    """Where the code that uses the communicator stands; of this call, unless the `frame` of another thread is given."""
+    """Return where the code that uses the communicator stands: this call, or the `frame` of another thread."""
     if frame is None:
         frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
@@ -128,7 +127,7 @@ class RankState:
         self.polled[posting] = None
 
     def moves_on(self) -> None:
-        """Something happened to this rank: what it polls is worth polling again."""
+        """Note that something happened to this rank: what it polls is worth polling again."""
         self.passes = 0
         self.polled.clear()
 
@@ -221,11 +220,11 @@ class PostedOperation(ABC):
             posting.scramble()
 
     def fits(self, first: Posting, second: Posting) -> bool:
-        """Whether two postings may belong to one operation."""
+        """Return whether two postings may belong to one operation."""
         return first.kind == second.kind and first.agreed == second.agreed
 
     def may_move(self) -> bool:
-        """Whether the data is there and has not moved yet."""
+        """Return whether the data is there and has not moved yet."""
         root_is_there = self.root is not None and self.postings[self.root] is not None
         return not self.moved and (self.missing == 0 or (root_is_there and not self.synchronous))
 
@@ -255,21 +254,21 @@ class PostedOperation(ABC):
         return posting
 
     def absent(self) -> list[int]:
-        """World ranks of the parties that have not posted, as far as they hold it up."""
+        """Return the world ranks of the parties that have not posted, as far as they hold it up."""
         parties = range(len(self.members)) if self.synchronous or self.root is None else (self.root,)
         return [self.members[party].rank for party in parties if self.postings[party] is None]
 
     def parts(self) -> list[Array]:
-        """The contributions taken, in party order."""
+        """Return the contributions taken, in party order."""
         return [posting.taken for posting in self.postings if posting is not None and posting.taken is not None]
 
     @abstractmethod
     def result(self, party: int) -> Array | None:
-        """The array that this party receives."""
+        """Return the array that this party receives."""
 
     @abstractmethod
     def seconds(self, link: LinkModel) -> float:
-        """The modelled time, once all have posted."""
+        """Return the modelled time, once all have posted."""
 
     def _write(self, party: int, posting: Posting) -> None:
         result = self.result(party)

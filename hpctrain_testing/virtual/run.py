@@ -58,7 +58,7 @@ class VirtualWorld:
         self._group = Group("world", self.scheduler.ranks)
 
     def run(self, function: Callable[[ThreadCommunicator], Result], deadline_seconds: float) -> list[Result]:
-        """`function(comm)` of every rank, in rank order.
+        """Run `function(comm)` on every rank, and return the results in rank order.
 
         Raises:
             the first failure of a rank, with its rank and the seed as a note; the other ranks are ended.
@@ -115,7 +115,7 @@ class VirtualWorld:
             thread.join(None if self.scheduler.failure is None else max(0.0, end - time.monotonic()))
 
     def _unmatched(self) -> DeadlockError | None:
-        """Operations that MPI would hang in at its end, or lose."""
+        """Return a text of operations that MPI would hang in at its end, or lose."""
         unmatched = self._group.unmatched()
         if not unmatched:
             return None
@@ -133,7 +133,7 @@ def run_virtual(
     stragglers: Mapping[int, float] | None = None,
     ranks_per_node: int | None = None,
 ) -> list[Result]:
-    """`function(comm)` on each of `ranks` virtual ranks; the results in rank order.
+    """Run `function(comm)` on each of `ranks` virtual ranks, and return the results in rank order.
 
     Args:
         seed: of the adversarial scheduler, which delays and reorders whatever MPI may; None: ranks take turns, no delays.
@@ -151,7 +151,7 @@ def run_virtual(
 
 
 def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9, **options: Any) -> ProgressEngine:
-    """The progress engine of one virtual rank: it measures virtual time, and never sleeps, as all other ranks would, too.
+    """Return the progress engine of one virtual rank, which measures virtual time and never sleeps: all other ranks would, too.
 
     Nor does it offer its core, which on a busy machine takes longer than all else: the scheduler says which rank runs.
 

@@ -35,12 +35,12 @@ _MOST_POSTINGS = 4
 
 
 def deadlock_of(ranks: Sequence[RankState]) -> DeadlockError:
-    """The error of a run in which no rank can go on."""
+    """Return the error of a run in which no rank can continue."""
     return DeadlockError(f"Deadlock of {len(ranks)} virtual ranks, none of which can go on:\n{describe_ranks(ranks)}")
 
 
 def describe_ranks(ranks: Sequence[RankState]) -> str:
-    """One line per rank, then a cycle of the wait-for graph if there is one."""
+    """Return one line per rank, then a cycle of the wait-for graph if there is one."""
     edges = {state.rank: waits_for(state) for state in ranks}
     lines = [f"  rank {state.rank} {_describe(state)}" for state in ranks]
     cycle = find_cycle(edges)
@@ -50,7 +50,7 @@ def describe_ranks(ranks: Sequence[RankState]) -> str:
 
 
 def waits_for(state: RankState) -> list[int]:
-    """The ranks that have not posted what this one waits for."""
+    """Return the ranks that have not posted what this one waits for."""
     if state.status not in (Status.PARKED, Status.BLOCKED):
         return []
     absent = [rank for posting in state.stuck_on if not posting.complete for rank in _absent(posting)]
@@ -58,7 +58,7 @@ def waits_for(state: RankState) -> list[int]:
 
 
 def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Nodes of a cycle, the first one again at the end; empty where there is none."""
+    """Return the nodes of a cycle, the first one again at the end; empty if there is none."""
     finished: set[int] = set()
 
     def walk(node: int, path: list[int]) -> list[int]:
@@ -98,7 +98,7 @@ def _who_is_absent(posting: Posting) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ascending numbers with runs drawn together: "0, 2-63"."""
+    """Return ascending numbers with runs drawn together: "0, 2-63"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -117,35 +117,35 @@ class Policy(Protocol):
     """Every method is called by the one rank that runs."""
 
     def moments(self) -> Moments:
-        """When the buffers of the next posting are touched."""
+        """Return when the buffers of the next posting are touched."""
         ...
 
     def synchronous(self) -> bool:
-        """Whether the root of the next message or broadcast waits for the others."""
+        """Return whether the root of the next message or broadcast waits for the others."""
         ...
 
     def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
-        """A party has posted. Returns what completed by that."""
+        """Note that a party has posted. Return what completed by that."""
         ...
 
     def preempts(self) -> bool:
-        """Whether another rank may run after a posting."""
+        """Return whether another rank may run after a posting."""
         ...
 
     def arrived(self, posting: Posting) -> bool:
-        """Whether the owner's test finds it complete."""
+        """Return whether the owner's test finds it complete."""
         ...
 
     def stir(self) -> Sequence[Posting]:
-        """Before a hand-over: let something happen, or not. Returns what completed."""
+        """Let something happen, or not, before a hand-over. Return what completed."""
         ...
 
     def choose(self, ready: Sequence[RankState], ranks: Sequence[RankState]) -> RankState | None:
-        """The next rank to run; None where nothing can before something happens."""
+        """Return the next rank to run; None if nothing can before something happens."""
         ...
 
     def settle(self) -> Sequence[Posting] | None:
-        """No rank can run: something pending happens now. Returns what completed; None where nothing is pending."""
+        """Let something pending happen now, as no rank can run. Return what completed; None if nothing is pending."""
         ...
 
 
@@ -396,7 +396,7 @@ class Scheduler:
         self._wait_for_turn(state)
 
     def leave(self, state: RankState) -> None:
-        """The rank has ended; it does not come back."""
+        """Note that the rank has ended; it does not come back."""
         if self.failure is not None:
             return
         state.status = Status.ENDED
@@ -421,7 +421,7 @@ class Scheduler:
             self._yield(state)
 
     def poll(self, state: RankState, posting: Posting) -> bool:
-        """Whether `posting` is complete; where it is not, other ranks run first."""
+        """Return whether `posting` is complete; if it is not, other ranks run first."""
         self._check(state)
         if not self.policy.arrived(posting):
             state.polls_in_vain(posting)
@@ -437,7 +437,7 @@ class Scheduler:
         return True
 
     def wait(self, state: RankState, posting: Posting) -> None:
-        """Other ranks run until `posting` is complete."""
+        """Let other ranks run until `posting` is complete."""
         self._check(state)
         while not self.policy.arrived(posting):
             state.stuck_on = (posting,)
@@ -445,7 +445,7 @@ class Scheduler:
         self._progress(state)
 
     def now(self, state: RankState) -> float:
-        """A rank's virtual time. A loop that only looks at it ends with the run."""
+        """Return a rank's virtual time. A loop that only looks at it ends with the run."""
         self._check(state)
         return state.clock_seconds
 
@@ -495,7 +495,7 @@ class Scheduler:
             raise RankEnded
 
     def _choose(self) -> RankState | None:
-        """The next rank to run, made running; None where the run cannot go on."""
+        """Return the next rank to run, made running; None if the run cannot continue."""
         while self.failure is None:
             self._wake(self.policy.stir())
             chosen = self.policy.choose(self._ready, self.ranks)
@@ -512,7 +512,7 @@ class Scheduler:
         return None
 
     def _wake(self, completed: Iterable[Posting]) -> None:
-        """Owners of completed postings that stand still go on: one that polls, or one that waits for just this."""
+        """Continue owners of completed postings that stand still: one that polls, or one that waits for just this."""
         for posting in completed:
             state = posting.owner
             if state.status is Status.PARKED or (state.status is Status.BLOCKED and posting in state.stuck_on):

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging import agreement, slicing, step_times
+from hpctrain.averaging import agreement, link_simulation, slicing
 from hpctrain.averaging.averager_state import UndoCopy, copy_parameters, swap_parameters, unique_segments
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.link_simulation import StepClock, Times
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
-from hpctrain.averaging.step_times import StepClock, Times
 from hpctrain.averaging.strategies.blocking import Blocking, BlockingAverager
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
@@ -351,12 +351,12 @@ def _measure_times(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every clock measures times by chance, which put operations into another order."""
     calls = count(seed)
 
-    def times(clock: step_times.StepClock) -> Times:
+    def times(clock: link_simulation.StepClock) -> Times:
         random = np.random.default_rng(next(calls))
         ready, free, needed = ({f"l{k}.weight": random.uniform(0, 1e-2) for k in range(len(STORED_SIZES))} for _ in range(3))
         return Times(ready, {name: at + ready[name] for name, at in free.items()}, needed, 3e-2)
 
-    monkeypatch.setattr(step_times.StepClock, "times", times)
+    monkeypatch.setattr(link_simulation.StepClock, "times", times)
 
 
 @pytest.mark.parametrize("strategy", STORED_STRATEGIES)

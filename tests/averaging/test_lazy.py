@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
-from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep, next_interval
-from hpctrain.averaging.strategies.lazy import Lazy, LazyAverager
+from hpctrain.averaging.strategies.lazy import Lazy, LazyAverager, LazyInterval, LazyStep, next_interval
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.optim.base import Optimizer

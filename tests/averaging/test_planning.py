@@ -13,11 +13,15 @@ from hypothesis import strategies as st
 from hpctrain.averaging.link_simulation import (
     LinkSimulation,
     SliceTraffic,
+    StepClock,
+    Times,
     Urgency,
     best_order,
     front_first,
+    over_ranks,
     reductions_first,
     two_stream_order,
+    upper_medians,
 )
 from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import (
@@ -25,7 +29,6 @@ from hpctrain.averaging.slicing import (
     Compression,
     Slice,
     bucket_bytes,
-    credit_window,
     cut,
     fused,
     layer_slices,
@@ -35,7 +38,7 @@ from hpctrain.averaging.slicing import (
     slice_elements,
     sufficient_factor_slices,
 )
-from hpctrain.averaging.step_times import StepClock, Times, over_ranks, upper_medians
+from hpctrain.averaging.strategies.priority import credit_window
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError

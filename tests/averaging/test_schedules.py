@@ -30,9 +30,9 @@ from hpctrain.averaging.collective_schedule import (
     norm_groups,
     slices_of_groups,
 )
+from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
 from hpctrain.averaging.slicing import Compression, Slice, cut, fused, layer_slices
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority

@@ -60,7 +60,7 @@ def test_what_overlap_comes_to_is_said_and_what_it_cannot_serve_is_refused() -> 
 
 def test_a_split_group_that_leaves_its_node_is_pointed_out() -> None:
     result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
-    assert "  c = 1: 3 4 5   nodes 0, 1: a split group leaves its node" in result.output.splitlines()
+    assert "  c = 1: 3 4 5   nodes 0, 1: this split group spans nodes" in result.output.splitlines()
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_the_table_has_a_line_for_each_number_of_ranks_and_says_that_it_is_simul
     assert lines.count("averager {name: sharded, fc_exchange: never}, simulated:") == 1
     assert [line.split()[0] for line in lines if line[:5].strip().isdecimal()] == ["1", "2", "4", "8"] * 2
     assert max(map(len, lines)) <= 100
-    assert "None of the compute follows from measured times" in result.stdout
+    assert "No computation times were measured" in result.stdout
 
 
 def test_weak_scaling_multiplies_the_batch_and_strong_scaling_shares_it() -> None:

@@ -132,8 +132,8 @@ def test_sentences_name_the_least_and_the_most() -> None:
     result = run("show", VGG, "grid.rows=3", "grid.cols=1", "batch=4", *MIXED, *IMAGENET)
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    assert re.search(r"Memory of a rank: [\d,.]+ to [\d,.]+ MB for a step's activations", text)
-    assert re.search(r"Gradients in all: [\d,]+ to [\d,]+ bytes per rank and step\.", text)
+    assert re.search(r"Memory per rank: [\d,.]+ to [\d,.]+ MB for the activations of a step", text)
+    assert re.search(r"All gradients: [\d,]+ to [\d,]+ bytes per rank and step\.", text)
 
 
 @pytest.mark.parametrize("form", [("schedule",), ("--schedule",)])
@@ -310,15 +310,15 @@ def test_a_machine_says_how_much_of_it_was_measured() -> None:
 
 
 def test_how_much_was_measured_is_said() -> None:
-    assert measured_line(1.0).startswith("All of the compute")
-    assert measured_line(0.0).startswith("None of the compute")
-    assert measured_line(0.834).startswith("83% of the compute")
+    assert measured_line(1.0).startswith("All computation times")
+    assert measured_line(0.0).startswith("No computation times")
+    assert measured_line(0.834).startswith("83% of the computation time")
 
 
 def test_what_does_not_fit_the_machine_is_said() -> None:
     assert list(size_lines(MACHINE, 2, 10**9)) == []
     assert list(size_lines(MACHINE, 5, 2 * 10**9)) == [
-        "Machine test has 1 x 2 ranks; 5 would take 3 nodes: this supposes more of the same.",
+        "Machine test has 1 x 2 ranks; 5 would take 3 nodes: more nodes of the same kind are assumed.",
         "A rank needs up to 2,000 MB, but has 1,074 MB: the largest of these jobs does not fit.",
     ]
 

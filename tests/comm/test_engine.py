@@ -225,7 +225,7 @@ def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -
         f"{place(5)}unfinished on this rank:",
         f"{place(5)}  conv1.weight: queue split, sequence number 1, operation a switch, in flight",
         f"{place(5)}  fc.weight: queue data, sequence number 0, not started, comes after conv1.weight (split 1)",
-        f"{place(5)}  fc.bias: queue data, sequence number 1, not started, behind the queue's head",
+        f"{place(5)}  fc.bias: queue data, sequence number 1, not started, after the queue's head",
     ]
     assert "in _timed_out" in report
     assert "done long ago" not in report
@@ -284,7 +284,7 @@ def test_tickets_start_in_order_and_say_where_they_stand() -> None:
     third = queue.post(lambda: begun.append("third") or Complete(), "third")
     assert str(first) == "first: queue row, sequence number 0, operation a switch, in flight"
     assert str(second) == "second: queue row, sequence number 1, not started, comes after first (row 0)"
-    assert str(third) == "third: queue row, sequence number 2, not started, behind the queue's head"
+    assert str(third) == "third: queue row, sequence number 2, not started, after the queue's head"
     assert queue.unfinished() == (first, second, third)
     switch.open = True
     queue.collect()

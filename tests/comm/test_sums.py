@@ -559,7 +559,7 @@ def test_texts() -> None:
     first, second = turns.reserve(), turns.reserve()
     second.fill(Complete)
     assert not second.test()
-    assert str(second) == "waiting for its turn behind operations within the node"
+    assert str(second) == "waiting for its turn after operations within the node"
     first.fill(Complete)
     assert second.test()
     assert str(second) == "of one process"

@@ -207,8 +207,8 @@ def test_arrays_are_those_of_the_key() -> None:
         (plain, (x, w, y, workspace[:200]), "has a workspace"),
         (plain, (x, w, y, workspace[16:]), "has a workspace"),
         (plain, (x, w, y, y.reshape(-1).view("uint8")), "lies where its inputs or its workspace are"),
-        (plain, (x, w, y, workspace, bias), "A bias is given where the key says so"),
-        (fused, (x, w, y, workspace), "A bias is given where the key says so"),
+        (plain, (x, w, y, workspace, bias), "A bias is given if the key says so"),
+        (fused, (x, w, y, workspace), "A bias is given if the key says so"),
         (fused, (x, w, y, workspace, bias[:4]), "The bias of"),
     ):
         with pytest.raises(ValueError, match=message):

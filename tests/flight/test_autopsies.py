@@ -63,6 +63,23 @@ def test_clocks_of_nodes_are_brought_together() -> None:
     assert autopsy([then, first]).blamed == (1,)
 
 
+def test_ranks_that_entered_different_phases_are_named_before_all_else() -> None:
+    """Whatever they post then differs, too, and one of them may fail for it."""
+    phases = ((6, "a training step"), (7, "a checkpoint"))
+    others = [record(rank, phases=phases) for rank in (0, 1, 3)]
+    odd = record(2, phases=((7, "evaluation"), (8, "a checkpoint")), end=End.FAILED, sentence="It failed.")
+    found = autopsy([*others[:2], odd, others[2]])
+    assert found.sentences == ("Ranks entered different phases of the run: ranks 0-1, 3 a checkpoint; rank 2 evaluation.",)
+    assert found.blamed == (2,)
+
+
+def test_a_phase_that_only_some_ranks_entered_is_told_after_who_waits() -> None:
+    entered = [record(rank, phases=((6, "a training step"), (7, "a checkpoint")), phase="a checkpoint") for rank in (0, 1, 3)]
+    late = record(2, phases=((6, "a training step"),), phase="data loading")
+    found = autopsy([*entered[:2], late, entered[2]])
+    assert found.sentences[-1] == "Only ranks 0-1, 3 entered a checkpoint; rank 2 was in data loading, step 812."
+
+
 def test_a_rank_that_is_gone_was_silent() -> None:
     awaited = operation(1, "x")
     found = autopsy([*(waiting(rank, awaited) for rank in range(3)), record(3, seen_ns=35 * SECOND)])

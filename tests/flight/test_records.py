@@ -21,7 +21,7 @@ from hpctrain.flight import recorder as source_lines
 from hpctrain.flight import start_records
 from hpctrain.flight.autopsy import find_records
 from hpctrain.flight.heartbeat import Heartbeat
-from hpctrain.flight.recorder import FlightNotes, FlightRecorder, SourceLines
+from hpctrain.flight.recorder import FlightNotes, FlightRecorder, RunPhase, SourceLines
 from hpctrain.flight.ring import (
     _NAME_BYTES,
     _NO_ROOM,
@@ -116,6 +116,17 @@ def test_phases_steps_and_waits(tmp_path: Path) -> None:
     assert (during.epoch, during.step, during.wait, during.wait_number) == (2, 31, "conv.weight", 4)
     assert during.wait_since_ns >= during.phase_since_ns >= during.begun_ns
     assert after.wait == ""
+
+
+def test_the_latest_collective_phases_are_kept_by_number(tmp_path: Path) -> None:
+    recorder = FlightRecorder()
+    for number in range(9):
+        recorder.phase("data loading")  # which each rank does by itself, and which has no number
+        recorder.phase(RunPhase.STEP if number % 2 else RunPhase.SAVE)
+    kept = read(recorder.keep_in(tmp_path))
+    names = {0: "a training step", 1: "a checkpoint"}
+    assert kept.phases == tuple((number, names[number % 2]) for number in range(3, 10))
+    assert kept.phase == "a checkpoint"
 
 
 def test_the_first_end_stays(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_every_line_has_the_place_and_the_file_has_them_too(capfd: pytest.Captur
         assert "nothing has moved" in log._waiting[-1]
         assert "in test_every_line_has_the_place" in log._waiting[-1]
     finally:
-        rank_log.end()
+        rank_log.end_rank_log()
     lines = capfd.readouterr().err.splitlines()
     assert lines[:2] == [f"{place(3)}nothing has moved;", f"{place(3)}stacks of all threads:"]
     assert all(line.startswith(place(3)) for line in lines)

@@ -102,7 +102,7 @@ def test_statistics_of_frozen_norms_are_used_and_stay(case: str) -> None:
     frozen = {name: view.copy() for name, view in statistics.views.items() if layer_of(name) in network.frozen}
     assert frozen
     loss_of(network, x)
-    statistics.blend(statistics.weighted(BATCH, BATCH), BATCH)
+    statistics.blend(statistics.weighted(BATCH, BATCH, statistics.batch), BATCH)
     for name, before in frozen.items():
         np.testing.assert_array_equal(statistics.views[name], before)
     before = loss_of(network, x)

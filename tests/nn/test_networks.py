@@ -293,9 +293,9 @@ def test_a_rank_adds_statistics_for_the_samples_that_it_speaks_for() -> None:
     statistics = FlatStatistics(specs, "float64", {"split": (1, 3)}, contributes.__getitem__)
     statistics.batch[...] = np.arange(12)
     statistics.batch[8:] = np.nan
-    assert list(statistics.weighted(2, 5)) == [0, 2, 4, 6, 0, 25, 30, 0, 0, 0, 0, 0]
+    assert list(statistics.weighted(2, 5, statistics.batch)) == [0, 2, 4, 6, 0, 25, 30, 0, 0, 0, 0, 0]
     statistics.batch[...] = np.nan
-    assert list(statistics.weighted(0, 0)) == [0] * 12
+    assert list(statistics.weighted(0, 0, statistics.batch)) == [0] * 12
     assert statistics.by_role({"running_mean": "split"})["batch_mean"].shape == (2,)
 
 

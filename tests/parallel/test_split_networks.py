@@ -438,7 +438,7 @@ def test_every_statistic_is_spoken_for_once_per_sample(use: Parallelism) -> None
     def program(comm: ThreadCommunicator) -> np.ndarray:
         network, _, _ = _network_on(comm, nets.residual(), ParallelPlan(3, 1, use))
         network.statistics.batch[...] = 1.0
-        return network.statistics.weighted(counts[comm.rank], sum(counts))
+        return network.statistics.weighted(counts[comm.rank], sum(counts), network.statistics.batch)
 
     assert (np.sum(run_virtual(3, program), axis=0) == sum(counts)).all()
 

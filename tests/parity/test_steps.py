@@ -112,7 +112,7 @@ def test_frozen_layers_train_as_in_torch() -> None:
             for parameter in child.parameters(recurse=False):
                 parameter.requires_grad_(False)
     assert_a_step_is_torchs(network, module, np.arange(4), 17)
-    network.statistics.blend(network.statistics.weighted(4, 4), 4)
+    network.statistics.blend(network.statistics.weighted(4, 4, network.statistics.batch), 4)
     for name, buffer in module.named_buffers():
         if "running" in name:
             np.testing.assert_allclose(network.statistics.views[name], buffer.numpy(), rtol=1e-9, err_msg=name)

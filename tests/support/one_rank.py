@@ -176,7 +176,8 @@ class _Step:
         else:
             labels = labels[members]
         sums = program.loss(labels, self._context.global_count)
-        self.statistics += self._network.statistics.weighted(len(members), len(members))
+        statistics = self._network.statistics
+        self.statistics += statistics.weighted(len(members), len(members), statistics.batch)
         program.backward()
         self.gradient += self._group.grad
         self._loss, self._top1, self._top5 = self._loss + sums.loss, self._top1 + sums.top1, self._top5 + sums.top5

@@ -38,7 +38,7 @@ class BlockingAverager(GradientAverager):
             self._step = self._joint.begin_step(self._member)
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """Nothing leaves before all gradients are there."""
+        """No-op: nothing leaves before all gradients are there."""
 
     def end_backward(self) -> None:
         self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self._terms(0, self.group.size)), "all gradients"))
@@ -63,7 +63,7 @@ class BlockingAverager(GradientAverager):
         self._update_late()
 
     def _update_late(self) -> None:
-        """With norms of several groups, the step's update; else the parameters hold its values since `end_backward`."""
+        """Make the step's update, if it had to wait for norms of several groups; else `end_backward` has made it."""
         step, self._unfinished = self._unfinished, None
         if step is not None:
             self.progress.wait(step.ticket)

@@ -10,7 +10,7 @@ ranks costs a second reduce-scatter of these slices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,15 +19,146 @@ import numpy as np
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, StrategyCosts, check_at_least_one
 from hpctrain.averaging.collective_schedule import EventKind, OperationKind, Stream
-from hpctrain.averaging.lazy_interval import LazyInterval, LazyStep
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
-from hpctrain.comm.base import Array, Communicator, Handle
+from hpctrain.comm.base import Array, Communicator, Complete, Handle
 from hpctrain.comm.posting_queue import Ticket
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import Parameter
 
 _ADDED = "lazy_gradient"
+_NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2
+
+
+def next_interval(interval: int, steps: int, latest: float, total: float, difference: float, most: int) -> int:
+    """Return the interval that follows from one averaging.
+
+    Both conditions true: one more; both false: one less, at least 1; else the same.
+
+    Args:
+        steps: how many gradients were added up. latest: |f|^2, f the last of them, over all ranks. total: |G|^2, G their sum.
+        difference: |f - G|^2. most: the largest interval.
+    """
+    angle = difference + latest <= total
+    magnitude = steps * latest <= total
+    if angle and magnitude:
+        return min(interval + 1, most)
+    return max(interval - 1, 1) if not angle and not magnitude else interval
+
+
+@dataclass(frozen=True)
+class LazyStep:
+    """A step of the interval. averages: layers that are held back are averaged in it. compares: f and G of it are, too."""
+
+    averages: bool
+    compares: bool
+
+
+class LazyInterval:
+    """Steps from one averaging of the layers that are held back to the next; shared by the averagers of all groups.
+
+    Every rank adds up squares of what it owns of f and G in any group, so each element of the network counts on one rank of all.
+    One small allgather a comparison brings the numbers of every rank to all, which add them in rank order: the same bits, and the
+    same decision, everywhere. It is on a communicator of its own, and starts once all groups of a rank have given their part,
+    driven by any wait of the rank; one that owns nothing contributes zeros. The interval that one averaging leads to holds from
+    the next averaging on, so no rank waits for it under a step. Making it is collective over `comm`.
+
+    Args:
+        comm: all ranks that hold a part of the network, or a copy of one. members: parameter groups of the network.
+        max_interval: the largest interval. check_every: averagings from one comparison to the next.
+
+    Attributes:
+        interval: the same on every rank.
+    """
+
+    def __init__(
+        self, comm: Communicator, progress: ProgressEngine, members: int = 1, *, max_interval: int, check_every: int
+    ) -> None:
+        copied = comm.split(0, comm.rank, f"{comm.name} interval")
+        assert copied is not None
+        self._comm, self._progress, self._queue = copied, progress, progress.queue(copied)
+        self._max_interval, self._check_every = max_interval, check_every
+        self._begun = [0] * members
+        self._joined = 0
+        self._step = LazyStep(averages=True, compares=False)
+        self._squares = np.zeros((copied.size, _NUMBERS), np.float64)
+        self._missing = 0  # members that have still to contribute
+        self._ticket: Ticket | None = None
+        self._compared_steps = 0
+        self._steps = self._averagings = 0
+        self.interval = self._decided = 1
+
+    def join(self) -> int:
+        """Return the place of another group among the members."""
+        self._joined += 1
+        assert self._joined <= len(self._begun), "there are more groups of parameters than the interval is for"
+        return self._joined - 1
+
+    def begin_step(self, member: int) -> LazyStep:
+        """Begin this member's step. Every member begins one before any begins the next.
+
+        Waits in a step that averages for the comparison of an earlier one.
+        """
+        if self._begun[member] == max(self._begun):
+            self._step = self._next_step()
+        self._begun[member] += 1
+        assert self._begun[member] == max(self._begun), "a group of parameters has left a step out"
+        return self._step
+
+    def _next_step(self) -> LazyStep:
+        self._steps += 1
+        if self._steps < self.interval:
+            return LazyStep(averages=False, compares=False)
+        self.settle()
+        self.interval = self._decided
+        steps, self._steps = self._steps, 0
+        compares = self._max_interval > 1 and self._averagings % self._check_every == 0
+        self._averagings += 1
+        if not compares:
+            return LazyStep(averages=True, compares=False)
+        if steps == 1:  # f is G
+            self._decided = next_interval(self.interval, 1, 1.0, 1.0, 0.0, self._max_interval)
+            return LazyStep(averages=True, compares=False)
+        self._squares[...] = 0.0
+        self._compared_steps, self._missing = steps, len(self._begun)
+        return LazyStep(averages=True, compares=True)
+
+    def compare(self, add_squares: Callable[[np.ndarray], None], after: Sequence[Ticket]) -> None:
+        """Queue one member's part of a comparison; in a step that compares every member does so, once. Never waits.
+
+        Args:
+            add_squares: adds |f|^2, |G|^2 and |f - G|^2 of what this rank owns to an array of them. after: what it comes after.
+        """
+        assert self._missing, "every group of parameters contributes once"
+        self._queue.post(partial(self._add, add_squares), "squares of gradients that were held back", after)
+        self._missing -= 1
+        if not self._missing:
+            counts = [_NUMBERS] * self._comm.size
+            everyone = self._squares.reshape(-1)
+            self._ticket = self._queue.post(lambda: self._comm.iallgather(None, everyone, counts), "interval of averaging")
+
+    def _add(self, add_squares: Callable[[np.ndarray], None]) -> Handle:
+        add_squares(self._squares[self._comm.rank])
+        return Complete()
+
+    def settle(self) -> None:
+        """Wait for the comparison that is under way, if any, and decide. Every rank does so between the same steps."""
+        if self._ticket is None:
+            return
+        self._progress.wait(self._ticket)
+        self._ticket = None
+        latest, total, difference = (sum(of_ranks) for of_ranks in self._squares.T.tolist())
+        self._decided = next_interval(self.interval, self._compared_steps, latest, total, difference, self._max_interval)
+
+    def counters(self) -> dict[str, int]:
+        """Return the numbers that later steps follow from, by name. After `settle`."""
+        return {"interval": self.interval, "decided": self._decided, "steps": self._steps, "averagings": self._averagings}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Take what `counters` returned, within the largest interval of now."""
+        self.interval = min(counters.get("interval", 1), self._max_interval)
+        self._decided = min(counters.get("decided", self.interval), self._max_interval)
+        self._steps, self._averagings = counters.get("steps", 0), counters.get("averagings", 0)
 
 
 class LazyAverager(ReduceScatterAverager):
@@ -36,7 +167,7 @@ class LazyAverager(ReduceScatterAverager):
     In a step that does not average them their slices are neither summed, updated nor gathered.
 
     Args:
-        lazy: the parameters of the front layers; no slice holds some of them beside others. interval: that of the network.
+        lazy: the parameters of the front layers; no slice holds some of them together with others. interval: that of the network.
         others: as for the base.
     """
 
@@ -112,7 +243,7 @@ class LazyAverager(ReduceScatterAverager):
     # -- the comparison of f and G -------------------------------------------------------------------------------------------
 
     def _queue_comparison(self) -> None:
-        """Queue the sums of the last gradients alone, behind all that updates wait for."""
+        """Queue the sums of the last gradients alone, after all that updates wait for."""
         assert self.step is not None
         self._arithmetic.fill(self._latest, 0.0)
         self._squares_alone[...] = 0.0
@@ -154,7 +285,7 @@ class LazyAverager(ReduceScatterAverager):
         return [*super().changed(), self._added]
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Also the gradients added up since the last averaging, each rank's. Collective."""
+        """Return also the gradients added up since the last averaging, each rank's. Collective."""
         state = super().full_state(parameter)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
@@ -224,7 +355,7 @@ class Lazy(Sharded):
 
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
-        """The costs of a step that averages all layers."""
+        """Return the costs of a step that averages all layers."""
         differ = "The steps of lazy differ: this is one that averages all layers, without the check of the interval."
         return replace(super().costs(options), note=None if options.max_interval == 1 else differ)
 
@@ -232,20 +363,23 @@ class Lazy(Sharded):
         _, _, options = super().words().partition(", ")
         return f"lazy, layers {self.options.layers} with {len(self._lazy)} parameters of this group, {options}"
 
-    def interval(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval:
+    def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval:
         chosen = self.options
         return LazyInterval(comm, progress, members, max_interval=chosen.max_interval, check_every=chosen.check_every)
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        interval = setup.interval
+        interval: LazyInterval | None = setup.shared
         if interval is None:
             assert not self.group.several_groups, "the groups of a network share their interval"
-            interval = self.interval(setup.comm, setup.progress, 1)
+            interval = self.shared(setup.comm, setup.progress, 1)
         return LazyAverager(setup, agreement, lazy=self._lazy, interval=interval, **self.averager_arguments(agreement))
 
 
 def _front(group: PlannedGroup, layers: int) -> frozenset[str]:
-    """The group's parameters of the network's first so many layers: names that differ behind the last dot are of one layer."""
+    """Return the group's parameters of the network's first `layers` layers.
+
+    Names that differ after the last dot only are of one layer.
+    """
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in group.network_parameters))
     front = set(owners[:layers])
     return frozenset(name for name in group.layout.specs if name.rpartition(".")[0] in front)

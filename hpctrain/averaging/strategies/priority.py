@@ -7,22 +7,27 @@ link once with times measured on all ranks, so it is the same on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.averaging import slicing
 from hpctrain.averaging.base import StrategyCosts, check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.link_simulation import SliceTraffic, Urgency, front_first, two_stream_order
+from hpctrain.averaging.link_simulation import SliceTraffic, Times, Urgency, front_first, two_stream_order
 from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
 from hpctrain.averaging.slicing import Sizes, Slice
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
 
 _LEAST_PARAMETERS = 50_000
+# Between two polls of the messages, where it has not been measured: a large operator of a network for images.
+_OPERATOR_SECONDS = 0.02
+_LEAST_WINDOW = 4
+# A message needs several polls on both sides, for its handshake and its end.
+_POLLS = 3
 
 
 @dataclass(frozen=True)
@@ -102,17 +107,32 @@ class Priority(ReduceScatterStrategy):
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
         if self.options.window is not None or not slices:
             return self.options.window
-        return slicing.credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
+        return credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """For the window, too."""
+        """Return whether a measured link is needed, also for the window."""
         return super().needs_link(usable) or (usable is None and self.options.window is None)
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """For sizes that are measured."""
+        """Return whether operations are to be measured: for sizes that are measured."""
         return usable is None and self.options.sizes == "measured"
 
 
 def _typical_bytes(total_bytes: int, ranks: int) -> int:
     """Return the size of slices by rule, of float32, for `StrategyCosts`."""
     return slicing.slice_bytes(4 * _LEAST_PARAMETERS, total_bytes, ranks, slicing.RULE_LINK)
+
+
+def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
+    """Return how many slices of `size_bytes` in flight keep the link busy between polls; None: no limit.
+
+    Args:
+        times: measured ones; polls are at most as far apart as gradients are that become ready one after the other.
+    """
+    if link is None or ranks == 1:
+        return None
+    seconds = link.allgather_seconds(size_bytes, ranks)
+    if seconds == 0.0:
+        return None
+    apart = _OPERATOR_SECONDS if times is None else times.longest_gap()
+    return max(_LEAST_WINDOW, 1 + math.ceil(_POLLS * apart / seconds))

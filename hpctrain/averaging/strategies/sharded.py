@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from hpctrain.averaging import slicing
 from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
-from hpctrain.averaging.link_simulation import Urgency, reductions_first
+from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
 from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
 from hpctrain.averaging.slicing import Sizes, Slice
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire

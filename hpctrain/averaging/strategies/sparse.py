@@ -6,17 +6,13 @@ allgather within the node; here of parameters, as ranks of equal number update t
 added to the next step's gradient. It sends less where links between nodes are slow.
 
 Residuals: Seide et al., Interspeech 2014; the largest elements of a shard: Shi et al. Momentum correction and factor masking:
-Lin, Han, Mao, Wang and Dally, "Deep gradient compression", ICLR 2018, section 3 (u := m u + g, v := v + u, the largest
-elements
+Lin, Han, Mao, Wang and Dally, "Deep gradient compression", ICLR 2018, section 3 (u := m u + g, v := v + u, the largest elements
 of v are sent).
 
 Whether it pays is predicted from bytes, messages and the work of choosing. Between m nodes, a part of d elements of b_v bytes
-costs 2 (m - 1) (alpha + d b_v beta / m) where all of it is reduced and gathered, and (m - 1) (alpha + k (b_v + b_i) beta) + c
-d
-where the k largest travel with positions of b_i bytes, of which choosing and updating take c seconds for each of the d.
-Without
-alpha and c that is less for k / d < 2 b_v / (m (b_v + b_i)). What travels within nodes is the same in both cases, and left
-out.
+costs 2 (m - 1) (alpha + d b_v beta / m) where all of it is reduced and gathered, and (m - 1) (alpha + k (b_v + b_i) beta) + c d
+where the k largest travel with positions of b_i bytes, of which choosing and updating take c seconds for each of the d. Without
+alpha and c that is less for k / d < 2 b_v / (m (b_v + b_i)). What travels within nodes is the same in both cases, and left out.
 """
 
 from __future__ import annotations
@@ -39,11 +35,10 @@ from hpctrain.averaging.base import (
     words_of_sizes,
 )
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.link_simulation import Urgency, reductions_first
+from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.averaging.top_k import ErrorFeedback, Selection, TopK
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
@@ -77,22 +72,22 @@ class PartOnLink:
         return self.item_bytes + INDEX_BYTES
 
     def dense_seconds(self, link: LinkModel) -> float:
-        """Seconds of the reduce-scatter and the allgather of all elements."""
+        """Return the seconds of the reduce-scatter and the allgather of all elements."""
         return 2 * link.allgather_seconds(self.elements * self.item_bytes, self.nodes)
 
     def sparse_seconds(self, link: LinkModel, kept: int) -> float:
-        """Seconds of choosing `kept` elements and of their allgather."""
+        """Return the seconds of choosing `kept` elements and of their allgather."""
         messages = link.allgather_seconds(self.nodes * kept * self.pair_bytes, self.nodes)
         return messages + self.elements * self.selection_seconds
 
 
 def sparse_pays(part: PartOnLink, link: LinkModel, kept: int) -> bool:
-    """Whether sending `kept` elements of a part takes less time than sending all of it."""
+    """Return whether sending `kept` elements of a part takes less time than sending all of it."""
     return part.nodes > 1 and part.sparse_seconds(link, kept) < part.dense_seconds(link)
 
 
 def crossover_density(part: PartOnLink, link: LinkModel) -> float:
-    """The share of elements below which it pays; 0 or less where it never does."""
+    """Return the share of elements below which it pays; 0 or less if it never does."""
     others = part.nodes - 1
     spare = part.dense_seconds(link) - part.elements * part.selection_seconds - others * link.alpha_seconds
     return spare / (others * part.pair_bytes * link.beta_seconds_per_byte * part.elements)
@@ -115,7 +110,7 @@ class SparseSettings:
     factor_masking: bool = True
 
     def density_at(self, step: int) -> float:
-        """The share of elements that step `step`, counted from 0 over the whole training, sends: falling exponentially."""
+        """Return the share of elements that step `step`, counted from 0 over the whole training, sends: falling exponentially."""
         if step >= self.warmup_steps:
             return self.density
         return float(self.warmup_density * (self.density / self.warmup_density) ** (step / self.warmup_steps))
@@ -175,7 +170,7 @@ class SparsePart:
         return self._comm.iallgather(None, self._buffer[: sum(counts)], counts)
 
     def _accumulate(self, gradient: np.ndarray) -> np.ndarray:
-        """Add the gradient, or the momentum that it gives, to what was kept back."""
+        """Add the gradient, or the momentum that it makes, to what was kept back."""
         if self.velocity.size:
             self.velocity *= self._settings.momentum_correction
             self.velocity += gradient
@@ -190,7 +185,7 @@ class SparsePart:
             self._top.add_to(message, gradient)
 
     def _messages(self) -> list[np.ndarray]:
-        """Each node's."""
+        """Return each node's message."""
         size = self._top.message_size
         return [self._buffer[node * size : (node + 1) * size] for node in range(self._comm.size)]
 
@@ -238,19 +233,19 @@ class SparseOperations(OwnerOperations):
             self._velocities = {k: np.zeros(size, setup.group.dtype) for k, size in sizes.items()}
 
     def _bounds(self, k: int) -> tuple[int, int]:
-        """[start, stop) of this rank's part of a slice."""
+        """Return [start, stop) of this rank's part of a slice."""
         return self.schedule.slices[k].part(self.comm.rank, self.comm.size)
 
     def begin_step(self) -> None:
-        """A step begins, and the one before can no longer be undone."""
+        """Begin a step: the one before can no longer be undone."""
         self._added.clear()
 
     def undo(self) -> None:
-        """The last step was undone: what it has added of what an earlier run kept back is still to be added."""
+        """Note that the last step was undone: what it added of an earlier run's residuals is still to be added."""
         self._left |= self._added
 
     def kept_back(self) -> list[np.ndarray]:
-        """The arrays of residuals and momentum that steps change."""
+        """Return the arrays of residuals and momentum that steps change."""
         of_parts = (array for part in self._parts.values() for array in (part.residual, part.velocity))
         return [*of_parts, *self._velocities.values()]
 
@@ -300,7 +295,7 @@ class SparseOperations(OwnerOperations):
         self.group.arithmetic.from_host(gradient, total)
 
     def _corrected(self, k: int, gradient: np.ndarray) -> np.ndarray:
-        """The gradient of a dense slice with what was left of it, and the momentum that both give."""
+        """Return the gradient of a dense slice with what was left of it, and the momentum that both make."""
         left = self._left.pop(k, None)
         if left is not None:
             self._added[k] = left
@@ -315,19 +310,19 @@ class SparseOperations(OwnerOperations):
     # -- what is kept back, in a checkpoint: an array of each node, of which the sum matters -----------------------------------
 
     def keeps_back(self, name: str) -> bool:
-        """Whether some of a parameter's gradient is kept back, or may be; the same on every rank."""
+        """Return whether some of a parameter's gradient is kept back, or may be; the same on every rank."""
         return any(k in self._parts or k in self._left for k in self.touching[name])
 
     def residual(self, name: str, progress: ProgressEngine) -> np.ndarray:
-        """(nodes, size) of what is kept back of one whole parameter; for dense slices the first node has it. Collective."""
+        """Return (nodes, size) of what is kept back of a whole parameter; of dense slices the first node has it. Collective."""
         return self._by_node(name, lambda k: self._parts[k].residual if k in self._parts else self._left.get(k), progress)
 
     def velocity(self, name: str, progress: ProgressEngine) -> np.ndarray:
-        """The momentum before the choice, as `residual`. Collective."""
+        """Return the momentum before the choice, as `residual` does. Collective."""
         return self._by_node(name, lambda k: self._parts[k].velocity if k in self._parts else self._velocities[k], progress)
 
     def load_residual(self, name: str, by_node: np.ndarray) -> None:
-        """Take what `residual` gave, that of other nodes included."""
+        """Take what `residual` returned, that of other nodes included."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, end = self._bounds(k)
@@ -341,7 +336,7 @@ class SparseOperations(OwnerOperations):
                 self._load(segment, begin, by_node.sum(axis=0), left)
 
     def load_velocity(self, name: str, by_node: np.ndarray) -> None:
-        """Take what `velocity` gave."""
+        """Take what `velocity` returned."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, _ = self._bounds(k)
@@ -356,7 +351,10 @@ class SparseOperations(OwnerOperations):
         part[inside.start - begin : inside.stop - begin] = whole[inside.start - segment.start : inside.stop - segment.start]
 
     def _by_node(self, name: str, of_slice: Callable[[int], np.ndarray | None], progress: ProgressEngine) -> np.ndarray:
-        """(nodes, size) of a parameter from all ranks' parts. of_slice: gives this rank's; None: no rank has anything."""
+        """Gather (nodes, size) of a parameter from all ranks' parts.
+
+        of_slice: (slice) -> this rank's part; None: no rank has anything.
+        """
         segment, comm = self.group.segment(name), self.comm
         by_node = np.zeros((self.nodes, segment.size), self.group.dtype)
         for k in self.touching[name]:
@@ -420,7 +418,7 @@ class SparseAverager(ReduceScatterAverager):
         return (_RESIDUAL, _VELOCITY) if self._has_velocity else (_RESIDUAL,)
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Also what each node keeps back of the gradient, and its momentum before the choice. Collective."""
+        """Return also what each node keeps back of the gradient, and its momentum before the choice. Collective."""
         state = super().full_state(parameter)
         if self._sparse.keeps_back(parameter.name):
             state[_RESIDUAL] = self._sparse.residual(parameter.name, self.progress)
@@ -429,7 +427,7 @@ class SparseAverager(ReduceScatterAverager):
         return state
 
     def state_names(self, parameter: Parameter) -> Collection[str]:
-        """Also what an earlier run kept back of a parameter that is sent whole now: the first step adds it."""
+        """Return also what an earlier run kept back of a parameter that is sent whole now: the first step adds it."""
         return {**dict.fromkeys(super().state_names(parameter)), **dict.fromkeys(self.by_holder)}
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
@@ -520,7 +518,7 @@ class Sparse(ReduceScatterStrategy):
     and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
 
     Raises:
-        ConfigError: several ranks, all on one node. OptionError: momentum correction beside an optimizer's momentum.
+        ConfigError: several ranks, all on one node. OptionError: momentum correction together with an optimizer's momentum.
     """
 
     sums_shards = False
@@ -545,7 +543,7 @@ class Sparse(ReduceScatterStrategy):
 
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
-        """The costs of a step that has warmed up."""
+        """Return the costs of a step that has warmed up."""
         differ = "Steps of sparse are taken to have warmed up: those before send more."
         return replace(super().costs(options), density=options.density, note=differ if options.warmup_steps else None)
 
@@ -573,7 +571,7 @@ class Sparse(ReduceScatterStrategy):
         return self.group.ranks if self.levels is None else self.levels.nodes
 
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Large parameters in compressed slices, where that pays; the others fused and cut as `sharded` does."""
+        """Return large parameters in compressed slices if that pays; the others fused and cut as `sharded` does."""
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         small = [one.parameter for one in layout.segments if not one.decay or one.size < self.options.least_elements]
         candidates = fused(layout, least, small if self.nodes > 1 else list(layout.specs))
@@ -588,7 +586,7 @@ class Sparse(ReduceScatterStrategy):
         return tuple(sorted((*compressed, *dense), key=lambda piece: piece.start))
 
     def _pays(self, size: int, link: LinkModel | None) -> bool:
-        """Whether a slice of `size` elements is sent in part: by the first rank's part, which is the largest."""
+        """Return whether a slice of `size` elements is sent in part: by the first rank's part, which is the largest."""
         if self.options.compress == "always":
             return True
         elements = -(-size * self.nodes // self.group.ranks)
@@ -597,7 +595,10 @@ class Sparse(ReduceScatterStrategy):
         return sparse_pays(part, link or slicing.RULE_LINK, Compression(self.nodes, self.options.density).kept(elements))
 
     def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        """Those of a reduce-scatter strategy; the exchange across nodes follows the sum within them, or is all there is."""
+        """Return those of a reduce-scatter strategy, with the exchange across nodes.
+
+        It follows the sum within nodes, or is all there is.
+        """
         operations: list[Operation] = []
         for operation in super().operations(slices, times, link):
             within = operation.kind is OperationKind.REDUCE_SCATTER and slices[operation.slice].compression is not None

@@ -204,7 +204,7 @@ DESCENT_TILE, PACK = 4096, 4
 
 
 class RunTable:
-    """The runs of one update in the device's memory, uploaded where they differ from those of the update before.
+    """The runs of one update in the device's memory, uploaded if they differ from those of the previous update.
 
     Args:
         item: dtype of scales and decays. capacity: the most runs.
@@ -272,7 +272,7 @@ class CudaDescent:
     """Implements `Descent`, with the bits of the host's.
 
     Args:
-        data, gradient: flat, of one size. momentum: flat state, None where there is none. shadow: bfloat16 copy of `data`.
+        data, gradient: flat, of one size. momentum: flat state, None if there is none. shadow: bfloat16 copy of `data`.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class CudaArithmetic(Arithmetic):
         self._runtime.launch_items("copies", kernel, size_of(target_box) // width, to, origin, *steps, *sizes)
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
-        # In the order of the pixels, whatever the launch: always the same bits.
+        # A thread sums in the order of the pixels, independent of the launch: always the same bits.
         self._launch_pixels("sum_pixels", target, source, source, target, scale)
 
     def spread_pixels(self, target: Array, source: Array, scale: float) -> None:

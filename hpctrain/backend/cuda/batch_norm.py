@@ -25,7 +25,7 @@ _ROWS = 4
 #: blocks per multiprocessor: those of a sum all run at once; other passes have more, so that few multiprocessors idle at the end
 _SUM_BLOCKS, _PASS_BLOCKS = 3, 32
 _WARP = 32
-#: bits of the last argument but two of bn_backward_input: a gradient is asked for, and is added to
+#: bits of the third last argument of bn_backward_input: a gradient is wanted, and is added to
 _GRADIENT, _ADD_GRADIENT, _RESIDUAL, _ADD_RESIDUAL = 1, 2, 4, 8
 
 
@@ -173,7 +173,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         return self.buffers.inputs[0], self.output_grad, self._mask, self._coefficients
 
     def _launch_packs(self, name: str, grid: Extent, *arguments: Argument) -> None:
-        """Enqueue a kernel on packs of channels and rows; nothing where there are no rows."""
+        """Enqueue a kernel on packs of channels and rows; nothing without rows."""
         blocks = self._blocks
         kernel = f"{name}_{self.tag}_w{blocks.width}"
         self.runtime.launch("batch_norm", kernel, grid, blocks.block, *arguments, *self._channels)

@@ -94,13 +94,13 @@ _SUMS = 3  # loss, first, among the first few
 
 
 class CudaLossHandle:
-    """Implements `LossHandle`: the sums of one batch on their way to the host."""
+    """Implements `LossHandle`: the sums of one batch, which are being copied to the host."""
 
     def __init__(self, sums: CudaFetch | None, count: int) -> None:
         self._sums, self._count = sums, count
 
     def result(self) -> LossSums:
-        """Wait for the sums, and give them. To be asked for before the second batch after this one is run."""
+        """Wait for the sums and return them. Call it before the second batch after this one is run."""
         if self._sums is None:
             return LossSums(0.0, 0, 0, 0)
         loss, top1, top5 = self._sums.result().tolist()
@@ -121,7 +121,7 @@ class _Rows:
 class CudaSoftmaxCrossEntropy(LossOperator):
     """Over logits (N, classes) on the device; labels integer (N,) of the host.
 
-    Losses are summed in float64 whatever the logits' dtype. The memory for rows grows with the largest batch, and is kept.
+    Losses are summed in float64 for every dtype of logits. The memory for rows grows with the largest batch, and is kept.
     """
 
     def __init__(self, spec: SoftmaxCrossEntropySpec, runtime: CudaRuntime) -> None:

@@ -131,7 +131,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
             self._input.run(self.runtime.stream, self.output_grad, self._aligned("weight", weight), grad, workspace)
 
     def _finish_output_grad(self) -> None:
-        """Sum up the gradient of the bias, of the gradient before the ReLU: once, whichever half of backward comes first."""
+        """Compute the gradient before the ReLU and its sum, the gradient of the bias: once, in the first half of backward."""
         if self._sums is not None and not self._finished:
             sums, partial = self._arrays["sums"]
             if self.conv.bias:

@@ -131,7 +131,7 @@ def _nccl() -> Any:
 
 
 def _load_wheel() -> None:
-    """Load NCCL where a wheel has brought it, so that CuPy's module finds it by its name."""
+    """Load NCCL from an installed wheel, so that CuPy's module finds it by its name."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:  # no package of NVIDIA's at all
@@ -226,19 +226,6 @@ class CupyConvolution:
         self._plan.run(_stream(stream).ptr, *places)
 
 
-class CupyGroups:
-    """Implements `LinkMaker` by NCCL. device: its name."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-
-    def fault(self) -> str | None:
-        return nccl_fault(self._device)
-
-    def join(self, peers: Peers, stream: DeviceStream) -> CupyLinks:
-        return CupyLinks(peers, _stream(stream).ptr)
-
-
 class CupyDevice:
     """Implements `Device`. The thread that makes it works with that GPU.
 
@@ -262,7 +249,6 @@ class CupyDevice:
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
-        self.groups = CupyGroups(self.name)
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
@@ -308,7 +294,7 @@ class CupyDevice:
         return CupyEvent()
 
     def kernel(self, source: str, name: str, *, text: str | None = None) -> CupyKernel:
-        """Return the kernel `name` of kernels/<source>.cu, or of `text`. Load the source's binary at the first request.
+        """Return the kernel `name` of <source>.cu, or of `text`. Load the source's binary at the first request.
 
         Raises:
             BackendError: as `cubins.binary`.
@@ -376,7 +362,7 @@ class CupyDevice:
         precision: Precision,
     ) -> None:
         pointer = _stream(stream).ptr
-        if not a.size and not accumulate:  # sums over nothing, for which cuBLAS promises nothing
+        if not a.size and not accumulate:  # empty sums, which cuBLAS does not define
             if c.size:
                 _runtime.memsetAsync(c.pointer, 0, c.nbytes, pointer)
             return
@@ -403,6 +389,12 @@ class CupyDevice:
         finally:
             if collects:
                 gc.enable()
+
+    def link_fault(self) -> str | None:
+        return nccl_fault(self.name)
+
+    def join(self, peers: Peers, stream: DeviceStream) -> CupyLinks:
+        return CupyLinks(peers, _stream(stream).ptr)
 
     def memory_used(self) -> int:
         free, total = _runtime.memGetInfo()

@@ -74,7 +74,7 @@ class DeviceArray:
         return DeviceArray(self.pointer + start * row, (max(0, stop - start), *self.shape[1:]), self.dtype, self.owner)
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """Return the same elements in another shape; -1 stands for what is left."""
+        """Return the same elements in another shape; -1 stands for the remaining size."""
         wanted: Shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if wanted.count(-1) == 1 and (known := -math.prod(wanted)):
             wanted = tuple(self.size // known if n == -1 else n for n in wanted)
@@ -105,7 +105,7 @@ Extent = tuple[int, ...]  # of a grid or a block, up to three dims
 #: alignment of all device memory: what cuDNN and 16-byte loads ask for, and more
 ALIGNMENT_BYTES = 256
 
-#: where the arrays of a convolution's plan begin: at multiples of it
+#: alignment of the arrays of a convolution's plan
 PLAN_ALIGNMENT_BYTES = 16
 
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]
@@ -200,18 +200,6 @@ class DeviceConvolution(Protocol):
         ...
 
 
-class LinkMaker(Protocol):
-    """The part of a device that joins others."""
-
-    def fault(self) -> str | None:
-        """Return the reason why this device cannot exchange arrays with others by itself, in one clause; None if it can."""
-        ...
-
-    def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
-        """Link this device to those of its peers; work of the links is enqueued on `stream`. Collective; waits for all peers."""
-        ...
-
-
 class Device(Protocol):
     """A GPU, or the emulated device.
 
@@ -220,7 +208,6 @@ class Device(Protocol):
         multiprocessors: that run blocks at once.
         dtypes: that kernels compute in. memory_bytes: of the whole device.
         versions: of the libraries that it computes by, and its name as "device", for a run's records.
-        groups: joins it with others.
     """
 
     name: str
@@ -230,9 +217,6 @@ class Device(Protocol):
     dtypes: tuple[str, ...]
     memory_bytes: int
     versions: Mapping[str, str]
-
-    @property
-    def groups(self) -> LinkMaker: ...
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         """Return zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""
@@ -247,15 +231,15 @@ class Device(Protocol):
     def event(self) -> DeviceEvent: ...
 
     def kernel(self, source: str, name: str) -> DeviceKernel:
-        """Return the kernel `name` of kernels/<source>.cu, compiled at first use."""
+        """Return the kernel `name` of <source>.cu, compiled at first use."""
         ...
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
-        """Enqueue a copy from pinned memory, which stays as it is until the stream has come so far."""
+        """Enqueue a copy from pinned memory, which must not change until the stream has done the copy."""
         ...
 
     def download(self, stream: DeviceStream, target: np.ndarray, source: DeviceArray) -> None:
-        """Enqueue a copy to pinned memory, to be read once the stream has come so far."""
+        """Enqueue a copy to pinned memory, which may be read after the stream has done the copy."""
         ...
 
     def copy(self, stream: DeviceStream, target: DeviceArray, source: DeviceArray) -> None:
@@ -282,11 +266,19 @@ class Device(Protocol):
         accumulate: bool = False,
         precision: Precision,
     ) -> None:
-        """Enqueue c := op(a) op(b), plus c where `accumulate`; row-major matrices. a and b share a dtype, c may be float32."""
+        """Enqueue c := op(a) op(b), plus c if `accumulate`; row-major matrices. a and b share a dtype, c may be float32."""
         ...
 
     def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
         """Record what is enqueued on `stream` inside this context, instead of doing it. Allocating and waiting are refused."""
+        ...
+
+    def link_fault(self) -> str | None:
+        """Return the reason why this device cannot exchange arrays with others by itself, in one clause; None if it can."""
+        ...
+
+    def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
+        """Link this device to those of its peers; work of the links is enqueued on `stream`. Collective; waits for all peers."""
         ...
 
     def memory_used(self) -> int:

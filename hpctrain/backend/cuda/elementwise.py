@@ -50,7 +50,7 @@ class CudaRelu(_Elementwise):
 
 
 class CudaAdd(_Elementwise):
-    """y = a + b, then ReLU where the spec says so. The gradient passes to both inputs."""
+    """y = a + b, then ReLU if the spec says so. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, inputs, training=training, runtime=runtime)

@@ -145,7 +145,7 @@ class CudnnQueue:
         self._cudnn, self._handle, self._stream = cudnn, handle, -1
 
     def on(self, stream: int) -> int:
-        """Return the handle, which enqueues its work on this stream from now on."""
+        """Return the handle, set to enqueue its work on this stream from now on."""
         assert self._handle is not None, "plans for a device that is not here cannot be run"
         if stream != self._stream:
             self._cudnn.set_stream(handle=self._handle, stream=stream)
@@ -259,7 +259,7 @@ def _device_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `cudnn.pygraph` that describe a device.
 
-    Without `sm_version` the frontend would ask libcudart, which nothing else here loads.
+    Without `sm_version` the frontend would ask libcudart, which is not loaded otherwise.
     """
     if properties is not None:
         device = cudnn.create_device_properties(json.dumps(dict(properties)))
@@ -313,7 +313,7 @@ class MatrixProducts:
         accumulate: bool,
         precision: Precision,
     ) -> None:
-        """Enqueue c := op(a) op(b), plus c where `accumulate`. Row-major c is column-major c^T = op(b)^T op(a)^T.
+        """Enqueue c := op(a) op(b), plus c if `accumulate`. Row-major c is column-major c^T = op(b)^T op(a)^T.
 
         Raises:
             ValueError: matrices that do not fit each other. BackendError: a dtype or precision that GPUs do not compute in, or

@@ -34,8 +34,8 @@ def carve(buffer: DeviceArray | None, requests: Iterable[Request]) -> list[Devic
 class CudaOperatorBase(PlainOperator):
     """An operator on plain NHWC memory of a device.
 
-    Calls enqueue work on the runtime's stream and never wait, so that a program can be captured: whatever changes from step to
-    step is read from device memory, and no argument depends on the context.
+    Calls enqueue work on the runtime's stream and never wait, so that a program can be captured: values that change from step to
+    step are read from device memory, and no argument depends on the context.
 
     Attributes:
         tag: of the activations' dtype, in the names of kernels.
@@ -52,7 +52,7 @@ class CudaOperatorBase(PlainOperator):
 
 
 class CudaOperator(Accumulating, CudaOperatorBase):
-    """An operator whose `backward_input` adds where it is asked to, as all do that compute it by a kernel."""
+    """An operator whose `backward_input` adds to gradients on request, as all operators do that compute it by a kernel."""
 
 
 _THREADS = 256
@@ -102,7 +102,7 @@ class ColumnSums:
 
     def __init__(self, rows: int, columns: int, dtype: str, runtime: CudaRuntime) -> None:
         self._rows, self._columns, self._dtype, self._runtime = rows, columns, dtype, runtime
-        # A block is as wide as a warp, narrower where a row has fewer packs: its threads then read several rows at once.
+        # A block is as wide as a warp, or narrower if a row has fewer packs: its threads then read several rows at once.
         packs = columns // pack_width(item_bytes(dtype), columns)
         self._wide = min(32, 1 << (packs - 1).bit_length())
         blocks = -(-rows // (_ROWS * THREADS // self._wide))

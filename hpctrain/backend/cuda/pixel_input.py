@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # of the parts of a batch, in bytes
 class CudaPixelInput:
     """Makes input buffers of batches of pixels, one after another.
 
-    The memory of a batch, on the device and pinned, is made at the first batch and again where a larger one comes.
+    The memory of a batch, on the device and pinned, is made at the first batch, and again for a larger one.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:

@@ -14,7 +14,7 @@ from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 from hpctrain.core.errors import BackendError
 
 _MOST_TAPS = 1 << 16
-#: columns of windows that have kernels of their own in training, where channels fit packs
+#: columns of windows that have kernels of their own in training, if channels fit packs
 _COLUMNS = (2, 3)
 
 
@@ -49,7 +49,7 @@ class _Pool(CudaOperator):
 class CudaMaxPool(_Pool):
     """y = maximum over the window, whose first largest element in row-major order receives the gradient (as in torch).
 
-    Saved: per output the winning tap's number, uint8, or uint16 where the window has more than 255 taps. NaN in a window makes
+    Saved: per output the winning tap's number, uint8, or uint16 if the window has more than 255 taps. NaN in a window makes
     NaN of its output.
     """
 
@@ -114,7 +114,7 @@ _MOST_BLOCKS = 1 << 15  # in the second dim of a grid
 class CudaAdaptiveAveragePool(CudaOperator):
     """y (N, Ho, Wo, C): means of x (N, H, W, C) over windows. An image without pixels averages to 0.
 
-    Sums are made in one order whatever the launch: by a thread over its window, or over every eighth pixel of a large one.
+    Sums have one order, independent of the launch: by a thread over its window, or over every eighth pixel of a large one.
     """
 
     def __init__(self, spec: AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:

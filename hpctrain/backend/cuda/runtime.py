@@ -61,7 +61,7 @@ class CudaRuntime:
         return parameter_dtype(self.dtype)
 
     def launch(self, source: str, kernel: str, grid: Extent, block: Extent, *arguments: Argument) -> None:
-        """Enqueue a kernel of kernels/<source>.cu; nothing where the grid is empty."""
+        """Enqueue a kernel of <source>.cu; do nothing if the grid is empty."""
         if 0 not in grid:
             self.device.kernel(source, kernel)(self.stream, grid, block, *arguments)
 
@@ -181,11 +181,13 @@ class CudaFetch:
 
     Args:
         buffer: that the elements of `source` are copied to. reading: is applied to them.
-        kept: arrays that the work before the copy reads by address; the fetch keeps their memory in use.
+        keep_alive: arrays that the work before the copy reads by address; the fetch keeps their memory in use.
     """
 
-    def __init__(self, buffer: PinnedBuffer, source: DeviceArray, reading: Reading, kept: Sequence[DeviceArray] = ()) -> None:
-        self._buffer, self._source, self._reading, self._kept = buffer, source, reading, tuple(kept)
+    def __init__(
+        self, buffer: PinnedBuffer, source: DeviceArray, reading: Reading, keep_alive: Sequence[DeviceArray] = ()
+    ) -> None:
+        self._buffer, self._source, self._reading, self._keep_alive = buffer, source, reading, tuple(keep_alive)
 
     def result(self) -> np.ndarray:
         """Wait for the copy and return the elements in the source's shape (bfloat16 as float32), after the reading, read only."""
@@ -197,23 +199,23 @@ class CudaFetch:
 
 
 class FetchBuffers:
-    """Two pinned buffers in turn for all that is fetched from one place: a fetch is valid until the next but one begins."""
+    """Two pinned buffers in turn for fetches from one place: a fetch is valid until the second next one begins."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         self._first, self._second = (PinnedBuffer(runtime, size_bytes) for _ in range(2))
 
-    def fetch(self, source: DeviceArray, reading: Reading = np.asarray, kept: Sequence[DeviceArray] = ()) -> CudaFetch:
-        """Enqueue the copy of at most the buffers' size; `reading` and `kept` as in `CudaFetch`."""
+    def fetch(self, source: DeviceArray, reading: Reading = np.asarray, keep_alive: Sequence[DeviceArray] = ()) -> CudaFetch:
+        """Enqueue the copy of at most the buffers' size; `reading` and `keep_alive` as in `CudaFetch`."""
         self._first, self._second = self._second, self._first
         self._first.download(source.reshape(-1))
-        return CudaFetch(self._first, source, reading, kept)
+        return CudaFetch(self._first, source, reading, keep_alive)
 
 
 #: keys, and the least number of sample ids, that one area has room for
 KEYS, LEAST_IDS = 64, 1024
 
 _HEADER = 1  # words before the keys: whether the step is one of training
-_UPLOADS = 4  # areas' contents on their way before the host waits
+_UPLOADS = 4  # pending uploads of an area before the host waits
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ class _Area:
 class StepBlock:
     """The step's numbers for all operators of a set: whether it is training, the keys of their random streams, sample ids.
 
-    Operators register when they are made; `begin` uploads, once for each area of memory: a second area is made only where the
+    Operators register when they are made; `begin` uploads once for each area of memory. A second area is made only if the
     first has not enough room for a later operator.
     """
 

@@ -1,4 +1,4 @@
-"""Batch normalisation (Ioffe and Szegedy, ICML 2015), its statistics merged over ranks where asked for."""
+"""Batch normalisation (Ioffe and Szegedy, ICML 2015), with statistics of one rank or of several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 class NumpyBatchNorm(InPlace, NumpyOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
-    Collective where the spec says `synchronised`: `forward` and `backward_input` call the merger once each, on every rank.
+    Collective if the spec says `synchronised`: `forward` and `backward_input` call the merger once each, on every rank.
     `backward_parameters` makes the sums that `backward_input` reads, so it comes first.
     """
 
@@ -104,7 +104,7 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
     def _normalise(self, mean: np.ndarray, deviation: np.ndarray) -> None:
         gamma, beta = self.buffers.parameters["weight"], self.buffers.parameters["bias"]
         tile, dtype = self.blocks.tile, self.dtype
-        # Subtracting first keeps the digits that x * scale + shift loses where the mean is large.
+        # Subtracting first keeps the digits that x * scale + shift loses if the mean is large.
         centre, scale, offset = tile(mean, dtype), tile(gamma * deviation, dtype), tile(beta, dtype)
         for i, (x, y) in enumerate(zip(self.x, self.y, strict=True)):
             width = x.shape[1]

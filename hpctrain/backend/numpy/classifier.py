@@ -51,7 +51,7 @@ class NumpyLinear(SufficientFactors, NumpyOperator):
 
 
 class SoftmaxCrossEntropy(LossOperator):
-    """Over logits (N, classes), in float64 inside whatever the logits' dtype; labels integer (N,)."""
+    """Over logits (N, classes), computed in float64 for every dtype of logits; labels integer (N,)."""
 
     def __init__(self, spec: SoftmaxCrossEntropySpec) -> None:
         self.spec = spec
@@ -69,15 +69,15 @@ class SoftmaxCrossEntropy(LossOperator):
             soft = np.exp(shifted)
             total = soft.sum(axis=1, keepdims=True)
             uniform = self.spec.smoothing / classes
-            aim = sum((1.0 - self.spec.smoothing) * weight * shifted[rows, own] for weight, own in shares)
+            aim = sum((1.0 - self.spec.smoothing) * weight * shifted[rows, indices] for weight, indices in shares)
             if uniform:
                 aim = aim + uniform * shifted.sum(axis=1)
             loss = float((np.log(total[:, 0]) - aim).sum())
             if d_logits is not None:
                 soft /= total
                 soft -= uniform
-                for weight, own in shares:
-                    soft[rows, own] -= (1.0 - self.spec.smoothing) * weight
+                for weight, indices in shares:
+                    soft[rows, indices] -= (1.0 - self.spec.smoothing) * weight
                 np.divide(soft, global_count, out=d_logits, casting="same_kind")
         return LossSums(loss, int((ranks < 1).sum()), int((ranks < self.spec.top).sum()), count)
 
@@ -87,13 +87,13 @@ def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.n
     if not isinstance(labels, MixedLabels):
         return [(1.0, checked_labels(labels, classes))]
     pairs = (labels.weight, labels.first), (1.0 - labels.weight, labels.second)
-    return [(weight, checked_labels(own, classes)) for weight, own in pairs]
+    return [(weight, checked_labels(indices, classes)) for weight, indices in pairs]
 
 
 def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Count logits that rank before the label's: greater, or equal at a smaller index; `classes` (wrong) for rows with NaN."""
     classes = logits.shape[1]
-    own = logits[np.arange(labels.size), labels][:, None]
+    of_label = logits[np.arange(labels.size), labels][:, None]
     earlier = np.arange(classes) < labels[:, None]
-    ranks = ((logits > own) | ((logits == own) & earlier)).sum(axis=1)
+    ranks = ((logits > of_label) | ((logits == of_label) & earlier)).sum(axis=1)
     return np.asarray(np.where(np.isnan(logits).any(axis=1), max(classes, SoftmaxCrossEntropySpec.top), ranks))

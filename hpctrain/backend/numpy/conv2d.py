@@ -23,9 +23,9 @@ MANY_WEIGHTS = 1 << 18
 class NumpyConv2d(NumpyOperator):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K).
 
-    The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights; of another one, and where
-    weights are many and pixels few, a product whose columns are added to where they came from (col2im). A 1x1 convolution is one
-    product.
+    The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights. For other strides, and for
+    many weights and few pixels, it is a product whose columns are added to the pixels that they came from (col2im). A 1x1
+    convolution is one product.
 
     Args:
         multiply: computes the products; by default `np.matmul`.

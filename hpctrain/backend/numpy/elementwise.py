@@ -23,7 +23,7 @@ def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
 
 
 class Relu(InPlace, NumpyOperator):
-    """y = max(x, 0); the gradient at 0 is 0. In place where the program likes; backward reads the output only."""
+    """y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads the output only."""
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -55,7 +55,7 @@ class Relu(InPlace, NumpyOperator):
 
 
 class Add(InPlace, NumpyOperator):
-    """y = a + b, then ReLU where the spec says so. The gradient passes to both inputs."""
+    """y = a + b, then ReLU if the spec says so. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool) -> None:
         super().__init__(spec, inputs, training=training)
@@ -160,7 +160,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
     """Return where the elements of one sample's block lie in its unsplit activation: a range if they are neighbours, else int64.
 
     Args:
-        shape: of the block. unsplit_shape: of the whole, None where it is not split. origin: the block's first corner.
+        shape: of the block. unsplit_shape: of the whole, None if it is not split. origin: the block's first corner.
     """
     size = math.prod(shape)
     if unsplit_shape is None:

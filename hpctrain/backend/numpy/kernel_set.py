@@ -1,4 +1,4 @@
-"""The NumPy kernel set: the reference that others are tested against, and the fallback where nothing faster runs."""
+"""The NumPy kernel set: the reference that others are tested against, and the fallback if nothing faster runs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def allocate(size_bytes: int) -> np.ndarray:
-    """Return a zeroed uint8 array on pages of its own, on huge pages where the system has them; freed with the array."""
+    """Return a zeroed uint8 array on pages of its own, on huge pages if the system has them; freed with the array."""
     if size_bytes == 0:
         return np.zeros(0, np.uint8)
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -30,7 +30,7 @@ def allocate(size_bytes: int) -> np.ndarray:
 
 
 class NumpyOperator(Accumulating, PlainOperator):
-    """An operator on plain memory of the host, whose `backward_input` adds where it is asked to."""
+    """An operator on plain memory of the host, whose `backward_input` adds to gradients on request."""
 
     saved: Sequence[np.ndarray]
     scratch: Sequence[np.ndarray]
@@ -85,7 +85,7 @@ _BLOCK_ROWS = 1024
 
 
 def column_sums(matrix: np.ndarray, out: np.ndarray) -> None:
-    """Write the sums over the rows of `matrix` (M, C) to `out` (C,), of any float dtype; zeros where M is 0."""
+    """Write the sums over the rows of `matrix` (M, C) to `out` (C,), of any float dtype; zeros if M is 0."""
     total = np.zeros(matrix.shape[1], np.float64)
     ones = np.ones(min(_BLOCK_ROWS, matrix.shape[0]), matrix.dtype)
     for start in range(0, matrix.shape[0], _BLOCK_ROWS):

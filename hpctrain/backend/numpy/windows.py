@@ -189,7 +189,7 @@ class Columns:
     """The plan of im2col for images (N, H, W, C) and `outputs` (Ho, Wo).
 
     `window.padding` may be negative (the image is cropped), and only its top and left count. `scratch` is what `bind` needs:
-    the columns and, where windows reach beyond the image, a padded copy of a chunk's rows.
+    the columns and, if windows reach beyond the image, a padded copy of a chunk's rows.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Columns:
         self.count = len(self._blocks) if not self._direct else min(1, self.pixels)
 
     def bind(self, image: np.ndarray, column_buffer: np.ndarray, padded_buffer: np.ndarray) -> list[ColumnChunk]:
-        """Return the chunks, in order, covering all pixels; none where there are no pixels. They share the buffers."""
+        """Return the chunks, in order, covering all pixels; none without pixels. They share the buffers."""
         if self.pixels == 0:
             return []
         if self._direct:
@@ -306,7 +306,7 @@ class PlaneBlock:
             np.add(image, plane, out=image)
 
     def store(self) -> None:
-        """Write the planes to the image: the adjoint of `load` where no two blocks read one pixel."""
+        """Write the planes to the image: the adjoint of `load` if no two blocks read one pixel."""
         for plane, image in self.moves:
             np.copyto(image, plane)
 

@@ -31,12 +31,12 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self.needs_output = spec.add
         count = int(np.prod(x.shape[:-1]))
         self._unbias = count / (count - 1) if count > 1 else 1.0
-        what = f"batch norm of {x.shape}"
+        label = f"batch norm of {x.shape}"
         self._values = images(engine, x) if len(x.shape) == 4 else rows(engine, x)
         self._channels = vector(engine, spec.channels)
-        self._make_primitives(engine, what)
-        self._add = Addition(engine, what, elements(engine, x), relu=True) if spec.add else None
-        self._mask = ReluMask(engine, f"{what} backward", elements(engine, x)) if spec.add and training else None
+        self._make_primitives(engine, label)
+        self._add = Addition(engine, label, elements(engine, x), relu=True) if spec.add else None
+        self._mask = ReluMask(engine, f"{label} backward", elements(engine, x)) if spec.add and training else None
         saved = Regions()
         self._mean_part, self._var_part = saved.add(4 * spec.channels), saved.add(4 * spec.channels)
         workspace_bytes = self._workspace.size_bytes if self._fused_relu and training else 0
@@ -51,25 +51,25 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         assert isinstance(self.spec, BatchNormSpec)
         return self.spec.relu and not self.spec.add
 
-    def _make_primitives(self, engine: Engine, what: str) -> None:
+    def _make_primitives(self, engine: Engine, label: str) -> None:
         spec = self.spec
         assert isinstance(spec, BatchNormSpec)
-        values, own = self._values, Attributes(engine)
+        values, defaults = self._values, Attributes(engine)
         flags = c.USE_SCALE | c.USE_SHIFT | (c.FUSE_NORM_RELU if self._fused_relu else 0)
         forward = "batch_normalization_forward"
         if not self._training:
             flags |= c.USE_GLOBAL_STATS
-            kind = (c.FORWARD_INFERENCE, values, values, spec.epsilon, flags, own)
-            self._forward_primitive = Primitive(engine, forward, f"{what} forward", *kind)
+            kind = (c.FORWARD_INFERENCE, values, values, spec.epsilon, flags, defaults)
+            self._forward_primitive = Primitive(engine, forward, f"{label} forward", *kind)
             self._scratchpad_bytes = self._forward_primitive.scratchpad_bytes
             self.primitives = {FORWARD: self._forward_primitive}
             return
-        kind = (c.FORWARD_TRAINING, values, values, spec.epsilon, flags, own)
-        self._forward_primitive = Primitive(engine, forward, f"{what} forward", *kind)
+        kind = (c.FORWARD_TRAINING, values, values, spec.epsilon, flags, defaults)
+        self._forward_primitive = Primitive(engine, forward, f"{label} forward", *kind)
         self._backward_primitive = Primitive(
             engine,
             "batch_normalization_backward",
-            f"{what} backward",
+            f"{label} backward",
             c.BACKWARD,
             values,
             values,
@@ -77,7 +77,7 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
             spec.epsilon,
             flags,
             self._forward_primitive,
-            own,
+            defaults,
         )
         self.primitives = {FORWARD: self._forward_primitive, BACKWARD: self._backward_primitive}
         self._workspace = self._forward_primitive.descriptor(c.QUERY_WORKSPACE_MD)

@@ -54,7 +54,7 @@ def candidates() -> list[str]:
 
 
 def load() -> ctypes.CDLL:
-    """Return the library.
+    """Load and return the library.
 
     Raises:
         OSError: absent, of another version than 3, or not loadable; the message says for each place why.
@@ -169,15 +169,15 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def dims(values: Sequence[int]) -> Any:
-    """Return a dnnl_dims_t."""
+    """Return numbers as a dnnl_dims_t."""
     return Dims(*values)
 
 
 class Unimplemented(BackendError):
-    """oneDNN has no kernel for what was asked (dnnl_unimplemented); callers may ask for something else."""
+    """oneDNN has no such kernel (dnnl_unimplemented); callers may try another one."""
 
 
-def check(status: int, what: str) -> None:
+def check(status: int, label: str) -> None:
     """Raise unless oneDNN's status is success.
 
     Raises:
@@ -188,7 +188,7 @@ def check(status: int, what: str) -> None:
         return
     name = c.STATUS_NAMES.get(status, f"status {status}")
     kind = Unimplemented if status == c.UNIMPLEMENTED else BackendError
-    raise kind(f"oneDNN refused {what}: {name}.")
+    raise kind(f"oneDNN refused {label}: {name}.")
 
 
 class Engine:
@@ -199,8 +199,8 @@ class Engine:
             self.library = load()
         except OSError as error:
             raise BackendError(f"The oneDNN library cannot be loaded: {error}.") from error
-        found = version(self.library)
-        self.version = f"{found.major}.{found.minor}.{found.patch}"
+        number = version(self.library)
+        self.version = f"{number.major}.{number.minor}.{number.patch}"
         for name, signature in _SIGNATURES.items():
             function = getattr(self.library, name)
             function.argtypes, function.restype = signature, c_int
@@ -219,19 +219,19 @@ class Engine:
         """Channels per block of the layouts that this processor's kernels prefer: 16 with AVX-512, else 8."""
         return 16 if self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE == c.ISA_AVX512_CORE else 8
 
-    def create(self, function: str, what: str, *arguments: Any) -> c_void_p:
+    def create(self, function: str, label: str, *arguments: Any) -> c_void_p:
         """Call a creating function, whose first argument receives the handle."""
         handle = c_void_p()
-        check(getattr(self.library, function)(byref(handle), *arguments), what)
+        check(getattr(self.library, function)(byref(handle), *arguments), label)
         return handle
 
-    def own(self, holder: object, function: str, handle: c_void_p) -> None:
+    def free_with(self, holder: object, function: str, handle: c_void_p) -> None:
         """Free `handle` by `function` when `holder` goes; the engine outlives it."""
         weakref.finalize(holder, _destroy, self, getattr(self.library, function), handle).atexit = False
 
-    def call(self, function: str, what: str, *arguments: Any) -> None:
+    def call(self, function: str, label: str, *arguments: Any) -> None:
         """Call a function and check its status."""
-        check(getattr(self.library, function)(*arguments), what)
+        check(getattr(self.library, function)(*arguments), label)
 
     def multiply(self, a: Array, b: Array, out: Array) -> None:
         """Write the product of float32 matrices a (m, k) and b (k, n) to `out` (m, n), in the library's threads.
@@ -271,22 +271,22 @@ class Descriptor:
 
     def __init__(self, engine: Engine, handle: c_void_p) -> None:
         self.engine, self.handle = engine, handle
-        engine.own(self, "dnnl_memory_desc_destroy", handle)
+        engine.free_with(self, "dnnl_memory_desc_destroy", handle)
         self._extent_bytes: int | None = None
 
     @classmethod
     def tagged(cls, engine: Engine, shape: Sequence[int], tag: str) -> Descriptor:
         """Make a descriptor by a named format; "any" leaves the choice to the primitive."""
-        what = f"a descriptor of {tuple(shape)} as {tag}"
+        label = f"a descriptor of {tuple(shape)} as {tag}"
         create = "dnnl_memory_desc_create_with_tag"
-        return cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, c.FORMAT_TAG[tag]))
+        return cls(engine, engine.create(create, label, len(shape), dims(shape), c.F32, c.FORMAT_TAG[tag]))
 
     @classmethod
     def strided(cls, engine: Engine, shape: Sequence[int], strides: Sequence[int]) -> Descriptor:
         """Make a descriptor by strides in elements."""
-        what = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
+        label = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
         create = "dnnl_memory_desc_create_with_strides"
-        made = cls(engine, engine.create(create, what, len(shape), dims(shape), c.F32, dims(strides)))
+        made = cls(engine, engine.create(create, label, len(shape), dims(shape), c.F32, dims(strides)))
         made._extent_bytes = 4 * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
         return made
 
@@ -314,7 +314,7 @@ class Attributes:
 
     def __init__(self, engine: Engine, *, accumulate: bool = False, relu: bool = False) -> None:
         self.handle = engine.create("dnnl_primitive_attr_create", "attributes")
-        engine.own(self, "dnnl_primitive_attr_destroy", self.handle)
+        engine.free_with(self, "dnnl_primitive_attr_destroy", self.handle)
         engine.call("dnnl_primitive_attr_set_scratchpad_mode", "user scratchpads", self.handle, c.SCRATCHPAD_MODE_USER)
         if not (accumulate or relu):
             return
@@ -334,35 +334,35 @@ class Primitive:
 
     Args:
         kind: the C name without "dnnl_" and "_primitive_desc_create", for example "convolution_forward".
-        what: names the operation in errors, for example "conv2d 3->64 forward".
+        label: names the operation in errors, for example "conv2d 3->64 forward".
         arguments: those of the C function after the descriptor and the engine; descriptors and attributes as objects.
     """
 
-    def __init__(self, engine: Engine, kind: str, what: str, *arguments: Any) -> None:
-        self.engine, self.what = engine, what
+    def __init__(self, engine: Engine, kind: str, label: str, *arguments: Any) -> None:
+        self.engine, self.label = engine, label
         raw = [getattr(argument, "handle", argument) for argument in arguments]
         head = [] if kind == "reorder" else [engine.handle]
-        self.handle = engine.create(f"dnnl_{kind}_primitive_desc_create", what, *head, *raw)
-        engine.own(self, "dnnl_primitive_desc_destroy", self.handle)
-        self.primitive = engine.create("dnnl_primitive_create", what, self.handle)
-        engine.own(self, "dnnl_primitive_destroy", self.primitive)
+        self.handle = engine.create(f"dnnl_{kind}_primitive_desc_create", label, *head, *raw)
+        engine.free_with(self, "dnnl_primitive_desc_destroy", self.handle)
+        self.primitive = engine.create("dnnl_primitive_create", label, self.handle)
+        engine.free_with(self, "dnnl_primitive_destroy", self.primitive)
 
     def descriptor(self, query: int, index: int = 0) -> Descriptor:
         """Return the format chosen for one of its arguments (a copy)."""
-        found = self.engine.library.dnnl_primitive_desc_query_md(self.handle, query, index)
-        handle = self.engine.create("dnnl_memory_desc_clone", f"a descriptor of {self.what}", found)
+        chosen = self.engine.library.dnnl_primitive_desc_query_md(self.handle, query, index)
+        handle = self.engine.create("dnnl_memory_desc_clone", f"a descriptor of {self.label}", chosen)
         return Descriptor(self.engine, handle)
 
     @property
     def implementation(self) -> str:
         """oneDNN's name of the chosen kernel, for reports."""
         text = c_char_p()
-        self.engine.call("dnnl_primitive_desc_query", self.what, self.handle, c.QUERY_IMPL_INFO_STR, 0, byref(text))
+        self.engine.call("dnnl_primitive_desc_query", self.label, self.handle, c.QUERY_IMPL_INFO_STR, 0, byref(text))
         return (text.value or b"").decode()
 
     @property
     def is_plain(self) -> bool:
-        """True where the library has nothing better than its plain loops ("ref"), which are ten times slower or more."""
+        """Whether the library only has its plain loops ("ref"), which are ten times slower or more."""
         return self.implementation.startswith("ref")
 
     @property
@@ -374,7 +374,7 @@ class Primitive:
         """Return a call on fixed memory: execution argument -> (format, array whose first byte the memory starts at)."""
         every = dict(memories)
         if self.scratchpad_bytes:
-            assert scratch is not None, self.what
+            assert scratch is not None, self.label
             every[c.ARG_SCRATCHPAD] = (self.descriptor(c.QUERY_SCRATCHPAD_MD), scratch)
         return Call(self, every)
 
@@ -382,14 +382,14 @@ class Primitive:
 class _Memory:
     """A dnnl_memory_t over an array's bytes; keeps the array."""
 
-    def __init__(self, descriptor: Descriptor, array: Array, what: str) -> None:
-        assert array.nbytes >= descriptor.extent_bytes, f"{what}: {array.nbytes} bytes given, {descriptor.extent_bytes} needed"
+    def __init__(self, descriptor: Descriptor, array: Array, label: str) -> None:
+        assert array.nbytes >= descriptor.extent_bytes, f"{label}: {array.nbytes} bytes given, {descriptor.extent_bytes} needed"
         engine = descriptor.engine
         self.array = array
         self.handle = engine.create(
-            "dnnl_memory_create", f"memory of {what}", descriptor.handle, engine.handle, c_void_p(array.ctypes.data)
+            "dnnl_memory_create", f"memory of {label}", descriptor.handle, engine.handle, c_void_p(array.ctypes.data)
         )
-        engine.own(self, "dnnl_memory_destroy", self.handle)
+        engine.free_with(self, "dnnl_memory_destroy", self.handle)
 
 
 class Call:
@@ -400,7 +400,7 @@ class Call:
     def __init__(self, primitive: Primitive, memories: Mapping[int, tuple[Descriptor, Array]]) -> None:
         engine = primitive.engine
         self._primitive = primitive
-        self._memories = [_Memory(*memory, primitive.what) for memory in memories.values()]
+        self._memories = [_Memory(*memory, primitive.label) for memory in memories.values()]
         self._count = len(memories)
         self._arguments = (ExecutionArgument * self._count)()
         for argument, kind, memory in zip(self._arguments, memories, self._memories, strict=True):
@@ -416,4 +416,4 @@ class Call:
         """
         status = self._execute(self._raw, self._stream, self._count, self._arguments)
         if status:
-            check(status, f"to run {self._primitive.what}")
+            check(status, f"to run {self._primitive.label}")

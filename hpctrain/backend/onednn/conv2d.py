@@ -69,8 +69,8 @@ class Convolution:
         forward, backward_data, backward_weights: the latter two None in evaluation, the second also if the input's gradient is
             not wanted.
         weights: the format that `forward` reads, as `backward_data_weights` in backward, and `diff_weights` that is written.
-        adding: computes the input's gradient as a convolution of the output's and adds it; None where there is no such kernel.
-        winograd, winograd_data, winograd_weights: take the place of the three in training where they are faster; else None.
+        adding: computes the input's gradient as a convolution of the output's and adds it; None if there is no such kernel.
+        winograd, winograd_data, winograd_weights: replace the three in training if they are faster; else None.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Convolution:
         relu: bool,
         input_gradient: bool = True,
     ) -> None:
-        self._engine, self.spec, self.what = engine, spec, describe(spec, x)
+        self._engine, self.spec, self.label = engine, spec, describe(spec, x)
         self.x, self.y = in_layout(x.plain(), layouts[0]), in_layout(spec.output(x), layouts[1])
         # Memory that is plain as well is still described by the name that the kernels look for.
         self.source, self.destination = images(engine, self.x, layouts[0]), images(engine, self.y, layouts[1])
         self.bias = vector(engine, spec.channels_out) if spec.bias else None
         self.plain_weights = self._plain_weights()
         self._geometry = convolution_geometry(spec.window)
-        self._own = Attributes(engine)
+        self._defaults = Attributes(engine)
         kind = c.FORWARD_TRAINING if training else c.FORWARD_INFERENCE
         self.forward = self._forward(kind, Attributes(engine, relu=relu))
         self.weights = self.forward.descriptor(c.QUERY_WEIGHTS_MD)
@@ -150,24 +150,24 @@ class Convolution:
 
     def _forward(self, kind: int, attributes: Attributes) -> Primitive:
         formats = (self.source, self._any_weights(), self.bias, self.destination)
-        what = f"{self.what} forward"
+        label = f"{self.label} forward"
         arguments = (kind, c.CONVOLUTION_DIRECT, *formats, *self._geometry, attributes)
-        return Primitive(self._engine, "convolution_forward", what, *arguments)
+        return Primitive(self._engine, "convolution_forward", label, *arguments)
 
     def _hint(self) -> Primitive:
-        return self._forward(c.FORWARD_TRAINING, self._own)
+        return self._forward(c.FORWARD_TRAINING, self._defaults)
 
     def _backward_data(self) -> Primitive:
         formats = (self.source, self._any_weights(), self.destination)
-        what = f"{self.what} backward data"
-        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._own)
-        return Primitive(self._engine, "convolution_backward_data", what, *arguments)
+        label = f"{self.label} backward data"
+        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._defaults)
+        return Primitive(self._engine, "convolution_backward_data", label, *arguments)
 
     def _backward_weights(self) -> Primitive:
         formats = (self.source, self._any_weights(), self.bias, self.destination)
-        what = f"{self.what} backward weights"
-        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._own)
-        return Primitive(self._engine, "convolution_backward_weights", what, *arguments)
+        label = f"{self.label} backward weights"
+        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._defaults)
+        return Primitive(self._engine, "convolution_backward_weights", label, *arguments)
 
     def _make_adding(self) -> None:
         """Make dx += conv(dy, turned and transposed weights): oneDNN's backward kernels cannot add, its forward kernels can."""
@@ -179,9 +179,9 @@ class Convolution:
         formats = (self.destination, Descriptor.tagged(self._engine, shape, "any"), None, self.source)
         kind = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
         rest = (*convolution_geometry(window), Attributes(self._engine, accumulate=True))
-        what = f"{self.what} backward data, adding"
+        label = f"{self.label} backward data, adding"
         try:
-            made = Primitive(self._engine, "convolution_forward", what, *kind, *formats, *rest)
+            made = Primitive(self._engine, "convolution_forward", label, *kind, *formats, *rest)
         except Unimplemented:
             return
         if made.is_plain:
@@ -203,12 +203,12 @@ class Convolution:
         backward = Tiling(images[0], (outputs[1], outputs[2]), k, channels, turned.padding, block, tag)
         taps = ((9 * channels, 1), 0, channels)
         if forward.pays(_DIRECT_SPEED):
-            self.winograd = Product(self._engine, self.what, forward, *taps, bias=spec.bias, relu=relu)
+            self.winograd = Product(self._engine, self.label, forward, *taps, bias=spec.bias, relu=relu)
         if input_gradient and backward.pays(_DIRECT_SPEED):
-            what = f"{self.what} backward data"
-            self.winograd_data = Product(self._engine, what, backward, (1, 9 * channels), 8 * channels, -channels)
+            label = f"{self.label} backward data"
+            self.winograd_data = Product(self._engine, label, backward, (1, 9 * channels), 8 * channels, -channels)
         if forward.pays(_DIRECT_WEIGHTS_SPEED):
-            self.winograd_weights = WeightGradient(self._engine, self.what, forward, *taps, bias=spec.bias)
+            self.winograd_weights = WeightGradient(self._engine, self.label, forward, *taps, bias=spec.bias)
 
 
 def choose(
@@ -227,14 +227,14 @@ def choose(
     refusal: Unimplemented | None = None
     for layouts in candidates:
         try:
-            found = Convolution(engine, spec, x, layouts, training=training, relu=relu, input_gradient=input_gradient)
+            candidate = Convolution(engine, spec, x, layouts, training=training, relu=relu, input_gradient=input_gradient)
         except Unimplemented as error:
             refusal = error
             continue
-        if found.penalty == 0:
-            return found
-        if best is None or found.penalty < best.penalty:
-            best = found
+        if candidate.penalty == 0:
+            return candidate
+        if best is None or candidate.penalty < best.penalty:
+            best = candidate
     if best is None:
         assert refusal is not None
         raise refusal
@@ -288,7 +288,7 @@ _ADDING = "backward data, adding"
 def make_conv2d(
     engine: Engine, spec: Conv2dSpec | WithRelu, x: TensorSpec, *, training: bool, input_gradient: bool = True
 ) -> Conv2dOperator:
-    """Return the operator on images of `x`, whatever layout they come in."""
+    """Return the operator on images of `x`, in any layout."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     assert isinstance(inner, Conv2dSpec)
     relu = isinstance(spec, WithRelu)
@@ -298,7 +298,7 @@ def make_conv2d(
 
 
 class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOperator):
-    """y = x * weight + bias, then ReLU where the spec says so."""
+    """y = x * weight + bias, then ReLU if the spec says so."""
 
     needs_inputs = (True,)
 
@@ -306,11 +306,11 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self.spec, self._engine, self._plan, self._training = spec, engine, plan, training
         relu = isinstance(spec, WithRelu)
         self.primitives = plan.phases
-        self._what = plan.what
+        self._label = plan.label
         self._turns = plan.spec.window.kernel != (1, 1)
         self.inputs, self.output = (plan.x,), plan.y
         self.needs_output = relu
-        self._mask = GradientMask(engine, self._what, plan.y) if relu and training else None
+        self._mask = GradientMask(engine, self._label, plan.y) if relu and training else None
         self._first: Conv2dOperator | None = None
         self._place_memory()
 
@@ -379,7 +379,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         if copied is not None and copied[0].equals(target):
             return None, copied[1]
         self._copied[use] = target, room
-        return Copy(self._engine, f"{self._what} weights", source, target).bind(plain, room), room
+        return Copy(self._engine, f"{self._label} weights", source, target).bind(plain, room), room
 
     def _leading(self, product: Product | None) -> tuple[Product, Array] | None:
         """Return one of the plan's products, and where it keeps its weights."""
@@ -404,7 +404,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         if plan.bias is not None:
             memories[c.ARG_DIFF_BIAS] = (plan.bias, buffers.gradients["bias"])
         self._backward_weights = plan.backward_weights.bind(memories, library)
-        store = Copy(self._engine, f"{self._what} weight gradient", plan.diff_weights, plan.plain_weights)
+        store = Copy(self._engine, f"{self._label} weight gradient", plan.diff_weights, plan.plain_weights)
         self._store = None if direct else store.bind(blocked, buffers.gradients["weight"])
 
     def _bind_input(self, buffers: Buffers, library: Array, blocked: Array) -> None:

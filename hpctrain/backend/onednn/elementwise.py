@@ -23,21 +23,21 @@ from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec, WithRelu
 
 
 class ReluMask:
-    """dx = dy where y > 0, else 0; y is the ReLU's output. In place where dx and dy are one buffer.
+    """dx = dy where y > 0, else 0; y is the ReLU's output. In place if dx and dy are one buffer.
 
     Args:
-        what: for errors. values: the format of y, dy and dx.
+        label: for errors. values: the format of y, dy and dx.
     """
 
-    def __init__(self, engine: Engine, what: str, values: Descriptor) -> None:
+    def __init__(self, engine: Engine, label: str, values: Descriptor) -> None:
         attributes = Attributes(engine)
         arguments = (values, values, 0.0, 0.0)
-        hint = Primitive(engine, "eltwise_forward", what, c.FORWARD_TRAINING, c.ELTWISE_RELU_USE_DST, *arguments, attributes)
+        hint = Primitive(engine, "eltwise_forward", label, c.FORWARD_TRAINING, c.ELTWISE_RELU_USE_DST, *arguments, attributes)
         self._values = values
         self.primitive = Primitive(
-            engine, "eltwise_backward", what, c.ELTWISE_RELU_USE_DST, values, values, values, 0.0, 0.0, hint, attributes
+            engine, "eltwise_backward", label, c.ELTWISE_RELU_USE_DST, values, values, values, 0.0, 0.0, hint, attributes
         )
-        assert self.primitive.scratchpad_bytes == 0, what
+        assert self.primitive.scratchpad_bytes == 0, label
 
     def bind(self, y: Array, dy: Array, dx: Array) -> Call:
         """Return the call on fixed memory."""
@@ -51,8 +51,8 @@ class GradientMask:
     Both halves of backward read the masked gradient, and either may come first: each calls `apply`.
     """
 
-    def __init__(self, engine: Engine, what: str, y: TensorSpec) -> None:
-        self._mask = ReluMask(engine, f"{what} backward", elements(engine, y))
+    def __init__(self, engine: Engine, label: str, y: TensorSpec) -> None:
+        self._mask = ReluMask(engine, f"{label} backward", elements(engine, y))
         self._call: Call | None = None
         self._applied = False
 
@@ -74,13 +74,13 @@ class GradientMask:
 
 
 class Addition:
-    """y = a + b, then ReLU where `relu` is set; y may be a's or b's memory."""
+    """y = a + b, then ReLU if `relu` is set; y may be a's or b's memory."""
 
-    def __init__(self, engine: Engine, what: str, values: Descriptor, *, relu: bool = False) -> None:
+    def __init__(self, engine: Engine, label: str, values: Descriptor, *, relu: bool = False) -> None:
         self._values = values
         attributes = Attributes(engine, relu=relu)
-        self.primitive = Primitive(engine, "binary", what, c.BINARY_ADD, values, values, values, attributes)
-        assert self.primitive.scratchpad_bytes == 0, what
+        self.primitive = Primitive(engine, "binary", label, c.BINARY_ADD, values, values, values, attributes)
+        assert self.primitive.scratchpad_bytes == 0, label
 
     def bind(self, a: Array, b: Array, y: Array) -> Call:
         """Return the call on fixed memory."""
@@ -95,12 +95,12 @@ class ReluOperator(InPlace, LibraryOperator):
 
     def __init__(self, engine: Engine, spec: ReluSpec, x: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (x,), x
-        what = f"relu {x.shape}"
+        label = f"relu {x.shape}"
         self._values = elements(engine, x)
         self._primitive = Primitive(
             engine,
             "eltwise_forward",
-            what,
+            label,
             c.FORWARD_TRAINING,
             c.ELTWISE_RELU,
             self._values,
@@ -109,7 +109,7 @@ class ReluOperator(InPlace, LibraryOperator):
             0.0,
             Attributes(engine),
         )
-        self._mask = ReluMask(engine, f"{what} backward", self._values)
+        self._mask = ReluMask(engine, f"{label} backward", self._values)
         self.primitives = {FORWARD: self._primitive, BACKWARD: self._mask.primitive}
 
     def bind(self, buffers: Buffers) -> None:
@@ -136,12 +136,12 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
     def __init__(self, engine: Engine, spec: AddSpec, a: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (a, a), a
         self.needs_output = spec.relu
-        what = f"add {a.shape}"
+        label = f"add {a.shape}"
         values = elements(engine, a)
-        self._forward_sum = Addition(engine, what, values, relu=spec.relu)
-        self._mask = ReluMask(engine, f"{what} backward", values) if spec.relu else None
-        self._copy = Copy(engine, f"{what} backward", values, values)
-        self._plain_sum = Addition(engine, f"{what} backward", values)
+        self._forward_sum = Addition(engine, label, values, relu=spec.relu)
+        self._mask = ReluMask(engine, f"{label} backward", values) if spec.relu else None
+        self._copy = Copy(engine, f"{label} backward", values, values)
+        self._plain_sum = Addition(engine, f"{label} backward", values)
         self.primitives = {FORWARD: self._forward_sum.primitive, BACKWARD: None if self._mask is None else self._mask.primitive}
 
     def bind(self, buffers: Buffers) -> None:
@@ -150,7 +150,7 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
         self._backward: Sequence[Call] = self._backward_calls() if any(g is not None for g in buffers.input_grads) else ()
 
     def _backward_calls(self) -> list[Call]:
-        """Return the masked gradient goes straight to the first target that is written, and from there to the other."""
+        """Return the calls of backward: the masked gradient goes to the first written target, and from there to the other."""
         buffers = self.buffers
         calls: list[Call] = []
         gradient: Array = buffers.output_grad

@@ -42,11 +42,11 @@ _PRODUCTS_REASON = "it has few pixels and many weights"
 
 
 class OnednnKernelSet(KernelSet):
-    """oneDNN's kernels where it has them, NumPy's in plain memory for the rest.
+    """oneDNN's kernels if it has them, NumPy's in plain memory for the rest.
 
-    The rest is empty images, dropout, synchronised batch norm, windows of changing size, the loss, and all that oneDNN would
-    compute by its plain loops. The set owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is loaded.
-    The set limits NumPy's BLAS to one thread in the whole process: a second thread pool would compete for the cores with
+    The rest is empty images, dropout, synchronised batch norm, windows of changing size, the loss, and everything that oneDNN
+    would compute by its plain loops. The set owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is
+    loaded. The set limits NumPy's BLAS to one thread in the whole process: a second thread pool would compete for the cores with
     OpenMP's threads, which spin between two kernels.
 
     Args:
@@ -96,7 +96,7 @@ class OnednnKernelSet(KernelSet):
         return operator
 
     def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
-        """Return the library's operator, or why there is none that is worth taking."""
+        """Return the library's operator, or the reason why another set's is better."""
         if any(0 in x.shape for x in inputs) or 0 in spec.output(*(x.plain() for x in inputs)).shape:
             return "it is empty"
         made = self._make(spec, inputs, training, input_gradient)
@@ -105,7 +105,7 @@ class OnednnKernelSet(KernelSet):
         return made
 
     def _make(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
-        """Return the library's operator whatever kernels it has, or why there is none."""
+        """Return the library's operator, fast or not, or the reason why there is none."""
         engine, x = self._engine, inputs[0]
         match spec:
             case Conv2dSpec() | WithRelu(inner=Conv2dSpec()):

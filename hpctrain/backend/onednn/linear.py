@@ -19,7 +19,7 @@ from hpctrain.backend.specs import LinearSpec, TensorSpec, WithRelu
 
 
 class LinearOperator(SufficientFactors, LibraryOperator):
-    """y = x @ weight + bias, then ReLU where the spec says so."""
+    """y = x @ weight + bias, then ReLU if the spec says so."""
 
     needs_inputs = (True,)
 
@@ -30,28 +30,30 @@ class LinearOperator(SufficientFactors, LibraryOperator):
         self.spec, self._linear, self._training = spec, inner, training
         self.inputs, self.output = (x.plain(),), inner.output(x)
         self.needs_output = relu
-        what = f"linear {inner.features_in}->{inner.features_out} on {x.shape}"
+        label = f"linear {inner.features_in}->{inner.features_out} on {x.shape}"
         self._x, self._y = Descriptor.tagged(engine, x.shape, "ab"), Descriptor.tagged(engine, self.output.shape, "ab")
         self._weights = Descriptor.tagged(engine, (inner.features_out, inner.features_in), "ba")
         self._bias = vector(engine, inner.features_out) if inner.bias else None
-        self.primitives = self._make_primitives(engine, what, relu)
-        self._mask = GradientMask(engine, what, self.output) if relu and training else None
+        self.primitives = self._make_primitives(engine, label, relu)
+        self._mask = GradientMask(engine, label, self.output) if relu and training else None
         scratch = Regions()
         self._library_part = scratch.add(max(primitive.scratchpad_bytes for primitive in self.primitives.values()))
         self.scratch_bytes = scratch.total_bytes
 
-    def _make_primitives(self, engine: Engine, what: str, relu: bool) -> dict[str, Primitive]:
-        x, weights, bias, y, own = self._x, self._weights, self._bias, self._y, Attributes(engine)
+    def _make_primitives(self, engine: Engine, label: str, relu: bool) -> dict[str, Primitive]:
+        x, weights, bias, y, defaults = self._x, self._weights, self._bias, self._y, Attributes(engine)
         kind = c.FORWARD_TRAINING if self._training else c.FORWARD_INFERENCE
         forward = "inner_product_forward"
         attributes = Attributes(engine, relu=relu)
-        self._forward_primitive = Primitive(engine, forward, f"{what} forward", kind, x, weights, bias, y, attributes)
+        self._forward_primitive = Primitive(engine, forward, f"{label} forward", kind, x, weights, bias, y, attributes)
         if not self._training:
             return {FORWARD: self._forward_primitive}
-        hint = Primitive(engine, forward, what, c.FORWARD_TRAINING, x, weights, bias, y, own)
-        self._data_primitive = Primitive(engine, "inner_product_backward_data", f"{what} backward data", x, weights, y, hint, own)
+        hint = Primitive(engine, forward, label, c.FORWARD_TRAINING, x, weights, bias, y, defaults)
+        self._data_primitive = Primitive(
+            engine, "inner_product_backward_data", f"{label} backward data", x, weights, y, hint, defaults
+        )
         self._weights_primitive = Primitive(
-            engine, "inner_product_backward_weights", f"{what} backward weights", x, weights, bias, y, hint, own
+            engine, "inner_product_backward_weights", f"{label} backward weights", x, weights, bias, y, hint, defaults
         )
         return {
             FORWARD: self._forward_primitive,

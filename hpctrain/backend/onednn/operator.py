@@ -27,7 +27,7 @@ FORWARD, BACKWARD, BACKWARD_DATA, BACKWARD_WEIGHTS = "forward", "backward", "bac
 class LibraryOperator(Operator):
     """An operator whose work is done by primitives.
 
-    primitives: by the phase that they compute; None where that phase is not asked for.
+    primitives: by the phase that they compute; None if that phase is not wanted.
     """
 
     primitives: Mapping[str, Primitive | None]
@@ -130,7 +130,7 @@ def blocked_layout(engine: Engine) -> str:
 
 
 def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
-    """Return the same images (N, H, W, C) in `layout`; plain where the memory is the same byte for byte."""
+    """Return the same images (N, H, W, C) in `layout`; plain if the memory is the same byte for byte."""
     n, h, w, channels = spec.shape
     if layout == NHWC or (layout == NCHW and (channels == 1 or h * w == 1)):
         return spec.plain()
@@ -154,7 +154,7 @@ def rows(engine: Engine, spec: TensorSpec) -> Descriptor:
 
 
 def elements(engine: Engine, spec: TensorSpec) -> Descriptor:
-    """Return a tensor for element-wise work: its elements in memory order, padding included."""
+    """Describe a tensor for element-wise work: its elements in memory order, padding included."""
     return Descriptor.tagged(engine, (spec.size,), "a")
 
 
@@ -170,10 +170,10 @@ class Copy:
         accumulate: add to the target instead of writing it.
     """
 
-    def __init__(self, engine: Engine, what: str, source: Descriptor, target: Descriptor, *, accumulate: bool = False) -> None:
+    def __init__(self, engine: Engine, label: str, source: Descriptor, target: Descriptor, *, accumulate: bool = False) -> None:
         self.source, self.target = source, target
         attributes = Attributes(engine, accumulate=accumulate)
-        self._primitive = Primitive(engine, "reorder", what, source, engine, target, engine, attributes)
+        self._primitive = Primitive(engine, "reorder", label, source, engine, target, engine, attributes)
 
     @property
     def scratchpad_bytes(self) -> int:
@@ -189,11 +189,11 @@ class ReorderOperator(Accumulating, Operator):
 
     def __init__(self, engine: Engine, source: TensorSpec, target: TensorSpec, *, training: bool = True) -> None:
         self.inputs, self.output = (source,), target
-        what = f"reorder {source.shape} {source.layout} -> {target.layout}"
+        label = f"reorder {source.shape} {source.layout} -> {target.layout}"
         x, y = images(engine, source), images(engine, target)
-        self._forward_copy = Copy(engine, what, x, y)
+        self._forward_copy = Copy(engine, label, x, y)
         self._backward_copies = {
-            accumulate: Copy(engine, f"{what} backward", y, x, accumulate=accumulate) for accumulate in (False, True)
+            accumulate: Copy(engine, f"{label} backward", y, x, accumulate=accumulate) for accumulate in (False, True)
         }
         self.scratch_bytes = max(copy.scratchpad_bytes for copy in (self._forward_copy, *self._backward_copies.values()))
 

@@ -19,7 +19,7 @@ from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 
 
 def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolSpec | None:
-    """Return the same pooling as windows of one size that oneDNN counts as we do; None where there is none."""
+    """Return the same pooling as windows of one size that oneDNN counts as this package does; None if there is none."""
     if isinstance(spec, AdaptiveAveragePoolSpec):
         _, h, w, _ = x.shape
         if h % spec.size[0] or w % spec.size[1]:
@@ -44,14 +44,14 @@ class PoolOperator(LibraryOperator):
         self.spec, self.inputs = given, (x,)
         plain = spec.output(x)
         self.output = in_layout(plain, x.layout)
-        what = f"{spec.kind} pool of {x.shape}"
+        label = f"{spec.kind} pool of {x.shape}"
         self._x, self._y = images(engine, x), images(engine, plain, x.layout)
         geometry, _ = pooling_geometry(spec.window, x.shape[1:3], plain.shape[1:3])
         algorithm = _algorithm(spec)
         kind = c.FORWARD_TRAINING if training else c.FORWARD_INFERENCE
-        own = Attributes(engine)
+        defaults = Attributes(engine)
         self._forward_primitive = Primitive(
-            engine, "pooling_forward", f"{what} forward", kind, algorithm, self._x, self._y, *geometry, own
+            engine, "pooling_forward", f"{label} forward", kind, algorithm, self._x, self._y, *geometry, defaults
         )
         self._workspace = self._forward_primitive.descriptor(c.QUERY_WORKSPACE_MD)
         self._workspace_bytes = self._workspace.size_bytes if training else 0
@@ -59,7 +59,7 @@ class PoolOperator(LibraryOperator):
         if training:
             hint = self._forward_primitive
             self._backward_primitive = Primitive(
-                engine, "pooling_backward", f"{what} backward", algorithm, self._x, self._y, *geometry, hint, own
+                engine, "pooling_backward", f"{label} backward", algorithm, self._x, self._y, *geometry, hint, defaults
             )
             primitives[BACKWARD] = self._backward_primitive
         self.primitives = primitives

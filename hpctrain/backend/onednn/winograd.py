@@ -1,4 +1,4 @@
-"""3x3 convolutions of stride 1 with 16 multiplications where 36 are usual (Winograd's F(2x2, 3x3); Lavin and Gray 2016).
+"""3x3 convolutions of stride 1 with 16 multiplications instead of 36 (Winograd's F(2x2, 3x3); Lavin and Gray 2016).
 
 oneDNN has no such kernel in float32 on x86-64, but it has the parts: an image's overlapping 4x4 tiles are gathered by strided
 reorders, the transforms are products with small constant matrices, and between them stand 16 convolutions of 1x1, its fastest
@@ -204,7 +204,7 @@ class Matrix:
     """target (rows, items) = matrix (rows, columns) @ source (columns, items), then ReLU, or added to the target."""
 
     def __init__(
-        self, engine: Engine, what: str, matrix: np.ndarray, items: int, *, relu: bool = False, add: bool = False
+        self, engine: Engine, label: str, matrix: np.ndarray, items: int, *, relu: bool = False, add: bool = False
     ) -> None:
         rows, columns = matrix.shape
         self._constant = allocate(matrix.nbytes).view(np.float32).reshape(matrix.shape)
@@ -212,7 +212,7 @@ class Matrix:
         self._formats = [Descriptor.strided(engine, s, (s[1], 1)) for s in ((rows, columns), (columns, items), (rows, items))]
         left, source, target = self._formats
         attributes = Attributes(engine, relu=relu, accumulate=add)
-        self.primitive = Primitive(engine, "matmul", f"{what}, transform", left, source, None, target, attributes)
+        self.primitive = Primitive(engine, "matmul", f"{label}, transform", left, source, None, target, attributes)
 
     def bind(self, source: Array, target: Array, library: Array) -> Work:
         arrays = (self._constant, source, target)
@@ -223,8 +223,8 @@ class Matrix:
 class _Grid:
     """Tiles of one form, or pixels of their images, as (images, channels, rows, columns), and strided copies of them."""
 
-    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form, channels: int) -> None:
-        self._engine, self._what, self._form, self._channels = engine, f"{what}, tiles", form, channels
+    def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, channels: int) -> None:
+        self._engine, self._label, self._form, self._channels = engine, f"{label}, tiles", form, channels
         self.block = tiling.block
 
     @property
@@ -242,7 +242,7 @@ class _Grid:
         """Return a copy of (rows, columns) in all images and channels, between memories with these strides."""
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
-        return Copy(self._engine, self._what, forms[0], forms[1], accumulate=accumulate)
+        return Copy(self._engine, self._label, forms[0], forms[1], accumulate=accumulate)
 
 
 class Patches:
@@ -252,9 +252,9 @@ class Patches:
     of patches out at an image's edge, so the chunk's part of x is copied among zeros first, where every patch is whole.
     """
 
-    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
+    def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
         channels = tiling.channels_in
-        grid = _Grid(engine, what, tiling, form, channels)
+        grid = _Grid(engine, label, tiling, form, channels)
         height, width = form.padded
         image, padded = grid.by_pixel(tiling.size), grid.by_pixel(form.padded)
         _, _, row, column = padded
@@ -264,7 +264,7 @@ class Patches:
         self._begin = form.above * row + tiling.padding[2] * column
         self._items, self._all = channels * form.tiles, form.images * channels * height * width
         self._corners = [position // 4 * row + position % 4 * column for position in range(16)]
-        self._transform = Matrix(engine, what, np.kron(_BT, _BT), self._items)
+        self._transform = Matrix(engine, label, np.kron(_BT, _BT), self._items)
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, x: Array, scratch: WinogradScratch) -> list[Work]:
@@ -285,9 +285,9 @@ class Patches:
 class _Corners:
     """The four outputs of each tile in y, or in its gradient."""
 
-    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
+    def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
         self._form, (self._height, self._width) = form, tiling.output_size
-        self._grid = _Grid(engine, what, tiling, form, tiling.channels_out)
+        self._grid = _Grid(engine, label, tiling, form, tiling.channels_out)
         self._by_pixel = self._grid.by_pixel(tiling.output_size, 2)
         self._items = tiling.channels_out * form.tiles
 
@@ -319,7 +319,7 @@ class _Corners:
         return [(self._grid.copy(size, self._by_pixel, self._grid.by_tile), start, at) for at, start, size in self._places()]
 
     def scattering(self, accumulate: bool) -> list[tuple[Copy, int, int]]:
-        """Return the same from tiles."""
+        """Return the same copies, from tiles to pixels."""
         by_tile = self._grid.by_tile
         return [
             (self._grid.copy(size, by_tile, self._by_pixel, accumulate=accumulate), start, at)
@@ -338,9 +338,9 @@ class Outputs:
     other pixel, without those over the edge.
     """
 
-    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form, *, relu: bool) -> None:
-        self._corners = _Corners(engine, what, tiling, form)
-        self._transform = Matrix(engine, what, np.kron(_AT, _AT), tiling.channels_out * form.tiles, relu=relu)
+    def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, *, relu: bool) -> None:
+        self._corners = _Corners(engine, label, tiling, form)
+        self._transform = Matrix(engine, label, np.kron(_AT, _AT), tiling.channels_out * form.tiles, relu=relu)
         self._copies: dict[bool, list[tuple[Copy, int, int]]] = {}
         self.primitives = [self._transform.primitive]
 
@@ -359,11 +359,11 @@ class Outputs:
 class OutputGradients:
     """scratch.right = (A x A) dy, of the chunks of one form."""
 
-    def __init__(self, engine: Engine, what: str, tiling: Tiling, form: Form) -> None:
-        self._corners = _Corners(engine, what, tiling, form)
+    def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
+        self._corners = _Corners(engine, label, tiling, form)
         self._copies = self._corners.gathering()
         self._items = tiling.channels_out * form.tiles
-        self._transform = Matrix(engine, what, np.kron(_AT.T, _AT.T), self._items)
+        self._transform = Matrix(engine, label, np.kron(_AT.T, _AT.T), self._items)
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, dy: Array, scratch: WinogradScratch) -> list[Work]:
@@ -399,7 +399,7 @@ class _Products:
     """The 16 convolutions of 1x1 between the tiles of one chunk, forward or for the weights' gradient."""
 
     def __init__(
-        self, engine: Engine, what: str, tiling: Tiling, tiles: int, *, weights: Descriptor | None, bias: bool, backward: bool
+        self, engine: Engine, label: str, tiling: Tiling, tiles: int, *, weights: Descriptor | None, bias: bool, backward: bool
     ) -> None:
         self._tiling, self._tiles = tiling, tiles
         k, channels = tiling.channels_out, tiling.channels_in
@@ -412,13 +412,13 @@ class _Products:
             formats = (self._left, weights, self._bias if with_bias else None, self._right)
             head = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
             if not backward:
-                return Primitive(engine, "convolution_forward", what, *head, *formats, *geometry, attributes)
+                return Primitive(engine, "convolution_forward", label, *head, *formats, *geometry, attributes)
             # The library wants the forward primitive as a hint, in a weight format of its own choice.
             free = Descriptor.tagged(engine, (k, channels, 1, 1), "any")
             hint = Primitive(
-                engine, "convolution_forward", what, *head, self._left, free, formats[2], self._right, *geometry, attributes
+                engine, "convolution_forward", label, *head, self._left, free, formats[2], self._right, *geometry, attributes
             )
-            return Primitive(engine, "convolution_backward_weights", what, head[1], *formats, *geometry, hint, attributes)
+            return Primitive(engine, "convolution_backward_weights", label, head[1], *formats, *geometry, hint, attributes)
 
         wanted = weights if weights is not None else Descriptor.tagged(engine, (k, channels, 1, 1), "any")
         self.plain = make(wanted, False)
@@ -461,18 +461,18 @@ class _Winograd:
     """
 
     def __init__(
-        self, engine: Engine, what: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool, backward: bool
+        self, engine: Engine, label: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool, backward: bool
     ) -> None:
-        self._engine, self._what, self._tiling = engine, f"{what} by Winograd", tiling
+        self._engine, self._label, self._tiling = engine, f"{label} by Winograd", tiling
         self._taps = [first + tap * step for tap in range(9)]
         self._chunks = tiling.chunks()
         self._forms: list[Form] = list(dict.fromkeys(chunk.form for chunk in self._chunks))
-        self._patches = {form: Patches(engine, self._what, tiling, form) for form in self._forms}
+        self._patches = {form: Patches(engine, self._label, tiling, form) for form in self._forms}
         self._products: dict[int, _Products] = {}
         weights: Descriptor | None = None
         # Weights lie in scratch once for all chunks, so all products take the format of the first.
         for tiles in dict.fromkeys(form.tiles for form in self._forms):
-            made = _Products(engine, self._what, tiling, tiles, weights=weights, bias=bias, backward=backward)
+            made = _Products(engine, self._label, tiling, tiles, weights=weights, bias=bias, backward=backward)
             self._products[tiles], weights = made, made.weights
         assert weights is not None
         self._weights, self._items = weights, weights.size_bytes // 4
@@ -493,7 +493,7 @@ class Product(_Winograd):
     def __init__(
         self,
         engine: Engine,
-        what: str,
+        label: str,
         tiling: Tiling,
         strides: Pair,
         first: int,
@@ -502,9 +502,9 @@ class Product(_Winograd):
         bias: bool = False,
         relu: bool = False,
     ) -> None:
-        super().__init__(engine, what, tiling, strides, first, step, bias=bias, backward=False)
-        self._outputs = {form: Outputs(engine, self._what, tiling, form, relu=relu) for form in self._forms}
-        self._transform = Matrix(engine, self._what, np.kron(_G, _G), self._items)
+        super().__init__(engine, label, tiling, strides, first, step, bias=bias, backward=False)
+        self._outputs = {form: Outputs(engine, self._label, tiling, form, relu=relu) for form in self._forms}
+        self._transform = Matrix(engine, self._label, np.kron(_G, _G), self._items)
         primitives = [primitive for outputs in self._outputs.values() for primitive in outputs.primitives]
         self._place([*primitives, self._transform.primitive], taps_alone=True)
 
@@ -538,7 +538,7 @@ class Product(_Winograd):
 
     def _load(self, plain: Array, scratch: WinogradScratch) -> list[Work]:
         """Prepare scratch.weights = (G x G) weights."""
-        copy = Copy(self._engine, f"{self._what} weights", self._plain_weights, self._weights)
+        copy = Copy(self._engine, f"{self._label} weights", self._plain_weights, self._weights)
         works: list[Work] = [copy.bind(plain[at:], scratch.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
         return [*works, self._transform.bind(scratch.taps, scratch.weights, scratch.library)]
 
@@ -549,16 +549,16 @@ class Product(_Winograd):
 
 
 class WeightGradient(_Winograd):
-    """dw, and db where there is a bias, from x and dy."""
+    """dw, and db if there is a bias, from x and dy."""
 
     def __init__(
-        self, engine: Engine, what: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool = False
+        self, engine: Engine, label: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool = False
     ) -> None:
-        super().__init__(engine, f"{what} backward weights", tiling, strides, first, step, bias=bias, backward=True)
-        self._gradients = {form: OutputGradients(engine, self._what, tiling, form) for form in self._forms}
+        super().__init__(engine, f"{label} backward weights", tiling, strides, first, step, bias=bias, backward=True)
+        self._gradients = {form: OutputGradients(engine, self._label, tiling, form) for form in self._forms}
         primitives = [primitive for gradients in self._gradients.values() for primitive in gradients.primitives]
         back = np.kron(_G.T, _G.T)
-        self._write, self._add = (Matrix(engine, self._what, back, self._items, add=add) for add in (False, True))
+        self._write, self._add = (Matrix(engine, self._label, back, self._items, add=add) for add in (False, True))
         # With several chunks, gradients by tap add up while tiles are written and read.
         self._place([*primitives, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
 
@@ -572,7 +572,7 @@ class WeightGradient(_Winograd):
             works += [*self._patches[chunk.form].load(chunk, x, scratch), *patches[chunk.form]]
             works += self._gradients[chunk.form].load(chunk, dy, scratch)
             works += adding[chunk.form] if number else self._gradients_of(chunk.form, bias, scratch, add=False)
-        store = Copy(self._engine, f"{self._what} weights", self._weights, self._plain_weights)
+        store = Copy(self._engine, f"{self._label} weights", self._weights, self._plain_weights)
         works += [store.bind(scratch.taps[tap * self._items :], plain[at:]) for tap, at in enumerate(self._taps)]
         return CallSequence(works)
 

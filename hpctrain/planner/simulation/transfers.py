@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Act, EventLoop, SharedJob, SharedResource
@@ -27,31 +26,6 @@ _FURTHER_TEST = 0.78
 _ROUNDING_SECONDS = 1e-12
 
 
-class Sender(Protocol):
-    """A message in a lane.
-
-    Attributes:
-        weight: how many times it counts on the resource.
-        yields: whether others overtake it, once `committed_seconds` more of it have moved.
-    """
-
-    weight: float
-    yields: bool
-    committed_seconds: float
-
-    def interrupt(self) -> None:
-        """Let another message overtake: `Lane.withdraw` what was granted; `send` follows later."""
-        ...
-
-    def send(self) -> None:
-        """Begin the turn: `Lane.grant` determines how much may move."""
-        ...
-
-    def moved(self, seconds: float) -> bool:
-        """Return whether the message is complete, now that all that was granted last has moved."""
-        ...
-
-
 class Lane:
     """Messages in order.
 
@@ -61,13 +35,13 @@ class Lane:
 
     def __init__(self, resource: SharedResource) -> None:
         self._resource = resource
-        self._queue: deque[Sender] = deque()
+        self._queue: deque[StageTransfer] = deque()
         self._job: SharedJob | None = None
         self._granted = self._committed = 0.0
-        self._moved_seconds = self._looked_seconds = 0.0
+        self._moved_seconds = self._polled_seconds = 0.0
         self._tests = 1.0
 
-    def enter(self, sender: Sender) -> None:
+    def enter(self, sender: StageTransfer) -> None:
         """Queue a message after those that it does not overtake; its turn may come at once."""
         place = len(self._queue)
         while place and self._queue[place - 1].yields and not sender.yields:
@@ -90,7 +64,7 @@ class Lane:
         if self._queue:
             self._queue[0].send()
 
-    def sends(self, sender: Sender) -> bool:
+    def sends(self, sender: StageTransfer) -> bool:
         """Return whether it is the turn of this message."""
         return bool(self._queue) and self._queue[0] is sender
 
@@ -110,16 +84,16 @@ class Lane:
         self._committed = max(0.0, self._committed - moved)
         return moved
 
-    def look(self, tests: int = 1) -> None:
+    def poll(self, tests: int = 1) -> None:
         """Note a poll of the rank's program. tests: number of tested operations; further ones let a little more move."""
         self._tests = 1 + _FURTHER_TEST * (tests - 1)
-        self._looked_seconds = self._moved_seconds
+        self._polled_seconds = self._moved_seconds
         if self._job is not None:
-            self._looked_seconds += self._granted - self._resource.remaining(self._job)
+            self._polled_seconds += self._granted - self._resource.remaining(self._job)
 
     def allowed(self, unattended_seconds: float) -> float:
         """Return the seconds that may still move before the next poll, if `unattended_seconds` may move after one test."""
-        return self._looked_seconds + self._tests * unattended_seconds - self._moved_seconds
+        return self._polled_seconds + self._tests * unattended_seconds - self._moved_seconds
 
     def _end(self) -> None:
         self._job = None
@@ -146,20 +120,6 @@ class Lane:
 _COMMITTED_BYTES = 2 << 20
 
 
-class Poller(Protocol):
-    """The rank that polls its transfers. attends: whether it waits, and so polls all the time."""
-
-    attends: bool
-
-    def owes(self, seconds: float) -> None:
-        """Add time of the core for what moved while the rank did not wait."""
-        ...
-
-    def blocked(self, transfer: StageTransfer) -> None:
-        """Let the transfer continue at the next poll."""
-        ...
-
-
 class StageTransfer:
     """A stage of an operation on one rank.
 
@@ -175,8 +135,10 @@ class StageTransfer:
         cpu_left: seconds of the core that its messages still take.
     """
 
-    def __init__(self, loop: EventLoop, looker: Poller, stage: CollectiveStage, lane: Lane, weight: float, ended: Act) -> None:
-        self._loop, self._looker, self._lane, self._ended = loop, looker, lane, ended
+    def __init__(
+        self, loop: EventLoop, attention: Attention, stage: CollectiveStage, lane: Lane, weight: float, ended: Act
+    ) -> None:
+        self._loop, self._attention, self._lane, self._ended = loop, attention, lane, ended
         self.weight, self.yields = weight, stage.yields
         self.committed_seconds = _COMMITTED_BYTES * stage.beta_seconds_per_byte
         self._rounds_left = max(1, stage.rounds)
@@ -202,7 +164,7 @@ class StageTransfer:
 
     # -- polls -------------------------------------------------------------------------------------------------------------------
 
-    def look(self, tests: int = 1) -> None:
+    def poll(self, tests: int = 1) -> None:
         """Continue what was blocked, at a poll with this many tests."""
         if not self._blocked:
             return
@@ -222,7 +184,7 @@ class StageTransfer:
         """Begin a wait of the rank: nothing is blocked."""
         self._polls_left = min(1, self._polls_left)  # a wait tests again at once
         if self._blocked:
-            self.look()
+            self.poll()
         elif self._lane.sends(self):
             self._progress(self._lane.withdraw(), attended=False)
             self.send()
@@ -245,7 +207,7 @@ class StageTransfer:
 
     def _begin_rounds(self) -> None:
         """Begin the next round; all remaining rounds while the rank waits."""
-        attends = self._looker.attends
+        attends = self._attention.attends
         self._going = self._rounds_left if attends else 1
         self._polls_left = 0 if attends else self._polls
         if self._polls_left:
@@ -260,7 +222,7 @@ class StageTransfer:
             self._begin_wire()
 
     def _begin_wire(self) -> None:
-        if not self._looker.attends:
+        if not self._attention.attends:
             self._going = 1
         self._round_left = self._wire_left - (self._rounds_left - self._going) * self._round_wire
         if self._round_left > _ROUNDING_SECONDS:
@@ -270,7 +232,7 @@ class StageTransfer:
 
     def interrupt(self) -> None:
         """Let another message overtake this one, which continues when that has moved."""
-        self._progress(self._lane.withdraw(), attended=self._looker.attends)
+        self._progress(self._lane.withdraw(), attended=self._attention.attends)
 
     def send(self) -> None:
         """Move what may move now; all of it may have moved at this very instant."""
@@ -280,7 +242,7 @@ class StageTransfer:
             self._end_rounds()
             return
         seconds = self._round_left
-        if not self._looker.attends:
+        if not self._attention.attends:
             seconds = min(seconds, self._lane.allowed(self._unattended_seconds))
         if seconds > _ROUNDING_SECONDS:
             self._lane.grant(seconds)
@@ -289,7 +251,7 @@ class StageTransfer:
 
     def moved(self, seconds: float) -> bool:
         """Return whether the round is complete, now that all that was granted has moved; a poll may have allowed more."""
-        self._progress(seconds, attended=self._looker.attends)
+        self._progress(seconds, attended=self._attention.attends)
         return self._round_left <= _ROUNDING_SECONDS
 
     def _progress(self, seconds: float, *, attended: bool) -> None:
@@ -298,20 +260,20 @@ class StageTransfer:
         if not attended:
             cpu = min(self.cpu_left, self._cpu_share * seconds)
             self.cpu_left -= cpu
-            self._looker.owes(cpu)
+            self._attention.owes(cpu)
 
     def _end_rounds(self) -> None:
         self._rounds_left -= self._going
         if self._rounds_left <= 0:
             self._ended()
-        elif self._looker.attends:
+        elif self._attention.attends:
             self._begin_rounds()
         else:
             self._block()
 
     def _block(self) -> None:
         self._blocked = True
-        self._looker.blocked(self)
+        self._attention.blocked(self)
 
 
 class Attention:
@@ -348,13 +310,13 @@ class Attention:
         """Remove a complete transfer."""
         self._restricted.pop(transfer, None)
 
-    def look(self, tests: int = 1) -> None:
+    def poll(self, tests: int = 1) -> None:
         """Poll. tests: operations in flight, each of which is tested."""
         if self._restricted and not self.attends:
             self._mark(tests)
             blocked, self._blocked = self._blocked, []
             for transfer in blocked:
-                transfer.look(tests)
+                transfer.poll(tests)
 
     def begin_wait(self) -> None:
         """Poll all the time from now on."""
@@ -386,4 +348,4 @@ class Attention:
 
     def _mark(self, tests: int) -> None:
         for lane in self._lanes:
-            lane.look(tests)
+            lane.poll(tests)

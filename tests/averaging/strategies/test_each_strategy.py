@@ -12,9 +12,8 @@ import pytest
 
 from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, check_at_least_one, words_of_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
-from hpctrain.averaging.link_simulation import SliceTraffic, Urgency
+from hpctrain.averaging.link_simulation import SliceTraffic, Times, Urgency
 from hpctrain.averaging.slicing import Compression
-from hpctrain.averaging.step_times import Times
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed, BucketedOptions
 from hpctrain.averaging.strategies.lazy import Lazy, LazyOptions
