@@ -294,7 +294,9 @@ def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
     if not others:
         return ()
     were = ", ".join(dict.fromkeys(f"in {place(record)}" for record in others))
-    return (f"Only {named(entered)} entered {phase}; {named([record.rank for record in others])} {_were(others)} {were}.",)
+    return (
+        f"Only {named(entered)} entered {phase}; {named([record.rank for record in others])} {'was' if len(others) == 1 else 'were'} {were}.",
+    )
 
 
 def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
