@@ -37,21 +37,6 @@ def key(*parts: int | str) -> Key:
     return word & 0xFFFFFFFF, word >> 32
 
 
-def philox(key0: int, key1: int, c0: ArrayLike, c1: ArrayLike, c2: ArrayLike, c3: ArrayLike) -> NDArray[np.uint32]:
-    """Return Philox4x32-10 of counters given as 32-bit words that broadcast together: (4, ...) uint32."""
-    words = np.broadcast_arrays(*(np.asarray(c, np.uint64) for c in (c0, c1, c2, c3)))
-    flat = [word.reshape(-1) for word in words]
-    out = np.empty((4, flat[0].size), np.uint32)
-    scratch = _WordScratch(min(_BLOCK, max(flat[0].size, 1)))
-    for start in range(0, flat[0].size, _BLOCK):
-        stop = min(start + _BLOCK, flat[0].size)
-        even, odd = scratch.state(stop - start)
-        even[0], odd[0], even[1], odd[1] = (word[start:stop] for word in flat)
-        even, odd = scratch.rounds((key0, key1), even, odd)
-        out[0, start:stop], out[1, start:stop], out[2, start:stop], out[3, start:stop] = even[0], odd[0], even[1], odd[1]
-    return out.reshape(4, *words[0].shape)
-
-
 class _WordScratch:
     """Buffers for the rounds on up to `size` counters; a counter's words are (even[0], odd[0], even[1], odd[1])."""
 

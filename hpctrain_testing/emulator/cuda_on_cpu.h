@@ -32,7 +32,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// ---- what threads do together: every use has its place in the source, so that threads at different ones are told ----
+// ---- what threads do together: every use has its place in the source, so that threads at different places are an error ----
 
 #define CPU_TEXT_(x) #x
 #define CPU_TEXT(x) CPU_TEXT_(x)

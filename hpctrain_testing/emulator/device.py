@@ -12,10 +12,11 @@ from types import MappingProxyType
 
 import numpy as np
 
+from hpctrain.backend.arithmetic import Peers
 from hpctrain.backend.cuda.device import ConvolutionKey, DeviceArray, DeviceStream, Precision
 from hpctrain_testing.emulator import kernels
 from hpctrain_testing.emulator.kernels import CpuKernel
-from hpctrain_testing.emulator.links import EmulatedGroups
+from hpctrain_testing.emulator.links import EmulatedLinks
 from hpctrain_testing.emulator.memory import EmulatedDeviceError, Heap, PinnedMemory, borrowed, bytes_of
 from hpctrain_testing.emulator.products import NumpyConvolution, check_product, product
 from hpctrain_testing.emulator.streams import (
@@ -58,7 +59,6 @@ class EmulatedDevice:
         self._random = random.Random(seed)
         self._streams = StreamTable(self._random, self.counters, partial(self._check_memory, always=False), ignored_wait)
         self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
-        self.groups = EmulatedGroups(self._enqueue, self._heap.require)
         self._kernels: dict[tuple[str, str], CpuKernel] = {}
         self._convolutions: dict[ConvolutionKey, NumpyConvolution] = {}
         self._recent: Counter[str] = Counter()  # work since the latest check of memory
@@ -192,6 +192,12 @@ class EmulatedDevice:
     def capture(self, stream: DeviceStream) -> AbstractContextManager[EmulatedGraph]:
         assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
         return capturing(self._streams, stream)
+
+    def link_fault(self) -> str | None:
+        return None
+
+    def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
+        return EmulatedLinks(peers, stream, self._enqueue, self._heap.require)
 
     def memory_used(self) -> int:
         return self._heap.used_bytes

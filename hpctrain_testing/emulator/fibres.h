@@ -109,7 +109,7 @@ static inline void* new_stack(char* top, void (*entry)()) {
 #endif
 }
 
-// Memory between two pages that nobody may touch.
+// Memory between two pages that must not be touched.
 static inline char* guarded(size_t bytes) {
   const size_t size = (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
   void* memory = mmap(nullptr, size + 2 * PAGE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

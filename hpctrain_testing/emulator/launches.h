@@ -91,7 +91,7 @@ static void place_block(uint64_t number) {
   block_index.y = unsigned(number % grid_size.y), block_index.z = unsigned(number / grid_size.y);
 }
 
-// All threads of a kernel that waits for nobody, one after the other in an odd order.
+// All threads of a kernel without waits, one after the other in an odd order.
 template <void (*thread)(void**)> static void run_independent_block(void** arguments) {
   const uint64_t n = uint64_t(block_size.x) * block_size.y * block_size.z;
   Walk numbers(n);
@@ -102,7 +102,7 @@ template <void (*thread)(void**)> static void run_independent_block(void** argum
   }
 }
 
-struct Launch {  // as the caller gives it
+struct Launch {  // as the caller passes it
   unsigned grid[3], block[3];
   uint64_t seed;
   char message[512];

@@ -65,45 +65,16 @@ class LinkWork:
             self.waiting = list(step)
 
 
-class EmulatedGroups:
-    """Implements `LinkMaker` of one emulated device.
-
-    Args:
-        enqueue: as the device enqueues work. require: fails for arrays that do not lie in memory that is in use.
-    """
-
-    def __init__(self, enqueue: Callable[..., None], require: Callable[..., None]) -> None:
-        self._enqueue, self._require = enqueue, require
-
-    def fault(self) -> str | None:
-        return None
-
-    def join(self, peers: Peers, stream: DeviceStream) -> EmulatedLinks:
-        def enqueue(work: LinkWork, keep_alive: Sequence[DeviceArray]) -> None:
-            self._enqueue(stream, _nothing, "links", keep_alive, goes_on=work.advance)
-
-        return EmulatedLinks(peers, enqueue, self._require)
-
-
-def _nothing() -> None:
-    """Yield nothing: there are no more steps."""
-
-
 class EmulatedLinks:
     """Implements `DeviceLinks` of one emulated device.
 
     Args:
-        peers: their processes. enqueue: takes a piece of work and its arrays, for the stream of the links. require: fails for
-            arrays that do not lie in memory that is in use.
+        peers: their processes. stream: of the links' work. enqueue: the device's. require: fails for arrays that do not lie in
+            memory that is in use.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        enqueue: Callable[[LinkWork, Sequence[DeviceArray]], None],
-        require: Callable[..., None],
-    ) -> None:
-        self._peers, self._enqueue, self._require = peers, enqueue, require
+    def __init__(self, peers: Peers, stream: DeviceStream, enqueue: Callable[..., None], require: Callable[..., None]) -> None:
+        self._peers, self._stream, self._enqueue, self._require = peers, stream, enqueue, require
         self._together: list[tuple[_Call, tuple[DeviceArray, ...]]] | None = None
 
     @contextmanager
@@ -147,7 +118,9 @@ class EmulatedLinks:
     def _put(self, calls: Sequence[tuple[_Call, tuple[DeviceArray, ...]]]) -> None:
         if calls:
             keep_alive = [array for _, arrays in calls for array in arrays]
-            self._enqueue(LinkWork(self._steps([call for call, _ in calls])), keep_alive)
+            work = LinkWork(self._steps([call for call, _ in calls]))
+            # All of it is done in steps: nothing is left to do at the end.
+            self._enqueue(self._stream, lambda: None, "links", keep_alive, goes_on=work.advance)
 
     def _steps(self, calls: Sequence[_Call]) -> Iterator[_Handles]:
         """Compare what all ranks have enqueued, move arrays, add up."""

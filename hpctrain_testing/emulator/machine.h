@@ -30,7 +30,7 @@ struct Fibre {
   alignas(16) char offered[VALUE_BYTES], received[VALUE_BYTES];
 };
 
-struct SharedMemory {  // one declaration of SHARED; its array ends at a page that nobody may touch
+struct SharedMemory {  // one declaration of SHARED; its array ends at a page that must not be touched
   const void* declaration;
   char *end, *array;
   size_t bytes;
@@ -137,7 +137,7 @@ static void* shared_array(const void* declaration, size_t bytes, const char* nam
     memory.end = begin + (room + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
   }
   memory.declaration = declaration, memory.bytes = bytes, memory.array = memory.end - (bytes + 15) / 16 * 16;
-  // NaN: nobody may read what nobody wrote
+  // NaN: what was not written must not be read
   memset(memory.array - CANARY_BYTES, 0xFF, size_t(memory.end - memory.array) + CANARY_BYTES);
   return memory.array;
 }

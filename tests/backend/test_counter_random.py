@@ -35,18 +35,20 @@ def philox_one(key, counter):
 
 @pytest.mark.parametrize(("key", "counter", "words"), VECTORS)
 def test_philox_gives_the_published_words(key, counter, words):
-    assert tuple(int(w) for w in cr.philox(*key, *counter)) == words
+    block, sample = (np.array([counter[i] | counter[i + 1] << 32], np.uint64).view(np.int64) for i in (0, 2))
+    (_, _, even, odd) = next(cr._words(key, sample, block))
+    assert tuple(int(word.item()) for word in (even[0], odd[0], even[1], odd[1])) == words
     assert philox_one(key, counter) == words
 
 
-def test_philox_broadcasts_and_does_not_depend_on_blocks():
+def test_words_do_not_depend_on_tiles():
     count = 2 * cr._BLOCK + 7
-    words = cr.philox(5, 6, np.arange(count), 1, 2, 3)
-    assert words.shape == (4, count)
+    words = cr.words((5, 6), [2 | 3 << 32], range(4 * count)).reshape(count, 4)
     for i in (0, cr._BLOCK - 1, cr._BLOCK, count - 1):
-        assert tuple(words[:, i].tolist()) == philox_one((5, 6), (i, 1, 2, 3))
-    assert cr.philox(1, 2, np.zeros((3, 1)), np.zeros((1, 5)), 0, 0).shape == (4, 3, 5)
-    assert cr.philox(1, 2, np.zeros(0), 0, 0, 0).shape == (4, 0)
+        assert tuple(words[i].tolist()) == philox_one((5, 6), (i, 0, 2, 3))
+    assert cr.words((1, 2), np.zeros(3), range(5)).shape == (3, 5)
+    assert cr.words((1, 2), np.zeros(0), range(5)).shape == (0, 5)
+    assert cr.words((1, 2), np.zeros(2), range(0)).shape == (2, 0)
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**50), st.integers(0, ONES), st.integers(0, ONES))

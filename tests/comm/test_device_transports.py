@@ -509,7 +509,7 @@ def test_ranks_that_share_a_gpu_are_told(emulated_device: EmulatedDeviceFactory)
         own = group_fault(comm, CudaKernelSet(_runtime(device)).arithmetic.messages())
         device.identity = "n1 0000:01:00.0" if comm.rank in (1, 3) else device.identity
         shared = group_fault(comm, CudaKernelSet(_runtime(device)).arithmetic.messages())
-        device.groups.fault = lambda: "there is no NCCL" if comm.rank == 2 else None  # type: ignore[method-assign]
+        device.link_fault = lambda: "there is no NCCL" if comm.rank == 2 else None  # type: ignore[method-assign]
         return [own, shared, group_fault(comm, CudaKernelSet(_runtime(device)).arithmetic.messages())]
 
     for own, shared, missing in run_virtual(4, program):

@@ -378,7 +378,7 @@ class _Rank:
         peers = comm.split(0, comm.rank, "devices")
         assert peers is not None
         self.rank, self.size, self.device, self.stream = comm.rank, comm.size, device, device.stream("between")
-        self.links = device.groups.join(peers, self.stream)
+        self.links = device.join(peers, self.stream)
 
     def array(self, values: Any, dtype: str = "float64") -> DeviceArray:
         numbers = np.asarray(values, "uint16" if dtype == "bfloat16" else dtype)

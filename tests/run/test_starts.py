@@ -159,7 +159,7 @@ def test_parts_that_no_training_loads_are_not_read() -> None:
     assert {"nn/program.py", "run/training.py", "version.py"} <= names.keys()
     assert {"backend/cuda/libraries.py", "backend/cuda/conv2d.py"} <= of_gpus.keys()
     assert not names.keys() & of_gpus.keys()
-    aside = ("doctor/", "virtual/", "backend/cuda/emulator/")
+    aside = ("doctor/", "report/", "testing/")
     assert not any(name.startswith(aside) for name in (*names, *of_gpus))
 
 

@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t power(int64_t words) {
 }
 
 struct Remainder {
-  // Of words of a thread THREADS apart, each times x^32 once for itself and each word behind it in the tile of `size`.
+  // Of words of a thread THREADS apart, each times x^32 once for itself and once for each later word in the tile of `size`.
   static __device__ __forceinline__ uint32_t of(const uint32_t* words, int32_t size) {
     if (int32_t(threadIdx.x) >= size) return 0;
     const uint32_t step = power(THREADS);

@@ -2,7 +2,7 @@
 #include "common.cuh"
 #include "exact.cuh"
 
-// Strides over `size` elements in packs of W; what is left behind the last whole pack goes one by one.
+// Strides over `size` elements in packs of W; the elements after the last whole pack go one by one.
 template <int W, class Operation> __device__ __forceinline__ void over_packs(const Operation& operation, int64_t size) {
   const int64_t packs = size / W, rest = size - packs * W;
   for (int64_t p = first_item(); p < packs; p += item_step()) operation.template at<W>(p * W);

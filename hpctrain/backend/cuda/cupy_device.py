@@ -226,19 +226,6 @@ class CupyConvolution:
         self._plan.run(_stream(stream).ptr, *places)
 
 
-class CupyGroups:
-    """Implements `LinkMaker` by NCCL. device: its name."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-
-    def fault(self) -> str | None:
-        return nccl_fault(self._device)
-
-    def join(self, peers: Peers, stream: DeviceStream) -> CupyLinks:
-        return CupyLinks(peers, _stream(stream).ptr)
-
-
 class CupyDevice:
     """Implements `Device`. The thread that makes it works with that GPU.
 
@@ -262,7 +249,6 @@ class CupyDevice:
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
-        self.groups = CupyGroups(self.name)
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
@@ -403,6 +389,12 @@ class CupyDevice:
         finally:
             if collects:
                 gc.enable()
+
+    def link_fault(self) -> str | None:
+        return nccl_fault(self.name)
+
+    def join(self, peers: Peers, stream: DeviceStream) -> CupyLinks:
+        return CupyLinks(peers, _stream(stream).ptr)
 
     def memory_used(self) -> int:
         free, total = _runtime.memGetInfo()

@@ -5,7 +5,7 @@
 
 template <class S> struct Rule {
   S lr, factor; bool nesterov;
-  // The new weight; m is replaced where there is momentum.
+  // The new weight; m is replaced if there is momentum.
   __device__ __forceinline__ S operator()(S w, S g, S& m, S gradient_scale, S decay) const {
     g = exact_product(g, gradient_scale);
     if (decay != 0) g = exact_sum(g, exact_product(w, decay));

@@ -200,18 +200,6 @@ class DeviceConvolution(Protocol):
         ...
 
 
-class LinkMaker(Protocol):
-    """The part of a device that joins others."""
-
-    def fault(self) -> str | None:
-        """Return the reason why this device cannot exchange arrays with others by itself, in one clause; None if it can."""
-        ...
-
-    def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
-        """Link this device to those of its peers; work of the links is enqueued on `stream`. Collective; waits for all peers."""
-        ...
-
-
 class Device(Protocol):
     """A GPU, or the emulated device.
 
@@ -220,7 +208,6 @@ class Device(Protocol):
         multiprocessors: that run blocks at once.
         dtypes: that kernels compute in. memory_bytes: of the whole device.
         versions: of the libraries that it computes by, and its name as "device", for a run's records.
-        groups: joins it with others.
     """
 
     name: str
@@ -230,9 +217,6 @@ class Device(Protocol):
     dtypes: tuple[str, ...]
     memory_bytes: int
     versions: Mapping[str, str]
-
-    @property
-    def groups(self) -> LinkMaker: ...
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         """Return zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""
@@ -287,6 +271,14 @@ class Device(Protocol):
 
     def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
         """Record what is enqueued on `stream` inside this context, instead of doing it. Allocating and waiting are refused."""
+        ...
+
+    def link_fault(self) -> str | None:
+        """Return the reason why this device cannot exchange arrays with others by itself, in one clause; None if it can."""
+        ...
+
+    def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
+        """Link this device to those of its peers; work of the links is enqueued on `stream`. Collective; waits for all peers."""
         ...
 
     def memory_used(self) -> int:

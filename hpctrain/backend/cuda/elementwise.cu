@@ -22,7 +22,7 @@ template <class T, int W, bool RELU> __device__ __forceinline__ void add_forward
   }
 }
 
-// The gradient behind the ReLU (all of dy without one) to one or two targets; null: nobody asks. adds: 1 to da, 2 to db, what is there stays.
+// The gradient before the ReLU (all of dy without one) to one or two targets; null: not wanted. adds: bit 0 adds to da, bit 1 to db.
 template <class T, int W, bool RELU>
 __device__ __forceinline__ void add_backward(const T* y, const T* dy, T* da, T* db, int32_t adds, int64_t packs) {
   for (int64_t p = first_item(); p < packs; p += item_step()) {

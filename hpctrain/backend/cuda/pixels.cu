@@ -3,7 +3,7 @@
 #include "images.cuh"
 #include "resampling.cuh"
 
-// What is left to do to one image, as WINDOW of pixel_batch.py has it: boxes are [above, below) x [before, behind) of the result.
+// The steps left for one image, as WINDOW of pixels.py: boxes are [above, below) x [before, behind) of the result.
 struct Box {
   int32_t above, below, before, behind;
   __device__ __forceinline__ bool has_row(int y) const { return y >= above && y < below; }

@@ -1,5 +1,5 @@
 // Max and average pooling over (N, H, W, C). Backward gathers: each element of dx looks at the windows that hold it, rows and
-// then columns ascending, so that sums have one order and nobody writes where another does.
+// then columns ascending, so that sums have one order and no two threads write to one place.
 #include "images.cuh"
 
 // One dim of a window over an image: output o reads position o * stride - before + tap * dilation through each tap.

@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_interpolation(int32_t* entry, int index, i
   const double place = exact_difference(exact_product(scale, exact_sum(double(index), 0.5)), 0.5);
   const int before = place < 0 ? -1 : int(place);
   const bool inside = before >= 0 && before < size - 1;
-  // To nearest even: the sum with 1.5 * 2^52 has no digits behind the point.
+  // To nearest even: the sum with 1.5 * 2^52 has no digits after the point.
   const double second = exact_product(exact_difference(place, double(before)), double(1 << INTERPOLATION_BITS)), whole = 6755399441055744.0;
   const int weight = inside ? int(exact_difference(exact_sum(second, whole), whole)) : 0;
   entry[0] = before < 0 ? 0 : before < size ? before : size - 1;

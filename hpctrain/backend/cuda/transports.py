@@ -196,10 +196,10 @@ class CudaMessages:
         return CudaMark(self._pool, self._runtime.stream)
 
     def group_fault(self) -> str | None:
-        return self._runtime.device.groups.fault()
+        return self._runtime.device.link_fault()
 
     def join(self, peers: Peers) -> CudaGroup:
         if self._stream is None:
             self._stream = self._runtime.device.stream("between devices")
-        links = self._runtime.device.groups.join(peers, self._stream)
+        links = self._runtime.device.join(peers, self._stream)
         return CudaGroup(self._runtime, links, self._stream, self._pool)

@@ -491,9 +491,9 @@ def test_slices_of_a_gpu_are_joined_by_an_nccl_that_tells_them_apart(load: Load,
     """An older NCCL refuses two ranks with one PCI bus only when it is too late to choose another transport."""
     module, fake = load()
     fake.nccl_version = version
-    assert module.CupyDevice().groups.fault() is None
+    assert module.CupyDevice().link_fault() is None
     fake.name = "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
-    told = module.CupyDevice().groups.fault()
+    told = module.CupyDevice().link_fault()
     assert told == fault if fault is None else told.startswith(fault)
 
 
@@ -546,7 +546,7 @@ def test_a_group_of_one_brings_what_it_has(load: Load, emulated_device: Emulated
 def test_messages_and_bits_move_as_bytes(load: Load) -> None:
     module, fake = load()
     device = module.CupyDevice()
-    links = device.groups.join(_Peers(0), device.stream("between"))
+    links = device.join(_Peers(0), device.stream("between"))
     array = device.allocate(6).view("bfloat16")
     with links.together():
         links.send(array, 1)
@@ -563,21 +563,21 @@ def test_what_nccl_refuses_is_one_sentence(call: str, load: Load) -> None:
     with pytest.raises(
         BackendError, match=r"^NCCL does not join the GPUs of these 2 ranks \(NCCL_ERROR.*; set transport to staged\.$"
     ):
-        device.groups.join(_Peers(0), device.stream("between"))
+        device.join(_Peers(0), device.stream("between"))
 
 
 def test_all_hear_that_the_first_has_no_number(load: Load) -> None:
     module, _ = load()
     device = module.CupyDevice()
     with pytest.raises(BackendError, match=r"ranks \(no network\); set transport"):
-        device.groups.join(_Peers(1, (None, "no network")), device.stream("between"))
+        device.join(_Peers(1, (None, "no network")), device.stream("between"))
 
 
 def test_nccl_that_is_not_there_is_told(load: Load) -> None:
     module, _ = load(without_nccl=True)
-    assert module.CupyDevice().groups.fault().startswith("CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12")
+    assert module.CupyDevice().link_fault().startswith("CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12")
     module, _ = load()
-    assert module.CupyDevice().groups.fault() is None
+    assert module.CupyDevice().link_fault() is None
 
 
 def test_nccl_of_a_wheel_is_loaded_first(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
