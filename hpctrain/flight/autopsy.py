@@ -293,10 +293,9 @@ def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
     others = [record for record in records if record.rank in latest and record.rank not in entered]
     if not others:
         return ()
-    were = ", ".join(dict.fromkeys(f"in {place(record)}" for record in others))
-    return (
-        f"Only {named(entered)} entered {phase}; {named([record.rank for record in others])} {'was' if len(others) == 1 else 'were'} {were}.",
-    )
+    places = ", ".join(dict.fromkeys(f"in {place(record)}" for record in others))
+    behind = f"{named([record.rank for record in others])} {'was' if len(others) == 1 else 'were'} {places}"
+    return (f"Only {named(entered)} entered {phase}; {behind}.",)
 
 
 def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
