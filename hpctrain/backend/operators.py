@@ -150,7 +150,7 @@ class Operator(ABC):
     All but the computation is fixed at construction, so that memory can be planned; `bind` then provides the memory. An operator
     declares what else it can do (work in place, add to gradients, start early ...) by inheriting from the abilities below.
 
-    Other attributes: spec: what it computes. stands_in_because: why a kernel set took another set's operator, for reports; empty
+    Other attributes: spec: what it computes. fallback_reason: why a kernel set took another set's operator, for reports; empty
     for an operator of its own.
     """
 
@@ -162,7 +162,7 @@ class Operator(ABC):
     saved_bytes: int = 0
     scratch_bytes: int = 0
     buffers: Buffers
-    stands_in_because: str = ""
+    fallback_reason: str = ""
 
     def bind(self, buffers: Buffers) -> None:
         """Take the buffers and build everything that a step will use (views, argument lists)."""
