@@ -153,7 +153,7 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
 
 Mode = Literal["weak", "strong"]
 
-_MOST_LEVEL_LABELS = 6  # of an axis; more stand aslant
+_MOST_LEVEL_LABELS = 6  # labels of an axis; more are rotated
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
     except ImportError:
         return None
     matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # else a $ in a name would begin a formula
+    matplotlib.rcParams["text.parse_math"] = False  # otherwise a $ in a name begins a formula
     from matplotlib import pyplot
 
     figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")

@@ -36,7 +36,7 @@ from hpctrain.planner.search_space import SearchSpace, grid_shapes
 from hpctrain.storage.atomic_write import check_target
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_COLUMNS = 80  # where there is no terminal, as under mpiexec
+_COLUMNS = 80  # without a terminal, as under mpiexec
 
 
 def run_calibration(world: Communicator, threads: int, seconds: float, out: Path, deadline_seconds: float) -> Machine:
@@ -68,7 +68,7 @@ def facts_here() -> RankFacts:
 
 def print_machine(machine: Machine) -> None:
     """Print a table of every number of a machine and its source; a source that repeats is printed once."""
-    from rich.table import Table  # not for the trainings that take facts from here
+    from rich.table import Table  # imported here, as trainings use this module without it
 
     from hpctrain.core.console import PlainConsole
 
@@ -103,7 +103,7 @@ def _lines(machine: Machine) -> list[tuple[str, str]]:
         rate = machine.rates[kind]
         slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
         speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us a call{slowed}"
+        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{slowed}"
         lines.append((f"rates.{kind}", speed))
     return lines
 
@@ -111,7 +111,7 @@ def _lines(machine: Machine) -> list[tuple[str, str]]:
 def _link_lines(link: Link) -> list[tuple[str, str]]:
     lines = []
     for one in link.segments:
-        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time a byte"
+        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time per byte"
         unattended = "" if one.unattended_bytes is None else f", {one.unattended_bytes / 1024:.0f} KiB between polls"
         polls = f", {one.polls} polls before" if one.polls else ""
         begin = f"{one.from_bytes / 1024:g} KiB"

@@ -198,7 +198,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
     grid.check_overlap(config, sample, plan)
-    if plan.rows == 1:  # a run distributes nothing then
+    if plan.rows == 1:  # a run then splits nothing
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
@@ -220,7 +220,7 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
     shape = (height, width, int(options.get("channels_in", channels)))
     steps = [(step.name, step.options) for step in config.data.augment]
     flat = np.zeros(shape[2])
-    with suppress(ShapeError):  # crops of larger images than the model's: they end at what the model is meant for
+    with suppress(ShapeError):  # crops that need larger images than the model's keep the model's own shape
         pipeline = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype)
         shape = of_largest(config, pipeline).output_shape(*shape)
     return shape, int(options.get("classes", 1))
@@ -229,8 +229,8 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
 def _assumption(config: Config, image: Image, classes: int) -> str:
     height, width, channels = image
     return (
-        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes, "
-        f"the model's own where --image and --classes do not say; the file's will count once it is there."
+        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes "
+        f"(the model's own, unless --image and --classes are given); the values of the file are used once it exists."
     )
 
 
@@ -268,8 +268,8 @@ def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int,
     return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
 
 
-# Averagers that send other arrays than those of their schedule's slices, as the steps go.
-_UNTOLD = ("lazy", "sparse")
+# Averagers whose messages differ from the slices of their schedule, and change from step to step.
+_OTHER_MESSAGES = ("lazy", "sparse")
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Planne
 def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[int, ...] | None:
     in_levels = any(group.order is not None for group in averaged)
     by_device = task.config.transport in ("mpi", "nccl")
-    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _UNTOLD:
+    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _OTHER_MESSAGES:
         return None
     item = item_bytes(parameter_dtype(task.config.dtype))
     of_groups = [mirror_bytes(group, item) for group in averaged]

@@ -340,6 +340,8 @@ def _flying(events: Events, window: Intervals) -> Intervals:
 
 
 _KINDS = ("layer", "communication", "work")
+_PHASES = ("forward", "parameters", "input")
+_MEASURED = (*_PHASES, "communication", "hidden", "exposed", "messages", "delay")
 
 
 def _add(rows: dict[str, dict[str, float]], name: str, kind: str, column: str, value: float) -> None:
@@ -353,35 +355,19 @@ def _ordered(rows: Iterable[Row]) -> list[Row]:
 
 
 def _row(name: str, values: Mapping[str, float], per_step: float) -> Row:
-    phases = {phase: values.get(phase, 0.0) * per_step for phase in ("forward", "parameters", "input")}
+    seconds = {f"{column}_seconds": values.get(column, 0.0) * per_step for column in _MEASURED}
     return Row(
         name,
         _KINDS[int(values["kind"])],
-        compute_seconds=values.get("compute", 0.0) * per_step + sum(phases.values()),
-        forward_seconds=phases["forward"],
-        parameters_seconds=phases["parameters"],
-        input_seconds=phases["input"],
-        communication_seconds=values.get("communication", 0.0) * per_step,
-        hidden_seconds=values.get("hidden", 0.0) * per_step,
-        exposed_seconds=values.get("exposed", 0.0) * per_step,
+        compute_seconds=values.get("compute", 0.0) * per_step + sum(seconds[f"{phase}_seconds"] for phase in _PHASES),
         operations=values.get("operations", 0.0) * per_step,
-        messages_seconds=values.get("messages", 0.0) * per_step,
-        delay_seconds=values.get("delay", 0.0) * per_step,
+        late=None,
+        **seconds,
     )
 
 
-_COLUMNS = (
-    "compute_seconds",
-    "forward_seconds",
-    "parameters_seconds",
-    "input_seconds",
-    "communication_seconds",
-    "hidden_seconds",
-    "exposed_seconds",
-    "operations",
-    "messages_seconds",
-    "delay_seconds",
-)
+#: columns of numbers
+_COLUMNS = tuple(column.name for column in fields(Row) if column.type == "float")
 
 
 def merge(tables: Sequence[TimeTable], late: Mapping[str, Late], ranks: Sequence[int] | None = None) -> TimeTable:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from threading import get_ident
+from typing import Any
 
 import numpy as np
 
@@ -79,15 +80,8 @@ class Events:
 
     def select(self, chosen: np.ndarray) -> Events:
         """Return the events of a boolean mask or of indices."""
-        return replace(
-            self,
-            category=self.category[chosen],
-            name=self.name[chosen],
-            track=self.track[chosen],
-            number=self.number[chosen],
-            start_ns=self.start_ns[chosen],
-            stop_ns=self.stop_ns[chosen],
-        )
+        columns: dict[str, Any] = {column: getattr(self, column)[chosen] for column in ("name", "track", *_COLUMNS)}
+        return replace(self, **columns)
 
     def of(self, *categories: Category) -> Events:
         """Return the events of these categories."""

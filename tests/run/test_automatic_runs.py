@@ -425,7 +425,7 @@ def test_one_process_writes_a_machine_and_says_what_it_could_not_measure(tmp_pat
     printed = capsys.readouterr().out
     words = " ".join(printed.split())
     assert "not measured: one node" in words
-    assert "10.0 Gflop/s, 2.0 GB/s, 3 us a call" in words
+    assert "10.0 Gflop/s, 2.0 GB/s, 3 us per call" in words
     assert f"{out}: calibrated in" in words.replace(" .yaml", ".yaml")
 
 

@@ -161,7 +161,7 @@ class SimulatedProcess:
 
     def poll(self) -> Stretch:
         """Poll what is in flight, complete what has ended, and start what may start."""
-        self._attention.look(_tests(self._flying))
+        self._attention.poll(_tests(self._flying))
         debt = self._attention.pay()
         if debt > 0:
             begin = self._loop.now
@@ -244,10 +244,10 @@ class SimulatedProcess:
         self._cores.end_wait(self.place.node_ranks)
         self._attention.end_wait(_tests(self._flying))
 
-    def _look_from_thread(self) -> None:
+    def _poll_from_thread(self) -> None:
         """Poll from the progress thread: messages move, and a second stage begins; nothing completes, unless the thread posts."""
         self._thread_due = False
-        self._attention.look(_tests(self._flying))
+        self._attention.poll(_tests(self._flying))
         if self._attention.attends:
             return
         posts = self._progress is ProgressMode.POSTING
@@ -269,7 +269,7 @@ class SimulatedProcess:
         if self._progress.has_thread and not self._thread_due:
             self._thread_due = True
             passes = math.floor(self._loop.now / INTERVAL_SECONDS * (1 + 1e-12)) + 1
-            self._loop.at(passes * INTERVAL_SECONDS, self._look_from_thread)
+            self._loop.at(passes * INTERVAL_SECONDS, self._poll_from_thread)
 
     # -- a member of meetings ----------------------------------------------------------------------------------------------------
 

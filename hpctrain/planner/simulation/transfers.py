@@ -38,7 +38,7 @@ class Lane:
         self._queue: deque[StageTransfer] = deque()
         self._job: SharedJob | None = None
         self._granted = self._committed = 0.0
-        self._moved_seconds = self._looked_seconds = 0.0
+        self._moved_seconds = self._polled_seconds = 0.0
         self._tests = 1.0
 
     def enter(self, sender: StageTransfer) -> None:
@@ -84,16 +84,16 @@ class Lane:
         self._committed = max(0.0, self._committed - moved)
         return moved
 
-    def look(self, tests: int = 1) -> None:
+    def poll(self, tests: int = 1) -> None:
         """Note a poll of the rank's program. tests: number of tested operations; further ones let a little more move."""
         self._tests = 1 + _FURTHER_TEST * (tests - 1)
-        self._looked_seconds = self._moved_seconds
+        self._polled_seconds = self._moved_seconds
         if self._job is not None:
-            self._looked_seconds += self._granted - self._resource.remaining(self._job)
+            self._polled_seconds += self._granted - self._resource.remaining(self._job)
 
     def allowed(self, unattended_seconds: float) -> float:
         """Return the seconds that may still move before the next poll, if `unattended_seconds` may move after one test."""
-        return self._looked_seconds + self._tests * unattended_seconds - self._moved_seconds
+        return self._polled_seconds + self._tests * unattended_seconds - self._moved_seconds
 
     def _end(self) -> None:
         self._job = None
@@ -164,7 +164,7 @@ class StageTransfer:
 
     # -- polls -------------------------------------------------------------------------------------------------------------------
 
-    def look(self, tests: int = 1) -> None:
+    def poll(self, tests: int = 1) -> None:
         """Continue what was blocked, at a poll with this many tests."""
         if not self._blocked:
             return
@@ -184,7 +184,7 @@ class StageTransfer:
         """Begin a wait of the rank: nothing is blocked."""
         self._polls_left = min(1, self._polls_left)  # a wait tests again at once
         if self._blocked:
-            self.look()
+            self.poll()
         elif self._lane.sends(self):
             self._progress(self._lane.withdraw(), attended=False)
             self.send()
@@ -310,13 +310,13 @@ class Attention:
         """Remove a complete transfer."""
         self._restricted.pop(transfer, None)
 
-    def look(self, tests: int = 1) -> None:
+    def poll(self, tests: int = 1) -> None:
         """Poll. tests: operations in flight, each of which is tested."""
         if self._restricted and not self.attends:
             self._mark(tests)
             blocked, self._blocked = self._blocked, []
             for transfer in blocked:
-                transfer.look(tests)
+                transfer.poll(tests)
 
     def begin_wait(self) -> None:
         """Poll all the time from now on."""
@@ -348,4 +348,4 @@ class Attention:
 
     def _mark(self, tests: int) -> None:
         for lane in self._lanes:
-            lane.look(tests)
+            lane.poll(tests)

@@ -197,7 +197,7 @@ def test_the_transport_takes_so_much_between_looks_of_all_messages_together() ->
         lane.enter(message)
     allowed: list[float] = []
     loop.at(2.0, lambda: allowed.append(lane.allowed(5.0)))  # the second is under way: it counts once it has moved
-    loop.at(2.5, lane.look)
+    loop.at(2.5, lane.poll)
     loop.at(4.0, lambda: allowed.append(lane.allowed(5.0)))
     loop.run()
     assert allowed == pytest.approx([4.0, 4.5])
@@ -258,7 +258,7 @@ def _end(
     transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
     attention.add(transfer, lane)
     for look in looks:
-        loop.at(look, attention.look)
+        loop.at(look, attention.poll)
     if waits_from is not None:
         loop.at(waits_from, attention.begin_wait)
     transfer.begin()
@@ -326,7 +326,7 @@ def test_an_ended_wait_leaves_a_round_under_way() -> None:
     loop.at(
         2.5, attention.end_wait
     )  # in the third of four rounds of a second, which ends at 3; the fourth begins at the next look
-    loop.at(9.0, attention.look)
+    loop.at(9.0, attention.poll)
     loop.run()
     assert ends == pytest.approx([10.0])
 
@@ -338,10 +338,10 @@ def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
     transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
     attention.add(transfer, lane)
     transfer.begin()  # moves 0.5
-    loop.at(2.0, lambda: attention.look(3))  # three operations are tested: 0.5 for the first, and 2 * 0.78 * 0.5 more
-    loop.at(10.0, lambda: attention.look(4))  # 1.67 more
-    loop.at(20.0, attention.look)  # one: 0.5 more
-    loop.at(30.0, attention.look)  # the last 0.05
+    loop.at(2.0, lambda: attention.poll(3))  # three operations are tested: 0.5 for the first, and 2 * 0.78 * 0.5 more
+    loop.at(10.0, lambda: attention.poll(4))  # 1.67 more
+    loop.at(20.0, attention.poll)  # one: 0.5 more
+    loop.at(30.0, attention.poll)  # the last 0.05
     loop.run()
     assert ends == [pytest.approx(30.05)]
 
