@@ -1,9 +1,9 @@
-"""A thread that never computes, and ends the job where nothing moves any more: a data read, a kernel, an evaluation that hangs.
+"""A thread that never computes, and ends the job if nothing moves any more, as in a data read, a kernel or an evaluation.
 
-Waits among the ranks have a deadline of their own; but where all ranks hang alike, or one of them before it posts what the others
-wait for, nobody waits, or only those that are not to blame. Time is counted in ticks of the thread, so a job that a scheduler has
-suspended for an hour is an hour older, but has not been stuck for one. The thread also watches the keeper: a stopped keeper could
-not report the end of this rank to the launcher.
+Waits among ranks have their own deadline. But if all ranks hang alike, or one hangs before it posts what the others wait for,
+then no rank waits, or only ranks that are not to blame. Time is counted in ticks of the thread: a job that a scheduler suspended
+for an hour has not been stuck for an hour. The thread also watches the keeper, because a stopped keeper could not report the end
+of this rank to the launcher.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hpctrain.launch.process_end import DEADLINE, End
 
 _LONGEST_TICK_SECONDS = 1.0
 _TICKS_OF_A_DEADLINE = 20
-# A thread that holds the interpreter's lock and hangs keeps this one from running. Then the pulse stands still, and the keeper
-# ends the process, a little later than this one would.
+# A thread that hangs and holds the interpreter's lock keeps this one from running. Then the pulse stands still, and the keeper
+# ends the process, a little later than this thread would.
 _LATER_SECONDS = 5.0
 
 
@@ -80,7 +80,7 @@ class Heartbeat:
         self._still_seconds = 0.0 if moved else before + self._tick_seconds
         self._recorder.looked(moved=moved)
         if self._reaches_half(before, self._still_seconds) or self._reaches_half(*self._waited()):
-            self._recorder.flush()  # others may soon want to know, on other nodes, too
+            self._recorder.flush()  # other nodes may soon read the record
         if self._still_seconds >= self._deadline_seconds:
             self._give_up()
         if self._pulse.look_at_keeper(self._tick_seconds):

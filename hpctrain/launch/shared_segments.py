@@ -1,12 +1,12 @@
-"""Segments of shared memory that dead processes of one's own jobs have left on this machine: remembered by name, and removed.
+"""Remove segments of shared memory that dead processes of the user's own jobs left on this machine.
 
-MPIs keep messages between ranks of a node in files of /dev/shm, which are memory. A job that ends in order removes them; one that
-is killed may leave them until the machine restarts. Whose the files there are cannot be told from outside; so each rank writes
-down those that it has mapped, in a file beside them, and the next job of the same user removes those of dead ranks alone.
+MPI libraries keep messages between ranks of a node in files of /dev/shm, which are memory. A job that ends in order removes them;
+one that is killed may leave them until the machine restarts. The files do not show who made them. So each rank records the
+segments it has mapped, in a file next to them, and the next job of the same user removes those of dead ranks only.
 
-A rank that is killed while MPI starts has mapped segments that it could not write down. So it says before that MPI starts; where
-it is dead and has said no more, files that only MPIs call so, that were made in the time of such a start, and that no process
-has mapped, are its own.
+A rank that is killed while MPI starts has mapped segments that it could not record. So it first records that MPI starts. If such
+a rank is dead and has recorded nothing else, files with MPI's names that were made during such a start, and that no process has
+mapped, are taken to be its segments.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.core.text import counted
 from hpctrain.launch.processes import process_namespace as _namespace
 from hpctrain.launch.processes import start_ticks as _begun
 
 MEMORY = Path("/dev/shm")
 
-#: begins of the names that MPICH, Open MPI, UCX, PSM and Intel MPI give to segments
+#: beginnings of the names of segments of MPICH, Open MPI, UCX, PSM and Intel MPI
 _OF_MPI = ("mpich", "sm_segment.", "vader_segment.", "ucx_shm_posix", "psm2_shm", "psm3_shm", "Intel_MPI")
-#: that MPI takes to start, with room to spare; later files are of others
+#: longest start of MPI, with a margin; later files belong to other processes
 _START_NS = 120 * 10**9
 _STARTS = "MPI starts"
 
@@ -39,9 +40,8 @@ class Removed:
     n_bytes: int = 0
 
     def __str__(self) -> str:
-        noun = "segment" if self.count == 1 else "segments"
         size = f"{self.n_bytes / 1e6:,.1f} MB"
-        return f"removed {self.count} {noun} of shared memory ({size}) that killed jobs of yours have left here"
+        return f"removed {counted(self.count, 'segment')} of shared memory ({size}) that killed jobs of yours have left here"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _entries(memory: Path) -> Iterator[_Entry]:
         return
     for file in folder.iterdir():
         namespace, *lines = file.read_text().splitlines() or [""]
-        if namespace == _namespace():  # of others, as in a container beside this one, nobody here can tell who lives
+        if namespace == _namespace():  # of others, such as another container's, it is unknown who is alive
             number, _, begun = file.name.removeprefix(".").partition("-")
             starts = [int(line.removeprefix(_STARTS)) for line in lines if line.startswith(_STARTS)]
             segments = tuple(Path(line) for line in lines if not line.startswith(_STARTS))

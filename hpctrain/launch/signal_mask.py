@@ -1,6 +1,6 @@
-"""The signals that a process that computes holds back, and the mask that does it.
+"""The signals that a process that computes holds back, and the mask for them.
 
-Imports next to nothing: until the mask is set, a signal ends the process without a word.
+Imports almost nothing: until the mask is set, a signal ends the process without a word.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from signal import Signals
 
 #: ask for the end of the run with a checkpoint
 STOPS = (Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP)
-#: prints the stacks of all threads; the run goes on
+#: prints the stacks of all threads; the run continues
 STACKS = Signals.SIGUSR2
-# Mean nothing to a run, and must not end it either.
+# Mean nothing to a run, and must not end it.
 _DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 HELD = (*STOPS, STACKS, *_DROPPED)
-#: in a program of the user's own, to which the others may mean something
+#: in a user's own program, which may use the others
 OF_PROGRAMS = (*STOPS, STACKS)
 
 

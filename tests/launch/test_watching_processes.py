@@ -86,7 +86,7 @@ def test_a_request_is_passed_on_once_as_one_that_all_launchers_pass_on(number: s
     heard = [line for line in outcome.stdout.splitlines() if line.startswith("heard")]
     assert heard == ["heard SIGUSR1"], outcome.output
     assert outcome.stdout.endswith(f"85 {number}\n")
-    assert f"{number} received: the training saves and ends, and is not started again" in outcome.stdout
+    assert f"{number} received: the training saves a checkpoint and ends, and is not restarted" in outcome.stdout
 
 
 def test_an_interrupt_behind_a_request_is_passed_on_too() -> None:
@@ -171,7 +171,7 @@ _TELLS = ({"OMPI_MCA_mpi_ft_enable": "1"}, {"MPI_LOCALNRANKS": "1"})
         (_RECORDS + "os._exit(1)", {}, 1, f"/latest: 1\nhpctrain: {_UNSAID.format(1)}"),
         (_RECORDS + "os._exit(130)", {}, 130, "/latest: 2\n"),
         (_RECORDS + "finished()", {}, 0, ""),
-        (_RECORDS + "finished(); sys.exit(keeper.said)", {"HPCTRAIN_KEEPER": "0"}, 0, ""),
+        (_RECORDS + "finished(); sys.exit(keeper.sender)", {"HPCTRAIN_KEEPER": "0"}, 0, ""),
         ("os.kill(started, signal.SIGSTOP); time.sleep(0.1); finished(); print('never')", {}, -9, ""),
     ],
 )
