@@ -124,7 +124,7 @@ class _Asked:
         return self.deadline_seconds if self.deadline_seconds > 0 else _DEADLINE_SECONDS
 
     def facts(self) -> dict[str, object]:
-        """Those that are the same on all ranks."""
+        """Return those that are the same on all ranks."""
         alike = ("batch", "rows", "cols", "progress", "deadline_seconds", "signals")
         return {name: getattr(self, name) for name in alike} | {"automatic": self.automatic is not None}
 
@@ -141,7 +141,7 @@ class _Asked:
 
 
 def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> Job:
-    """The job of a process. What is wrong is said once all can hear it: a rank alone with an error would leave others waiting."""
+    """Return the job of a process. Errors are raised once all ranks can raise them: one rank alone would leave others waiting."""
     launcher = process.launcher
     world = process.start_world(asked.limit_seconds)
     if launcher.starts_mpi or asked.flight is not None:
@@ -185,18 +185,18 @@ def _finishing(job: Job) -> Iterator[None]:
 
 
 def _program() -> Path | None:
-    """The file of the program, where it is one."""
+    """Return the file of the program, where it is one."""
     name = getattr(sys.modules["__main__"], "__file__", None)
     return Path(name) if name is not None and Path(name).is_file() else None
 
 
 def _alone(process: JobProcess) -> contextlib.AbstractContextManager[object]:
-    """A context that ends a lone process in good order, whatever leaves the block; under a launcher an abort does."""
+    """Return a context that ends a lone process in good order, whatever leaves the block; under a launcher an abort does."""
     return contextlib.nullcontext() if process.launcher.starts_mpi else process.exits
 
 
 def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communicator) -> None:
-    """Flight records from now on, where they are wanted and there is room; a training goes on without them. Collective."""
+    """Keep flight records if they are wanted and there is room; a training continues without them. Collective."""
     target = None if directory is None else raise_on_all_ranks(world, lambda: path_of(directory))
     sentence = None
     try:
@@ -212,7 +212,7 @@ def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communica
 
 
 def model(name: str, **options: Any) -> Layer:
-    """A model of the catalogue, such as "resnet18" (`hpctrain list models`).
+    """Return a model of the catalogue, such as "resnet18" (`hpctrain list models`).
 
     Raises:
         ConfigError: no such name, or an option that is wrong.
@@ -223,7 +223,7 @@ def model(name: str, **options: Any) -> Layer:
 def schedule(
     name: str, *, base_lr: float, epochs: int, steps_per_epoch: int, warmup_epochs: float = 0.0, **options: Any
 ) -> LearningRateSchedule:
-    """A learning-rate schedule, such as "cosine": `lr(step)` gives the rate of a step.
+    """Return a learning-rate schedule, such as "cosine": `lr(step)` gives the rate of a step.
 
     Raises:
         ConfigError: no such name, or an option that is wrong.

@@ -37,7 +37,7 @@ _HOST_SETS = 'or backend to "onednn" or "numpy"'
 
 
 def device_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each option that the configured backend, cuda, does not take, or that others do not."""
+    """Yield (key path, sentence) of each option that the configured backend, cuda, does not take, or that others do not."""
     if config.backend == "cuda":
         yield from _faults(config)
     elif config.backend != "auto" and config.transport != "auto":
@@ -71,17 +71,17 @@ def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def transport_fault(transport: str) -> str:
-    """The sentence that refuses a way between GPUs where none compute."""
+    """Return the sentence that refuses a way between GPUs where none compute."""
     return f'transport is {transport}, which is a way between GPUs; set it to auto, or backend to "cuda".'
 
 
 def sparse_fault() -> str:
-    """The sentence that refuses NCCL beside an averager that chooses what travels on the host."""
+    """Return the sentence that refuses NCCL beside an averager that chooses what travels on the host."""
     return "transport is nccl, but averager sparse chooses on the host what travels; set transport to auto, staged or mpi."
 
 
 def shrink_fault() -> str:
-    """The sentence that refuses NCCL where a run is to go on without lost ranks."""
+    """Return the sentence that refuses NCCL where a run is to go on without lost ranks."""
     return (
         "transport is nccl, whose operations do not end when a rank is lost, and on_lost_rank is shrink; set transport to "
         "staged, or on_lost_rank to stop."
@@ -89,7 +89,7 @@ def shrink_fault() -> str:
 
 
 def mixing_fault(kernels: str) -> str:
-    """The sentence that refuses mixed images beside a kernel set whose loss takes one label of each sample."""
+    """Return the sentence that refuses mixed images beside a kernel set whose loss takes one label of each sample."""
     return (
         f"data.mixing mixes the labels of images, which the loss of backend {kernels} does not take so far; set "
         f"data.mixing.mixup and data.mixing.cutmix to 0, {_HOST_SETS}."
@@ -97,7 +97,7 @@ def mixing_fault(kernels: str) -> str:
 
 
 def progress_fault(mode: str) -> str:
-    """The sentence that refuses a thread for messages beside a device, whose work one thread enqueues."""
+    """Return the sentence that refuses a thread for messages beside a device, whose work one thread enqueues."""
     return (
         f"progress is {mode}, but one thread enqueues the work of backend cuda, copies of what travels included, and its kernels "
         f"need no core; set progress to auto or test, {_HOST_SETS}."
@@ -105,7 +105,7 @@ def progress_fault(mode: str) -> str:
 
 
 def wire_fault(wire: str) -> str:
-    """The sentence that refuses parameters in 16 bits beside a device."""
+    """Return the sentence that refuses parameters in 16 bits beside a device."""
     return (
         f"averager.wire_parameters is {wire}, but on backend cuda parameters travel as they are so far; set it to float32, "
         f"{_HOST_SETS}."
@@ -120,7 +120,7 @@ _THREADS_FAULT = (
 
 
 def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each value that `exact` does not take; those of averagers are found where these are made."""
+    """Yield (key path, sentence) of each value that `exact` does not take; those of averagers are found where these are made."""
     if config.exact.shards is None:
         return
     for section in config.automatic:
@@ -140,7 +140,7 @@ def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _open_fault(section: str) -> str:
-    """The sentence that refuses a section whose values would follow from the number of ranks."""
+    """Return the sentence that refuses a section whose values would follow from the number of ranks."""
     return f"{section} is auto, which chooses by the ranks, but exact.shards asks for the same bits on any; write {section} out."
 
 
@@ -156,7 +156,7 @@ def check_names(config: Config, source: Source) -> None:
 
 
 def refusal(path: KeyPath, name: str) -> str | None:
-    """The sentence that refuses the name of a section; None where its registry has it."""
+    """Return the sentence that refuses the name of a section; None where its registry has it."""
     try:
         choice(kind_of(path), name)
     except ConfigError as error:
@@ -165,7 +165,7 @@ def refusal(path: KeyPath, name: str) -> str | None:
 
 
 def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each value that does not fit another one."""
+    """Yield (key path, sentence) of each value that does not fit another one."""
     batch, epochs = config.batch, config.epochs
     yield from _grid_faults(config)
     yield from _init_faults(config)
@@ -192,7 +192,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each measure that no evaluation gives."""
+    """Yield (key path, sentence) of each measure that no evaluation gives."""
     stop = config.early_stop
     if stop.patience is not None and config.data.test is None:
         yield ("early_stop", "patience"), "early_stop.patience needs evaluations, but data.test is not set; give it, or set null."
@@ -212,7 +212,7 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of patterns that have nothing to work on."""
+    """Yield (key path, sentence) of patterns that have nothing to work on."""
     init = config.init
     if init.ignore and init.weights is None:
         yield ("init", "ignore"), "init.ignore is given, but init.weights names no file of which something could be left out."
@@ -235,7 +235,7 @@ def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of what is wrong with the grid and its plan, whatever the number of ranks."""
+    """Yield (key path, sentence) of what is wrong with the grid and its plan, whatever the number of ranks."""
     cols = config.grid.cols or 1
     for path, attempt in (
         (("batch",), partial(grid.check_batch, config.batch, config.grid.rows, cols)),
@@ -257,7 +257,7 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of patterns of `grid.overlap` that serve no layer, whatever the images' size."""
+    """Yield (key path, sentence) of patterns of `grid.overlap` that serve no layer, whatever the images' size."""
     graph = grid.model_graph(config)
     try:
         faults = () if graph is None else tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
@@ -269,7 +269,7 @@ def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each name and option that its registry refuses."""
+    """Yield (key path, sentence) of each name and option that its registry refuses."""
     model, optimizer = config.model, config.optimizer
     yield from _fault(("model",), model, lambda: catalogue.build(model.name, model.options))
     yield from _fault(("optimizer",), optimizer, lambda: OPTIMIZERS.create(optimizer.name, optimizer.options))
@@ -287,7 +287,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _order_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each list of augmentations of which one cannot stand at its place."""
+    """Yield (key path, sentence) of each list of augmentations of which one cannot stand at its place."""
     for key in ("augment", "evaluate_augment"):
         try:
             steps = [AUGMENTATIONS.create(step.name, step.options) for step in getattr(config.data, key)]
@@ -300,7 +300,7 @@ def _order_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _automatic_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each option of a strategy that is still to be chosen."""
+    """Yield (key path, sentence) of each option of a strategy that is still to be chosen."""
     for option in config.averager.options:
         yield (
             ("averager", option),
@@ -310,7 +310,7 @@ def _automatic_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _optimizer(config: Config) -> Optimizer:
-    """The configured one; any, where that has a fault, which is told at its own place."""
+    """Return the configured one; any, where that has a fault, which is told at its own place."""
     try:
         return OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
     except HpctrainError:
@@ -318,7 +318,7 @@ def _optimizer(config: Config) -> Optimizer:
 
 
 def _make_strategy(config: Config) -> None:
-    """Over no parameters and on one rank: what is refused depends on neither."""
+    """Make the strategy for no parameters on one rank: what is refused depends on neither."""
     group = PlannedGroup(
         GroupLayout({}, config.dtype),
         1,
@@ -345,7 +345,7 @@ def _make_schedule(config: Config) -> None:
 
 
 def _fault(path: KeyPath, section: Named, make: Callable[[], object]) -> Iterator[tuple[KeyPath, str]]:
-    """The fault that making what a section names finds, at the option that causes it or else at the name."""
+    """Yield the fault that making what a section names finds, at the option that causes it or else at the name."""
     try:
         choice(kind_of(path), section.name)
         make()

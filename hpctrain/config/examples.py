@@ -17,12 +17,12 @@ _PATTERNS = ("configs/*.yaml", "configs/machines/*.yaml", "jobs/*.sbatch", "jobs
 
 
 def names() -> list[str]:
-    """All examples, as paths below the repository's top, such as "configs/quickstart.yaml"."""
+    """Return all examples, as paths below the repository's top, such as "configs/quickstart.yaml"."""
     return sorted(path.relative_to(_ROOT).as_posix() for pattern in _PATTERNS for path in _ROOT.glob(pattern))
 
 
 def path_of(name: str) -> Path:
-    """The file of an example.
+    """Return the file of an example.
 
     Args:
         name: as `names` gives it, or its last part with or without the ending.
@@ -37,7 +37,7 @@ def path_of(name: str) -> Path:
 
 
 def purpose(name: str) -> str:
-    """The first clause of an example's first comment."""
+    """Return the first clause of an example's first comment."""
     lines = (_ROOT / name).read_text().splitlines()
     comment = itertools.takewhile(_is_text, itertools.dropwhile(lambda line: not _is_text(line), lines))
     return re.split(r"[.:](?: |$)", " ".join(line.lstrip("# ") for line in comment))[0]

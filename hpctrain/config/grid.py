@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def model_options(config: Config, classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Those of the configuration, with what the data and the batch_norm section say where it is silent.
+    """Return those of the configuration, with what the data and the batch_norm section say where it is silent.
 
     classes, image_shape: of the data, (H, W, C).
     """
@@ -39,12 +39,12 @@ def model_options(config: Config, classes: int, image_shape: tuple[int, int, int
 
 
 def columns(config: Config, ranks: int) -> int:
-    """Pc in a world of `ranks` ranks."""
+    """Return Pc in a world of `ranks` ranks."""
     return config.grid.cols if config.grid.cols is not None else max(1, ranks // config.grid.rows)
 
 
 def parallel_plan(config: Config, cols: int) -> ParallelPlan:
-    """The parallelism of each layer.
+    """Return the parallelism of each layer.
 
     Raises:
         ConfigError: tiles that do not multiply to `grid.rows`.
@@ -57,13 +57,13 @@ def parallel_plan(config: Config, cols: int) -> ParallelPlan:
 
 
 def layer_names(config: Config) -> tuple[str, ...]:
-    """Dotted names of the model's layers, which no image's size changes; none where the model itself has a fault."""
+    """Return the dotted names of the model's layers, which image sizes do not change; none if the model has a fault."""
     graph = model_graph(config)
     return () if graph is None else tuple(node.name for node in graph.nodes)
 
 
 def splits_parameters(config: Config) -> bool:
-    """True where each rank of a split group holds a part of some parameters; False where model or plan have a fault."""
+    """Return whether each rank of a split group holds a part of some parameters; False where model or plan have a fault."""
     graph = model_graph(config)
     if graph is None or config.grid.rows == 1:
         return False
@@ -78,7 +78,7 @@ def splits_parameters(config: Config) -> bool:
 
 
 def model_graph(config: Config, side: int | None = None, *, refuses: bool = False) -> Graph | None:
-    """The model for one image of its usual size, or of side x side; None where the model has a fault.
+    """Return the model for one image of its usual size, or of side x side; None where the model has a fault.
 
     Raises:
         HpctrainError: the fault, where `refuses`.
@@ -106,7 +106,7 @@ class OverlapOutcome:
 
 
 def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
-    """Layers that the plan wants in parts: those that can be, and why others cannot. graph: the model for one image."""
+    """Return layers that the plan wants in parts: those that can be, and why others cannot. graph: the model for one image."""
     if plan.rows == 1:
         return OverlapOutcome((), {})
     undivided = partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).undivided
@@ -115,7 +115,7 @@ def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
 
 
 def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator[tuple[int, str, bool]]:
-    """(number, sentence, whether other images could change it) of each pattern of `grid.overlap` that serves no layer at all."""
+    """Yield (number, sentence, whether other images could change it) of each pattern of `grid.overlap` that matches in vain."""
     if plan.rows == 1:
         for number, pattern in enumerate(config.grid.overlap):
             sentence = f"grid.overlap names {pattern!r}, but grid.rows is 1, so that no image is split and no halo travels; "
@@ -157,7 +157,7 @@ def check_batch(batch: int, rows: int, cols: int) -> None:
 
 
 def describe(plan: ParallelPlan) -> str:
-    """The grid and its plan in a few words."""
+    """Return the grid and its plan in a few words."""
     grid = f"{plan.rows} x {plan.cols}"
     if plan.rows == 1:
         return grid
@@ -167,6 +167,6 @@ def describe(plan: ParallelPlan) -> str:
 
 
 def with_defaults(config: Config) -> Config:
-    """The configuration with the defaults in the sections that it leaves open: a run on a grid of one row."""
+    """Return the configuration with the defaults in the sections that it leaves open: a run on a grid of one row."""
     defaults = {"grid": GridConfig(), "plan": PlanConfig(), "averager": AveragerConfig()}
     return config.model_copy(update={section: defaults[section] for section in config.automatic})

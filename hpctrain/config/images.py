@@ -34,7 +34,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 
 
 def image_sizes(config: Config) -> ImageSizes | None:
-    """The sizes by epoch; None: training images have one size.
+    """Return the sizes by epoch; None: training images have one size.
 
     Raises:
         ConfigError: sizes that are out of order.
@@ -43,13 +43,13 @@ def image_sizes(config: Config) -> ImageSizes | None:
 
 
 def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
-    """The pipeline of training images of the largest size, for which memory and plans are computed."""
+    """Return the pipeline of training images of the largest size, for which memory and plans are computed."""
     sizes = image_sizes(config)
     return pipeline if sizes is None else pipeline.resized(sizes.largest(config.epochs))
 
 
 def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of sizes that are out of order, or that the model does not take, whatever the data."""
+    """Yield (key path, sentence) of sizes that are out of order, or that the model does not take, whatever the data."""
     fault = first_fault(_steps(config))
     if fault is not None:
         yield ("data", "sizes", fault[0]), f"data.sizes.{fault[0]} {fault[1]}."
@@ -69,7 +69,7 @@ def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:
-    """Nothing, where a network takes images of further shapes (H, W, C), too.
+    """Raise unless a network takes images of these shapes (H, W, C), too.
 
     Raises:
         ShapeError: it does not; the sentence names the shape and the layer.
@@ -89,7 +89,7 @@ def _steps(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 def _least(config: Config, refused: int) -> int | None:
-    """The smallest side above a refused one that the model takes, by halving; None where its own images are no larger."""
+    """Return the smallest side above a refused one that the model takes, by halving; None where its own images are no larger."""
     least = min(catalogue.image_shape(config.model.name)[:2])
     if least <= refused:
         return None
@@ -128,7 +128,7 @@ class Images:
         return self.pipeline.output_shape(*self.file.shape)
 
     def shapes(self, epochs: int) -> tuple[tuple[int, int, int], ...]:
-        """(H, W, C) as the network sees them, of each size that a training of so many epochs comes to, the largest first.
+        """Return (H, W, C) as the network sees them, of each size that a training of `epochs` epochs reaches, the largest first.
 
         Raises:
             ShapeError: stored images that are too small for a size.
@@ -137,7 +137,7 @@ class Images:
 
 
 def open_images(config: Config, split: Split) -> ImageFile:
-    """The configured images of a split, which has some: a file, or what is made up in its place.
+    """Return the configured images of a split, which has some: a file, or what is made up in its place.
 
     Raises:
         DataError: as `ImageFile.open`.
@@ -157,7 +157,7 @@ def configured_splits(config: Config) -> tuple[Split, ...]:
 
 
 def training_images(config: Config, opened: ImageFile, known: DataFacts | None) -> tuple[Images, DataFacts]:
-    """The training set, and what a checkpoint remembers of it.
+    """Return the training set, and what a checkpoint remembers of it.
 
     Args:
         opened: the configured file.
@@ -187,14 +187,14 @@ def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place:
 
 
 def mirrored(images: Images) -> Images:
-    """The mirror images of the same samples."""
+    """Return the mirror images of the same samples."""
     return replace(images, pipeline=images.pipeline.mirrored())
 
 
 def pictures(
     config: Config, data: DataFacts, form: ImageForm, files: Sequence[Path], threads: int, max_pixels: int | None = None
 ) -> Images:
-    """Pictures as evaluation images, their labels all 0, with the classes and the normalisation of `data`.
+    """Return pictures as evaluation images with labels 0 and the classes and normalisation of `data`.
 
     Args:
         form: of a data file's images, that pictures are brought to first. threads: that decode them.
@@ -212,7 +212,7 @@ def pictures(
 
 
 def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
-    """(H, W, C) of training images as the network sees them, the largest where sizes change.
+    """Return (H, W, C) of training images as the network sees them, the largest if sizes change.
 
     config: what it was trained with.
     """
@@ -221,7 +221,7 @@ def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
 
 
 def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> None:
-    """One network reads both: (H, W, C) as they come out of their pipelines.
+    """Raise unless training and test images have one shape (H, W, C) after their pipelines, as one network reads both.
 
     Raises:
         ShapeError: they are two shapes.
@@ -241,7 +241,7 @@ def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) 
 
 
 def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
-    """Augmentation, and normalisation by the mean and deviation of `data`."""
+    """Return the pipeline of augmentation, and of normalisation by the mean and deviation of `data`."""
     mean, std = np.array(data.mean), np.array(data.std)
     if not config.data.normalise:
         mean, std = np.zeros_like(mean), np.ones_like(std)

@@ -23,13 +23,13 @@ from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 
 def dump(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML; `parse(dump(config))` gives an equal one."""
+    """Return the whole configuration, defaults included, as YAML; `parse(dump(config))` gives an equal one."""
     # Not allow_unicode: PyYAML would write U+0085 and its like as line breaks, which fold to spaces when read.
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
 
 
 def keys_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a configuration file."""
+    """Return the JSON schema (draft 2020-12) of a configuration file."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
 
 
@@ -40,7 +40,7 @@ NAMED_LISTS = (("data", "augment"), ("data", "evaluate_augment"), ("metrics", "r
 
 
 def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """The schema of the mapping at a path; None where there is none."""
+    """Return the schema of the mapping at a path; None where there is none."""
     kind: Any = Config
     for part in path:
         if isinstance(part, int):
@@ -52,7 +52,7 @@ def section_at(path: KeyPath) -> type[BaseModel] | None:
 
 
 def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key path of the schema below a mapping's, in order; list items are left out."""
+    """Yield every key path of the schema below a mapping's, in order; list items are left out."""
     section = section_at(path)
     for key in section.model_fields if section is not None else ():
         yield (*path, key)
@@ -60,7 +60,7 @@ def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tuple[KeyPath, str]]:
-    """(key path, sentence) of each fault, in the order of the schema.
+    """Return (key path, sentence) of each fault, in the order of the schema.
 
     A key that is missing because it is misspelt beside is one fault, not two. What a section lacks is not told where its name
     is unknown.
@@ -76,7 +76,7 @@ def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tu
 
 
 def names_in(data: Any) -> Iterator[tuple[KeyPath, str]]:
-    """(path of a section that stands for a registered name, the name) of each in plain data that may not fit the schema."""
+    """Yield (path of a section, the registered name in it) of each in plain data that may not fit the schema."""
     if not isinstance(data, Mapping):
         return
     for key, field in Config.model_fields.items():
@@ -97,7 +97,7 @@ def _name(path: KeyPath, section: Any) -> Iterator[tuple[KeyPath, str]]:
 
 
 def show(value: Any) -> str:
-    """A value as YAML in one line, shortened."""
+    """Return a value as YAML in one line, shortened."""
     if isinstance(value, str):
         value = value[: 2 * _SHOWN_CHARACTERS]
     try:
@@ -114,7 +114,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def nearest_sibling(path: KeyPath) -> str:
-    """'; the nearest known key is "x"' for a key that its mapping does not have; empty where none is near."""
+    """Return '; the nearest known key is "x"' for a key that its mapping lacks; empty if none is near."""
     near = _meant(path) if path else None
     return "" if near is None or near == path else f'; the nearest known key is "{dotted(near)}"'
 
@@ -136,7 +136,7 @@ def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
 
 
 def _items(path: KeyPath) -> int:
-    """How many items the list at a path has."""
+    """Return how many items the list at a path has."""
     section = section_at(path[:-1])
     assert section is not None
     kinds = (section.model_fields[str(path[-1])].annotation, *get_args(section.model_fields[str(path[-1])].annotation))
@@ -144,7 +144,7 @@ def _items(path: KeyPath) -> int:
 
 
 def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
-    """The rule that a value breaks, with the nearest legal one where there is one."""
+    """Return the rule that a value breaks, with the nearest legal one where there is one."""
     context, section = item.get("ctx", {}), section_at(path)
     if item["type"] == "model_type" and section is not None:
         name = "a name or " if issubclass(section, Named) else f"{AUTO} or " if issubclass(section, OpenSection) else ""
@@ -168,14 +168,14 @@ def _meaning(path: KeyPath) -> str:
 
 
 def _meant(path: KeyPath) -> KeyPath | None:
-    """The key of the same mapping that an unknown one is nearest to."""
+    """Return the key of the same mapping that an unknown one is nearest to."""
     section = section_at(path[:-1])
     near = nearest(str(path[-1]), section.model_fields if section is not None else ())
     return None if near is None else (*path[:-1], near)
 
 
 def _nearest_key(path: KeyPath) -> str:
-    """The nearest key of the same mapping, else one of that name elsewhere, else all keys of the mapping."""
+    """Return the nearest key of the same mapping, else one of that name elsewhere, else all keys of the mapping."""
     section = section_at(path[:-1])
     keys = tuple(section.model_fields) if section is not None else ()
     near = _meant(path)
@@ -198,7 +198,7 @@ Refusal = Callable[[KeyPath, str], str | None]
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | None = None) -> tuple[Config, Source]:
-    """The configuration in a YAML file, with overrides such as "optimizer.lr=0.2" (each value is YAML) applied in order.
+    """Return the configuration in a YAML file, with overrides such as "optimizer.lr=0.2" (each value is YAML) applied in order.
 
     Options are not checked here, and names in registries only where the configuration is refused for another reason: `Source`
     gives those who check them the places for their messages.
@@ -222,7 +222,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
 def parse(
     text: str, label: str = "configuration", overrides: Sequence[str] = (), refusal: Refusal | None = None
 ) -> tuple[Config, Source]:
-    """As `load`, from text; `label` stands for the file's path in messages."""
+    """Do the same as `load`, from text; `label` stands for the file's path in messages."""
     data, places = read_yaml(text, label)
     if data is None:
         data, places = {}, {(): label}
@@ -237,7 +237,7 @@ def parse(
 
 
 def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal | None) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, sentence) of each fault: names that no registry knows, then what the schema refuses."""
+    """Yield (key path, sentence) of each fault: names that no registry knows, then what the schema refuses."""
     refused = {} if refusal is None else {path: refusal(path, name) for path, name in names_in(data)}
     unknown = {path: sentence for path, sentence in refused.items() if sentence is not None}
     yield from (((*path, "name"), sentence) for path, sentence in unknown.items())
@@ -246,7 +246,7 @@ def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal 
 
 
 def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
-    """How to keep the keys of a section that an override has replaced as a whole, for a key that is now missing."""
+    """Return how to keep the keys of a section that an override has replaced as a whole, for a key that is now missing."""
     section = path[:-1]
     if not source.places.get(section, "").startswith("override"):
         return ""
@@ -257,14 +257,14 @@ def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
 
 
 def _at(data: Any, path: KeyPath) -> Mapping[str, Any]:
-    """The mapping at a path of plain data; an empty one where there is something else."""
+    """Return the mapping at a path of plain data; an empty one where there is something else."""
     for key in path:
         data = data[key]
     return data if isinstance(data, Mapping) else {}
 
 
 def _override(data: Any, places: dict[KeyPath, str], override: str) -> Any:
-    """The data with one value replaced; notes the override as its place."""
+    """Return the data with one value replaced; notes the override as its place."""
     label = f'override "{override}"'
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
@@ -278,7 +278,7 @@ def _override(data: Any, places: dict[KeyPath, str], override: str) -> Any:
 
 
 def _replaced(data: Any, path: KeyPath, parts: Sequence[str], value: Any, places: dict[KeyPath, str], label: str) -> Any:
-    """`data`, which lies at `path`, with `value` at the keys `parts` below it."""
+    """Return `data`, which lies at `path`, with `value` at the keys `parts` below it."""
     if not parts:
         for known in [known for known in places if known[: len(path)] == path]:
             del places[known]
@@ -306,7 +306,7 @@ def _index(data: Sequence[Any], path: KeyPath, key: str, label: str) -> int:
 
 
 def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any]:
-    """The mapping in which a key is to be set; one that is absent is empty, a name alone is written out."""
+    """Return the mapping in which a key is to be set; one that is absent is empty, a name alone is written out."""
     section = section_at(path)
     if isinstance(data, dict):
         return data
@@ -332,6 +332,6 @@ _WIDEST = 1_000_000  # an override is one line
 
 
 def flow(value: Any) -> str:
-    """YAML in one line."""
+    """Return YAML in one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=_WIDEST)
     return text.removesuffix("\n...\n").strip()

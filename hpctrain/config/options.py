@@ -86,12 +86,12 @@ LISTS = {
 
 
 def kind_of(path: KeyPath) -> str:
-    """The kind of the name at a path of a configuration, such as ("model",) or ("data", "augment", 0)."""
+    """Return the kind of the name at a path of a configuration, such as ("model",) or ("data", "augment", 0)."""
     return SECTIONS[str(path[0])] if len(path) == 1 else LISTS[str(path[0]), str(path[1])]
 
 
 def registry(kind: str) -> Registry[Any]:
-    """The registry of a kind; that of models has the families."""
+    """Return the registry of a kind; that of models has the families."""
     registries: Mapping[str, Registry[Any]] = {
         "models": catalogue.FAMILIES,
         "optimizers": OPTIMIZERS,
@@ -104,12 +104,12 @@ def registry(kind: str) -> Registry[Any]:
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """All of hpctrain's own names of a kind."""
+    """Return all of hpctrain's own names of a kind."""
     return catalogue.names() if kind == "models" else registry(kind).names()
 
 
 def choice(kind: str, name: str) -> Choice:
-    """One name of a kind, which may be a reference to code of the user's.
+    """Return one name of a kind, which may be a reference to code of the user's.
 
     Raises:
         ConfigError: there is no such name or no such code, or an option has the name of a key of the section.
@@ -132,19 +132,19 @@ def choice(kind: str, name: str) -> Choice:
 
 
 def choices(kind: str) -> tuple[Choice, ...]:
-    """All of hpctrain's own names of a kind: models, optimizers, averagers, schedules, augmentations or reporters."""
+    """Return all of hpctrain's own names of a kind: models, optimizers, averagers, schedules, augmentations or reporters."""
     return tuple(choice(kind, name) for name in names(kind))
 
 
 def named(config: Config) -> Iterator[tuple[str, str]]:
-    """(kind, name) of all that a configuration names."""
+    """Yield (kind, name) of all that a configuration names."""
     yield from ((kind, getattr(config, section).name) for section, kind in SECTIONS.items())
     for (outer, key), kind in LISTS.items():
         yield from ((kind, item.name) for item in getattr(getattr(config, outer), key))
 
 
 def filled(config: Config) -> Config:
-    """The same configuration with every option that it leaves to a default; `config` must have passed `check_names`.
+    """Return the same configuration with every option that it leaves to a default; `config` must have passed `check_names`.
 
     Options that follow from the data or from other keys stay out, and so do those that a model's name settles.
     """
@@ -157,7 +157,7 @@ def filled(config: Config) -> Config:
 
 
 def defaults(config: Config) -> dict[str, Any]:
-    """The value of each option that may be left out, by dotted key ("optimizer.momentum"), for what the configuration names."""
+    """Return the default of each option that may be left out, by dotted key ("optimizer.momentum"), for a configuration."""
     return {
         f"{section}.{option}": value
         for section, kind in SECTIONS.items()
@@ -172,7 +172,7 @@ def _defaults(kind: str, name: str) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for what a configuration can hold: no default of a type of the user's."""
+    """Return True for what a configuration can hold: no default of a type of the user's."""
     try:
         plain(value)
     except ValueError:
@@ -226,12 +226,12 @@ def _option(parameter: inspect.Parameter, meaning: str) -> Option:
 
 
 def _sentence(entry: Callable[..., Any]) -> str:
-    """The first paragraph of a docstring, in one line."""
+    """Return the first paragraph of a docstring, in one line."""
     return " ".join((inspect.getdoc(entry) or "").split("\n\n")[0].split())
 
 
 def _meanings(entry: Callable[..., Any]) -> dict[str, str]:
-    """Option -> sentence, from "Args" of a function or of a class and its bases: an option begins its own line."""
+    """Return option -> sentence, from "Args" of a function or of a class and its bases: an option begins its own line."""
     documented = [cls.__doc__ for cls in reversed(entry.__mro__)] if inspect.isclass(entry) else [entry.__doc__]
     return dict(line for text in documented for line in _arguments(inspect.cleandoc(text or "")))
 
@@ -256,7 +256,7 @@ _REFERENCE = {
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12): every key, and for every name its options with types, defaults and meanings."""
+    """Return the JSON schema (draft 2020-12): every key, and for every name its options with types, defaults and meanings."""
     schema = load.keys_schema()
     for section, kind in _KINDS.items():
         name_alone, whole = schema["$defs"][section]["anyOf"]
@@ -266,12 +266,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _all_choices(kind: str) -> tuple[Choice, ...]:
-    """Those that are listed, and the one that leaves the strategy to the start of a run."""
+    """Return those that are listed, and the one that leaves the strategy to the start of a run."""
     return (*choices(kind), *((AUTOMATIC,) if kind == "averagers" else ()))
 
 
 def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """A reference to code of the user's or a name that an installed package offers: alone, and with any options."""
+    """Yield a reference to code of the user's or a name that an installed package offers: alone, and with any options."""
     offered = list(dict.fromkeys(offer.name for offer in registry(kind).offers()))
     name = {"anyOf": [_REFERENCE, {"enum": offered}]} if offered else _REFERENCE
     yield name
@@ -279,7 +279,7 @@ def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 
 
 def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """The mapping of one section, once for each set of options; names with the same ones are alternatives of one."""
+    """Yield the mapping of one section, once for each set of options; names with the same ones are alternatives of one."""
     by_family = sorted(_all_choices(kind), key=lambda choice: choice.family)
     for family, group in groupby(by_family, key=lambda choice: choice.family):
         members = list(group)

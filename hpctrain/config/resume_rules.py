@@ -99,14 +99,14 @@ class Change:
 
 
 def rule_for(key: str) -> Rule:
-    """The rule of a dotted key. A key without one is a fault of this module."""
+    """Return the rule of a dotted key. A key without one is a fault of this module."""
     rule = next((rule for rule in RULES if fnmatchcase(key, rule.pattern)), None)
     assert rule is not None, f"no rule says whether {key} may change at a resume"
     return rule
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by dotted keys. Where a mapping has a name of something, its own key has that name."""
+    """Return nested mappings as one, by dotted keys. If a mapping has a key `name`, its own key has that name."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(value, Mapping):
@@ -120,7 +120,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> tuple[Change, ...]:
-    """The keys whose values differ, in the order of `new`, then those that are gone. All three mappings are flat.
+    """Return the keys whose values differ, in the order of `new`, then those that are gone. All three mappings are flat.
 
     Where something else of a kind is named (another optimiser), its options are not compared one by one.
 
@@ -136,7 +136,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[st
 
 
 def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: int, place: str) -> None:
-    """Nothing, where a run may go on with these changes.
+    """Raise unless the run may resume with these changes.
 
     Args:
         between_epochs: no epoch is begun and unfinished. begun_epochs: all that are done or begun. place: of the checkpoint.
@@ -147,13 +147,13 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
     refusals = list(_refusals(differences, between_epochs, begun_epochs))
     if refusals:
         raise CheckpointError(
-            f"The run cannot go on from {place} with other values: {'; '.join(refusals)}. "
+            f"The run cannot resume from {place} with other values: {'; '.join(refusals)}. "
             f"Give the values of the checkpoint, or start a new training without --resume."
         )
 
 
 def check_model(differences: Iterable[Change], place: str) -> None:
-    """Nothing, where a checkpoint may be evaluated with these changes: optimiser and frozen layers do not matter then.
+    """Raise unless a checkpoint may be evaluated with these changes; those of optimiser and frozen layers do not matter.
 
     Raises:
         CheckpointError: it may not; the message lists each change that is in the way, and why.
@@ -172,7 +172,7 @@ def _refusals(differences: Iterable[Change], between_epochs: bool, begun_epochs:
         if change.key == "epochs" and change.new < begun_epochs:
             yield f"{change} (the smallest value is {begun_epochs}: that many epochs are done or begun)"
         elif change.key == "optimizer.momentum" and 0 in (change.old, change.new):
-            yield f"{change} (may not change from or to 0: there are no velocities to go on with then)"
+            yield f"{change} (may not change from or to 0: there are no velocities to continue with then)"
         elif rule.when is When.NEVER:
             yield f"{change} (may not change: {rule.reason})"
         elif rule.when is When.BETWEEN_EPOCHS and not between_epochs:

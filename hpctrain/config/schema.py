@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from hpctrain.config.values import (
     AUTO,
     AUTO_SIZE,
+    OPEN,
     OPEN_SECTIONS,
     Duration,
     Integer,
@@ -26,7 +27,7 @@ from hpctrain.config.values import (
     Size,
     Text,
     Threads,
-    or_auto,
+    or_shorthand,
     switch,
 )
 
@@ -47,14 +48,14 @@ SYNTHETIC = "synthetic"
 
 
 class SyntheticConfig(Section):
-    """The images that are made up where a path is `synthetic`."""
+    """The images that are generated if a path is `synthetic`."""
 
-    height: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Height of a made-up image, in pixels.")
-    width: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Width of a made-up image, in pixels.")
-    channels: Integer = Field(default=3, ge=1, le=MOST_PIXELS, description="Number of channels of a made-up image.")
-    classes: Integer = Field(default=10, ge=1, le=MOST_SAMPLES, description="Number of classes of made-up images.")
-    samples: Integer = Field(default=10_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to train on.")
-    test_samples: Integer = Field(default=1_000, ge=1, le=MOST_SAMPLES, description="Number of made-up images to evaluate on.")
+    height: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Height of a synthetic image, in pixels.")
+    width: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Width of a synthetic image, in pixels.")
+    channels: Integer = Field(default=3, ge=1, le=MOST_PIXELS, description="Number of channels of a synthetic image.")
+    classes: Integer = Field(default=10, ge=1, le=MOST_SAMPLES, description="Number of classes of synthetic images.")
+    samples: Integer = Field(default=10_000, ge=1, le=MOST_SAMPLES, description="Number of synthetic images to train on.")
+    test_samples: Integer = Field(default=1_000, ge=1, le=MOST_SAMPLES, description="Number of synthetic images to evaluate on.")
 
 
 class MixingConfig(Section):
@@ -99,17 +100,16 @@ class SizeConfig(Section):
     )
 
 
-def _or_switch(schema: dict[str, Any]) -> None:
-    """JSON schema of the section that may also be true or false."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"type": "boolean", "description": "Shorthand: true for the defaults, false for {memory: 0}."}, whole]
-
-
 class CacheConfig(Section):
-    """The levels in which samples are kept that have been read once; true stands for the defaults, false for none."""
+    """The cache of samples that have been read once; true stands for the defaults, false for none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_switch)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        json_schema_extra=or_shorthand(
+            {"type": "boolean", "description": "Shorthand: true for the defaults, false for {memory: 0}."}
+        ),
+    )
 
     memory: Size = Field(
         default=AUTO_SIZE,
@@ -144,27 +144,24 @@ class CacheConfig(Section):
         return ({} if value else {"memory": 0}) if isinstance(value, bool) else value
 
 
-def _or_synthetic(schema: dict[str, Any]) -> None:
-    """JSON schema of the section that may also be the one word."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"const": SYNTHETIC, "description": "Shorthand for {train: synthetic, test: synthetic}."}, whole]
-
-
 class DataConfig(Section):
     """The images."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_synthetic)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        json_schema_extra=or_shorthand({"const": SYNTHETIC, "description": "Shorthand for {train: synthetic, test: synthetic}."}),
+    )
 
     train: PathText = Field(
-        description="Path of the HDF5 file to train on, relative to the working directory; or synthetic, for made-up images."
+        description="Path of the HDF5 file to train on, relative to the working directory; or synthetic, for generated images."
     )
     test: PathText | None = Field(
         default=None,
-        description="Path of the HDF5 file to evaluate on, or synthetic, for made-up images; null switches evaluation off.",
+        description="Path of the HDF5 file to evaluate on, or synthetic, for generated images; null switches evaluation off.",
     )
     synthetic: SyntheticConfig = Field(
-        default_factory=SyntheticConfig, description="The images that are made up where train or test is synthetic."
+        default_factory=SyntheticConfig, description="The generated images, used if train or test is synthetic."
     )
     augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
     evaluate_augment: tuple[AugmentConfig, ...] = Field(
@@ -174,7 +171,7 @@ class DataConfig(Section):
         default=(),
         description="Sizes of training images by epoch, in order: from_epoch is the number of epochs done when a size begins (0 "
         "for the first), size the shorter side in pixels. The last augmentation that has a size takes it; where none has, images "
-        "are resized behind all. An empty list leaves images as augment makes them.",
+        "are resized after all others. An empty list leaves images as augment makes them.",
     )
     mixing: MixingConfig = Field(
         default_factory=MixingConfig,
@@ -190,9 +187,7 @@ class DataConfig(Section):
         default="auto",
         description="Number of threads per rank that make a batch; auto takes a quarter of the rank's cores, from 1 to 8.",
     )
-    cache: CacheConfig = Field(
-        default_factory=CacheConfig, description="The levels in which samples are kept after they have been read once."
-    )
+    cache: CacheConfig = Field(default_factory=CacheConfig, description="The cache of samples that have been read once.")
     on_unreadable: Literal["stop", "skip"] = Field(
         default="stop",
         description="Consequence of a sample that cannot be read: stop ends the job, skip trains on with another in its place.",
@@ -211,7 +206,7 @@ class DataConfig(Section):
 
     @staticmethod
     def of_synthetic() -> dict[str, Any]:
-        """The section that the one word stands for."""
+        """Return the section that the one word stands for."""
         return {"train": SYNTHETIC, "test": SYNTHETIC}
 
 
@@ -242,39 +237,35 @@ class EmaConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """The end of a training whose evaluations do not get better."""
+    """The end of a training whose evaluations no longer improve."""
 
     patience: Integer | None = Field(
         default=None,
         ge=1,
-        description="Number of evaluations, one after another, that bring no better value before training ends; null trains all "
-        "epochs.",
+        description="Number of consecutive evaluations without improvement after which training ends; null trains all epochs.",
     )
     metric: Literal["top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss"] = Field(
         default="top1",
         description="Measure of evaluations by which training ends early: a higher top1 or top5 is better, and a lower loss; "
         "ema_top1 and so on are those of the average of weights.",
     )
-    min_delta: Number = Field(
-        default=0.0, ge=0, description="Difference from the best value, beyond which an evaluation is better than it."
-    )
+    min_delta: Number = Field(default=0.0, ge=0, description="Minimum change that counts as an improvement.")
 
 
 DEFAULT_SHARDS = 8
 MOST_SHARDS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
 
 
-def _or_shards_switch(schema: dict[str, Any]) -> None:
-    """JSON schema of a section that may also be switched on and off as a whole."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"type": "boolean", "description": f"Shorthand: true for {DEFAULT_SHARDS} shards, false for none."}, whole]
-
-
 class ExactConfig(Section):
     """The order of sums over samples; true takes 8 shards, false leaves the order to the ranks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_shards_switch)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        json_schema_extra=or_shorthand(
+            {"type": "boolean", "description": f"Shorthand: true for {DEFAULT_SHARDS} shards, false for none."}
+        ),
+    )
 
     shards: Integer | None = Field(
         default=None,
@@ -365,7 +356,7 @@ class LossConfig(Section):
 class GridConfig(Section, OpenSection):
     """The process grid: the ranks of a split group share samples, those of a data group share weights."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_auto)
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(OPEN))
 
     rows: Integer = Field(
         default=1, ge=1, le=MOST_RANKS, description="Number of ranks that split one layer's weights or images (Pr)."
@@ -390,7 +381,7 @@ class GridConfig(Section, OpenSection):
 class PlanConfig(OpenSection):
     """The parallelism of each layer: patterns of layer names, in order; the last one that matches counts."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=or_auto)
+    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=or_shorthand(OPEN))
     __pydantic_extra__: dict[str, Use] = Field(init=False)
 
     default: Use = Field(
@@ -433,7 +424,7 @@ class CheckpointConfig(Section):
     )
     best: Literal["top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "none"] = Field(
         default="top1",
-        description="Measure by which the checkpoint with the best evaluation is kept beside the newest ones: the highest top1 "
+        description="Measure by which the checkpoint with the best evaluation is kept next to the newest ones: the highest top1 "
         "or top5, or the lowest loss, the earlier one where two are equal (ema_top1 and so on are those of the average of "
         "weights); none keeps the newest ones only.",
     )
@@ -444,17 +435,13 @@ class CheckpointConfig(Section):
     )
     asynchronous: bool = Field(
         default=True,
-        description="Write a checkpoint from a copy while training goes on, which takes the memory of the copy meanwhile; false "
-        "makes all ranks wait until it is on the disk.",
+        description="Write a checkpoint from a copy while training continues, which takes the memory of the copy meanwhile; "
+        "false makes all ranks wait until it is on the disk.",
     )
 
 
-def _or_action(schema: dict[str, Any]) -> None:
-    """JSON schema of a section that may also be written as its action alone."""
-    whole = dict(schema)
-    action = {key: value for key, value in whole["properties"]["action"].items() if key in {"enum", "type"}}
-    schema.clear()
-    schema["anyOf"] = [{**action, "description": "Shorthand for {action: ...}."}, whole]
+def _action(*actions: str) -> dict[str, Any]:
+    return {"enum": list(actions), "type": "string", "description": "Shorthand for {action: ...}."}
 
 
 class InitConfig(Section):
@@ -479,7 +466,7 @@ class InitConfig(Section):
 class NonFiniteConfig(Section):
     """The answer to a loss, gradient, parameter or batch statistic that is not finite; a plain string is its action."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_action)
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(_action("stop", "skip", "rollback")))
 
     action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
@@ -502,15 +489,15 @@ class NonFiniteConfig(Section):
 class LostRankConfig(Section):
     """The answer to a rank that dies; a plain string is its action."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_or_action)
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(_action("stop", "shrink")))
 
     action: Literal["stop", "shrink"] = Field(
         default="stop",
-        description="Answer to a rank or node that dies: end the run (stop), or go on without it from the newest checkpoint, in "
-        "the same job (shrink, experimental), which needs Open MPI 5 under mpiexec --with-ft ulfm.",
+        description="Answer to a rank or node that dies: end the run (stop), or continue without it from the newest checkpoint, "
+        "in the same job (shrink, experimental), which needs Open MPI 5 under mpiexec --with-ft ulfm.",
     )
     least: Integer = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Smallest number of ranks to go on with; where fewer are left, the run ends."
+        default=1, ge=1, le=MOST_RANKS, description="Smallest number of ranks to continue with; if fewer are left, the run ends."
     )
 
     @model_validator(mode="before")
@@ -520,7 +507,7 @@ class LostRankConfig(Section):
 
     @property
     def shrinks(self) -> bool:
-        """True where the run goes on without ranks that die."""
+        """Return whether the run continues without ranks that die."""
         return self.action == "shrink"
 
 
@@ -536,7 +523,7 @@ class ChecksConfig(Section):
 
 
 class HashesConfig(Section):
-    """Hashes of all that a run goes on from, by which two runs are compared step by step."""
+    """Hashes of the state that a run resumes from, by which two runs are compared step by step."""
 
     every_steps: Integer = Field(
         default=0,
@@ -587,7 +574,7 @@ class Config(Section):
     )
     precision: Literal["float32", "tf32", "bfloat16"] = Field(
         default="float32",
-        description="Precision of products on a GPU, beside dtype float32: tf32 rounds their factors, bfloat16 all activations; "
+        description="Precision of products on a GPU, with dtype float32: tf32 rounds their factors, bfloat16 all activations; "
         "parameters stay float32.",
     )
     threads: Threads = Field(
@@ -638,7 +625,7 @@ class Config(Section):
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
     early_stop: EarlyStopConfig = Field(
-        default_factory=EarlyStopConfig, description="The end of a training whose evaluations do not get better."
+        default_factory=EarlyStopConfig, description="The end of a training whose evaluations no longer improve."
     )
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
     progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
@@ -657,11 +644,12 @@ class Config(Section):
         default=300.0,
         gt=0,
         le=MOST_SECONDS,
-        description="Longest time that a rank waits for the others, or gets on with nothing, before it ends the job, in seconds.",
+        description="Longest time that a rank waits for the others, or makes no progress, before it ends the job, in seconds.",
     )
     max_time: Duration = Field(
         default=None,
-        description='Wall time after whose start the run has ended with a checkpoint, such as "3h50m", "00:50:00" or a number of '
+        description='Wall time from the start by which the run has ended with a checkpoint, such as "3h50m", "00:50:00" or a '
+        "number of "
         "seconds; slurm takes the end of the Slurm job; null sets no limit.",
     )
     checks: ChecksConfig = Field(default_factory=ChecksConfig, description="The checks of what ranks hold in memory.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -137,23 +137,31 @@ def _count_or_auto(value: Any) -> Any:
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
+def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """Return what adds another way of writing a section, as JSON schema, to the section's own schema."""
+
+    def add(schema: dict[str, Any]) -> None:
+        whole = dict(schema)
+        schema.clear()
+        schema["anyOf"] = [alternative, whole]
+
+    return add
+
+
 class Section(BaseModel):
     """A mapping of known keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _or_name(schema: dict[str, Any]) -> None:
-    """JSON schema of a section that may also be written as its name alone."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"type": "string", "description": "Shorthand for {name: ...}."}, whole]
-
-
 class Named(BaseModel):
     """A registry name and the options of what it names; a plain string is shorthand for {name: ...}."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=_or_name)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="allow",
+        json_schema_extra=or_shorthand({"type": "string", "description": "Shorthand for {name: ...}."}),
+    )
 
     name: Text = Field(description="Name in the registry: the module or the class that is made.")
 
@@ -187,7 +195,7 @@ _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text; kB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
+    """Return bytes of a text; kB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
 
     Raises:
         ValueError: it is none.
@@ -235,7 +243,7 @@ _SECONDS = (86_400, 3_600, 60, 1)
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a text.
+    """Return seconds of a text.
 
     Raises:
         ValueError: it is none.
@@ -283,11 +291,8 @@ AUTO = "auto"
 OPEN_SECTIONS = ("grid", "plan", "averager")
 
 
-def or_auto(schema: dict[str, Any]) -> None:
-    """JSON schema of a section that may also be left to the start of a run."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"const": AUTO, "description": "OpenSection at the start of a run: the fastest by prediction."}, whole]
+#: JSON schema of what stands in place of a section that is left to the start of a run
+OPEN = {"const": AUTO, "description": "Chosen at the start of a run: the fastest by prediction."}
 
 
 class OpenSection(BaseModel):

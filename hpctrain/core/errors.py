@@ -24,7 +24,7 @@ class HpctrainError(Exception):
         self.said_by: int | None = None
 
     def of_all_ranks(self, said_by: int = 0) -> Self:
-        """This error, which all ranks of a group raise alike, so that one of them says it."""
+        """Return this error, which all ranks of a group raise alike, so that one of them says it."""
         self.said_by = said_by
         return self
 

@@ -59,7 +59,7 @@ class RankLog(logging.Handler):
         self._wake.set()
 
     def keep_in(self, path: Path) -> None:
-        """From now on lines go to the end of this file, whose directory is made; those that wait come first."""
+        """Append lines to this file from now on, and make its directory; those that wait come first."""
         self._path = path
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hpctrain-log", daemon=True)
@@ -69,8 +69,8 @@ class RankLog(logging.Handler):
     def flush(self) -> None:
         """Wait until all lines are written, for a second at most."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            end = time.monotonic() + _LAST_SECONDS
-            while self._waiting and not self._refused and time.monotonic() < end:
+            deadline = time.monotonic() + _LAST_SECONDS
+            while self._waiting and not self._refused and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class RankLog(logging.Handler):
                 self._write()
             except OSError as error:
                 if not self._refused:
-                    _log.warning("The log %s cannot be written (%s); the run goes on without it.", self._path, error.strerror)
+                    _log.warning("The log %s cannot be written (%s); the run continues without it.", self._path, error.strerror)
                 self._refused = True
             else:
                 self._refused = False
@@ -124,18 +124,18 @@ _OF_PROCESS: list[RankLog] = []
 
 
 def begin_rank_log() -> RankLog:
-    """The log file of this process; it is made at the first call."""
+    """Return the log file of this process; it is made at the first call."""
     if not _OF_PROCESS:
         _OF_PROCESS.append(RankLog())
     return _OF_PROCESS[-1]
 
 
 def current_rank_log() -> RankLog | None:
-    """The log file of this process; None where it keeps none."""
+    """Return the log file of this process; None where it keeps none."""
     return _OF_PROCESS[-1] if _OF_PROCESS else None
 
 
-def end() -> None:
+def end_rank_log() -> None:
     """Close the log file of this process, where there is one."""
     if _OF_PROCESS:
         _OF_PROCESS.pop().close()
@@ -160,7 +160,7 @@ _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of one module; `name` is the module's `__name__`."""
+    """Return the logger of one module; `name` is the module's `__name__`."""
     return logging.getLogger(name)
 
 

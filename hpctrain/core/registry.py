@@ -59,15 +59,15 @@ class Registry(Generic[T]):
         return tuple(sorted(name for name in modules if name != "base" and not name.startswith("_")))
 
     def offers(self) -> tuple[user_code.Offer, ...]:
-        """The names that installed packages offer; imports none of them."""
+        """Return the names that installed packages offer; imports none of them."""
         return user_code.offers(f"hpctrain.{self.kind}s")
 
     def find(self, name: str) -> Callable[..., T]:
-        """The class or the function of that name or reference.
+        """Return the class or the function of that name or reference.
 
         Raises:
             ConfigError: no such name; a module that does not define exactly one object; code of the user's that cannot be
-                imported or is nothing of this kind; a name that an installed package offers, and another one or we do, too.
+                imported or is not of this kind; a name that two packages offer, or a package and hpctrain.
         """
         outside = self.find_outside(name, self.names())
         if outside is not None:
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
         return entry
 
     def find_outside(self, name: str, names: Collection[str]) -> Callable[..., T] | None:
-        """The class or the function of a reference or an offered name; None for one of `names`, which are ours.
+        """Return the class or the function of a reference or an offered name; None for one of `names`, which are ours.
 
         Raises:
             ConfigError: as `find`.
@@ -122,10 +122,10 @@ class Registry(Generic[T]):
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
-        """A context in which code of the user's may refuse a value by a ValueError, which becomes a sentence.
+        """Turn a ValueError, by which code of the user's refuses a value, into a sentence.
 
         Raises:
-            ConfigError: it does. Our own code raises sentences, and its other errors pass.
+            ConfigError: it refuses one. Errors of hpctrain's own code pass unchanged.
         """
         try:
             yield
@@ -149,7 +149,7 @@ class Registry(Generic[T]):
         return inspect.isclass(value) and issubclass(value, self.base) and value.__name__ == key
 
     def _checked(self, name: str, entry: Any) -> Callable[..., T]:
-        """The user's class or function, which must be of this kind.
+        """Return the user's class or function, which must be of this kind.
 
         Raises:
             ConfigError: it is not.
@@ -172,7 +172,7 @@ class Registry(Generic[T]):
 def check_options(
     entry: Callable[..., Any], label: str, options: Mapping[str, Any], reserved: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The keywords of `entry` that give it these options, each converted to its annotated type (1 for a float becomes 1.0).
+    """Return the keywords of `entry` for these options, each converted to its annotated type (1 for a float becomes 1.0).
 
     They are the options themselves, or, where `entry` has `Options`, the one keyword `options`.
 
@@ -183,15 +183,15 @@ def check_options(
     Raises:
         OptionError: an option that is unknown, missing, reserved or of the wrong type, or that `Options` refuses.
     """
-    taker = options_of(entry)
-    if taker is entry:
+    options_type = options_of(entry)
+    if options_type is entry:
         return _converted_options(entry, label, options, reserved)
-    given = {key for key in parameters_of(entry) if key != "options"} - set(parameters_of(taker))
-    return {"options": taker(**_converted_options(taker, label, options, {*given, *reserved}))}
+    given = {key for key in parameters_of(entry) if key != "options"} - set(parameters_of(options_type))
+    return {"options": options_type(**_converted_options(options_type, label, options, {*given, *reserved}))}
 
 
 def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """The callable whose keywords are the options: the dataclass `entry.Options`, or `entry` itself where it takes none."""
+    """Return the callable whose keywords are the options: the dataclass `entry.Options`, or `entry` itself if it has none."""
     options: Callable[..., Any] | None = getattr(entry, "Options", None)
     return entry if options is None or "options" not in parameters_of(entry) else options
 
@@ -199,7 +199,7 @@ def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
 def _converted_options(
     entry: Callable[..., Any], label: str, options: Mapping[str, Any], reserved: Collection[str]
 ) -> dict[str, Any]:
-    """The options as keywords of `entry`, by its signature."""
+    """Return the options as keywords of `entry`, by its signature."""
     parameters = parameters_of(entry)
     known = tuple(key for key in parameters if key not in reserved)
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(entry).parameters.values())
@@ -218,7 +218,7 @@ def _converted_options(
 
 
 def parameters_of(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameters that can be given by keyword, in order, annotations as types where they resolve."""
+    """Return parameters that can be given by keyword, in order, annotations as types where they resolve."""
     types = _types(entry)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
@@ -229,7 +229,7 @@ def parameters_of(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _types(entry: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations by parameter, as types; empty where one of them is imported for type checkers only."""
+    """Return annotations by parameter, as types; empty if one of them is imported for type checkers only."""
     # The fields of a dataclass may be inherited from one in another module, whose names its own __init__ does not know.
     annotated = entry.__init__ if inspect.isclass(entry) and not is_dataclass(entry) else entry
     try:
@@ -254,7 +254,7 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
-    """The error of a name that is none of `names`."""
+    """Return the error of a name that is none of `names`."""
     return ConfigError(f'There is no {kind} "{name}"; {choices(name, names)}.')
 
 

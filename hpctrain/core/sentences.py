@@ -15,14 +15,14 @@ _MOST_COMPARED = 200
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The most similar of `names`; None where none is similar."""
+    """Return the most similar of `names`; None where none is similar."""
     if len(name) > _MOST_COMPARED:  # no name is similar to it, and the comparison would be slow
         return None
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=_CUTOFF)), None)
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence, without its full stop: the nearest of `names`, and the others where they are not too many."""
+    """Return the end of a sentence, without its full stop: the nearest of `names`, and the others where they are not too many."""
     quoted = {known: f'"{known}"' for known in names}
     if len(quoted) < 2:
         return f"there is only {next(iter(quoted.values()))}" if quoted else "there are none"
@@ -67,7 +67,7 @@ _RULES: Mapping[str, str] = {
 
 
 def rule(item: Mapping[str, Any]) -> str:
-    """The rule that a value breaks, such as "must be at least 1", from one of `ValidationError.errors()`.
+    """Return the rule that a value breaks, such as "must be at least 1", from one of `ValidationError.errors()`.
 
     Errors of types that the program has made itself are sentences already.
     """
@@ -79,6 +79,6 @@ def rule(item: Mapping[str, Any]) -> str:
 
 
 def joined(rules: Iterable[str]) -> str:
-    """Rules of which one must be kept, as one: "must be an integer or a list"."""
+    """Return rules of which one must be kept as one: "must be an integer or a list"."""
     first, *others = dict.fromkeys(rules)
     return " or ".join((first, *(other.removeprefix("must be ") for other in others)))

@@ -128,7 +128,7 @@ def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", 
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order as people write them: (0, 1, 2, 5) -> "0-2, 5"."""
+    """Return ranks in ascending order as people write them: (0, 1, 2, 5) -> "0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
@@ -164,7 +164,7 @@ _TAB = "\t"
 
 
 def place(rank: int | None, size: int | None = None) -> str:
-    """The beginning of a rank's line where several ranks speak: "[3/64@node7] ".
+    """Return the beginning of a rank's line where several ranks speak: "[3/64@node7] ".
 
     Args:
         rank: None: unknown, for which the beginning is empty. size: ranks of the job; None: unknown, and left out.
@@ -202,5 +202,5 @@ def _write(data: bytes, descriptor: int) -> None:
 
 
 def colours(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Whether lines may have colours: on a terminal that knows them, unless NO_COLOR is set (no-color.org)."""
+    """Return whether lines may have colours: on a terminal that knows them, unless NO_COLOR is set (no-color.org)."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(descriptor)

@@ -58,7 +58,7 @@ class Offer:
 
 
 def is_reference(name: str) -> bool:
-    """True for `module:Name` and `file.py:Name`, false for a registered name."""
+    """Return True for `module:Name` and `file.py:Name`, false for a registered name."""
     return ":" in name
 
 
@@ -68,7 +68,7 @@ def search_beside(file: Path) -> None:
 
 
 def load(reference: str) -> Any:
-    """The object that a reference names; imports its module, once in a process.
+    """Return the object that a reference names; imports its module, once in a process.
 
     Raises:
         ConfigError: no such module, file or name, or an error while the module is imported.
@@ -90,12 +90,12 @@ def load(reference: str) -> Any:
 
 
 def is_loaded(reference: str) -> bool:
-    """True where this process has imported the code of a reference already."""
+    """Return whether this process has imported the code of a reference already."""
     return reference in _files
 
 
 def digests() -> dict[str, str]:
-    """Reference -> "FILE sha256 DIGEST" of the code that this process has loaded, in alphabetical order."""
+    """Return reference -> "FILE sha256 DIGEST" of the code that this process has loaded, in alphabetical order."""
     return {
         reference: f"{path.name} sha256 {hashlib.sha256(read_bytes(path, _MOST_CODE_BYTES)).hexdigest()}"
         for reference, path in sorted(_files.items())
@@ -121,7 +121,7 @@ def modules() -> dict[str, str]:
 
 
 def offers(group: str) -> tuple[Offer, ...]:
-    """The offers of installed packages in a group of entry points, by name; imports none of them."""
+    """Return the offers of installed packages in a group of entry points, by name; imports none of them."""
     return tuple(
         dict.fromkeys(
             Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
@@ -132,7 +132,7 @@ def offers(group: str) -> tuple[Offer, ...]:
 
 @cache
 def _entry_points(path: tuple[str, ...]) -> EntryPoints:
-    """Those of packages on the import path: each has a file, which is read once for all groups."""
+    """Return those of packages on the import path: each has a file, which is read once for all groups."""
     from importlib.metadata import entry_points  # takes longer than all of this module
 
     found: EntryPoints = entry_points()  # type: ignore[assignment]  # until 3.11, the annotation has an older type, too
@@ -188,12 +188,12 @@ def _extend_path(*directories: Path) -> None:
 
 
 def _places() -> str:
-    beside = [f" or in {directory}, beside the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
+    beside = [f" or in {directory}, next to the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
     return "".join(["the working directory", *beside])
 
 
 def _failed(reference: str, error: BaseException) -> ConfigError:
-    """The sentence of an error while a module is imported: its kind, its words, and the line of the user's code."""
+    """Return the sentence of an error while a module is imported: its kind, its words, and the line of the user's code."""
     words = " ".join(str(error).split())
     return ConfigError(
         f'The code of "{reference}" cannot be imported: {type(error).__name__}{f": {words}" if words else ""} ({_line(error)}).'
@@ -201,7 +201,7 @@ def _failed(reference: str, error: BaseException) -> ConfigError:
 
 
 def _line(error: BaseException) -> str:
-    """File and line of a syntax error, else of the innermost call in the user's code."""
+    """Return the file and line of a syntax error, else of the innermost call in the user's code."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]

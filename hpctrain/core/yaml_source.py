@@ -24,7 +24,7 @@ _SHOWN_CHARACTERS = 80
 
 
 def dotted(path: KeyPath) -> str:
-    """`data.augment.0.padding`."""
+    """Return a key path as `data.augment.0.padding`."""
     return ".".join(str(part) for part in path)
 
 
@@ -39,14 +39,14 @@ class Source:
     places: Mapping[KeyPath, str]
 
     def locate(self, path: KeyPath) -> str:
-        """The place of a value; for one that is written nowhere, the place of the nearest mapping around it."""
+        """Return the place of a value; for one that is written nowhere, the place of the nearest mapping around it."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.label
 
     def error(self, path: KeyPath, sentence: str) -> ConfigError:
-        """An error about one value, its place first."""
+        """Return an error about one value, its place first."""
         return ConfigError(f"{self.locate(path)}: {sentence}")
 
 
@@ -72,7 +72,7 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
-    """The one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
+    """Return the one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
 
     Raises:
         ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that
@@ -170,7 +170,7 @@ class _Reader:
             if node.flow_style and _lacks_blank(key, value):
                 name, _, rest = key.value.partition(":")
                 raise ConfigError(
-                    f'{self._place(key)}: The key "{key.value}" has no value, as a blank is missing behind the colon; '
+                    f'{self._place(key)}: The key "{key.value}" has no value, as a blank is missing after the colon; '
                     f"write {name}: {rest}."
                 )
             if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):
@@ -205,6 +205,6 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _lacks_blank(key: yaml.Node, value: yaml.Node) -> bool:
-    """Whether an entry was meant to be `key: value`: without the blank all of it is the key, and nothing the value."""
+    """Return whether an entry was meant to be `key: value`: without the blank all of it is the key, and nothing the value."""
     plain = isinstance(key, yaml.ScalarNode) and key.style is None and not key.value.endswith(":")
     return plain and ":" in key.value and isinstance(value, yaml.ScalarNode) and value.start_mark.index == value.end_mark.index

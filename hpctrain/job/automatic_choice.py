@@ -57,12 +57,12 @@ class AutomaticChoice:
     next_best: str = ""
 
     def to_meta(self) -> dict[str, Any]:
-        """As JSON can hold it, in whatever order: the order of a plan's patterns counts, so sections are YAML in one line."""
+        """Return it for JSON, with sections as YAML in one line: the order of a plan's patterns counts, which JSON may change."""
         return asdict(self) | {"sections": {section: flow(values) for section, values in self.sections.items()}}
 
     @classmethod
     def from_meta(cls, meta: Any, place: str) -> AutomaticChoice:
-        """The choice that `to_meta` gave. place: of the file that it was in, for messages.
+        """Return the choice that `to_meta` gave. place: of the file that it was in, for messages.
 
         Raises:
             CheckpointError: it is something else.
@@ -77,7 +77,7 @@ class AutomaticChoice:
             ) from error
 
     def applied(self, config: Config) -> Config:
-        """The configuration with the chosen values in the sections that it leaves open."""
+        """Return the configuration with the chosen values in the sections that it leaves open."""
         return Config.model_validate({**config.model_dump(mode="json"), **self.sections})
 
     def check_fits(self, task: PlannedRun, place: str) -> None:
@@ -105,7 +105,7 @@ class AutomaticChoice:
         )
 
     def line(self, config: Config) -> str:
-        """The choice in one line. config: with the choice applied."""
+        """Return the choice in one line. config: with the choice applied."""
         plan = grid.parallel_plan(config, max(1, self.ranks // config.grid.rows))
         what = ", ".join(self.sections)
         return (
@@ -129,24 +129,24 @@ class Resolved:
 
 
 def chosen_words(plan: ParallelPlan, averager: str, options: Mapping[str, Any]) -> str:
-    """Grid, plan and averager in a few words."""
+    """Return grid, plan and averager in a few words."""
     with_options = f" ({', '.join(f'{option} {value}' for option, value in options.items())})" if options else ""
     return f"{grid.describe(plan)}, averager {averager}{with_options}"
 
 
 def predicted_step_of(prediction: Prediction, machine: Machine) -> PredictedStep:
-    """The part of a prediction that a run keeps."""
+    """Return the part of a prediction that a run keeps."""
     step = prediction.step
     return PredictedStep(step.seconds, step.exposed_seconds, prediction.measured_share, machine.name, machine_digest(machine))
 
 
 def machine_digest(machine: Machine) -> str:
-    """SHA-256 of all numbers of a machine."""
+    """Return SHA-256 of all numbers of a machine."""
     return hashlib.sha256(repr(asdict(machine)).encode()).hexdigest()
 
 
 def model_digest(task: PlannedRun) -> str:
-    """SHA-256 of the names of all layers and the shapes of all parameters."""
+    """Return SHA-256 of the names of all layers and the shapes of all parameters."""
     lines = [node.name for node in task.graph_of(1).nodes]
     lines += [f"{name} {tuple(spec.shape)}" for name, spec in task.specs.items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -56,7 +56,7 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
 
 
 def explain_deadlines(progress: ProgressEngine) -> None:
-    """From now on a wait that ends at its deadline tells what all ranks' records say."""
+    """Have waits that end at their deadline report what all ranks' records say."""
     if progress.flight is not None:
         progress.explain = partial(_explanation, progress.flight)
 
@@ -66,7 +66,7 @@ def _explanation(flight: FlightRecorder) -> list[str]:
 
 
 def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrunk: bool = False) -> None:
-    """From now on this rank's record is a file, where the configuration says so. A disk without room does not end the run.
+    """Keep this rank's record in a file if the configuration says so. A full disk does not end the run.
 
     Collective. Where the run has `shrunk`, ranks have other numbers now, and the records until then go into a directory below.
     """
@@ -123,12 +123,12 @@ def keep_nowhere(flight: FlightRecorder) -> None:
 
 
 def missing(target: Path, error: OSError) -> str:
-    """The sentence on records that cannot be kept."""
+    """Return the sentence on records that cannot be kept."""
     return f"no flight records: {target} cannot be written ({error.strerror})"
 
 
 def missing_on(world: Communicator, sentence: str | None) -> str | None:
-    """One sentence for all ranks whose records cannot be kept, with their numbers; None where all can. Collective.
+    """Return one sentence for all ranks whose records cannot be kept, with their numbers; None where all can. Collective.
 
     sentence: of this rank; None: its records are kept, or nobody wants them.
     """
@@ -138,7 +138,7 @@ def missing_on(world: Communicator, sentence: str | None) -> str | None:
 
 
 def _set_aside(directory: Path, *, leads: bool) -> None:
-    """One rank moves the records in a directory into one below it, `before-loss-1`, and so on; what cannot be moved stays."""
+    """Move the records in a directory into one below it, `before-loss-1` and so on, on one rank; what cannot be moved stays."""
     if not leads:
         return
     records = list(directory.glob(file_name(0).replace("00000", "*")))

@@ -142,27 +142,27 @@ class ShrinkState:
         self._numbers: tuple[int, ...] = ()
 
     def begins(self, directory: RunDirectory, position: Position) -> None:
-        """The run has a directory, and begins, or goes on, at a position."""
+        """Note that the run has a directory, and begins or resumes at a position."""
         self.directory = directory.path
         if self._first_step is None:
             self._first_step = position.global_step
 
     def steps_left(self, steps: int, position: Position) -> int:
-        """The rest of the steps that the command asked for (0: as many as there are, and so is the rest); -1: none are left."""
+        """Return how many of the requested steps are left; 0 if there is no limit, -1 if none are left."""
         if not steps or self._first_step is None:
             return steps
         left = self._first_step + steps - position.global_step
         return left if left > 0 else -1
 
     def loses(self, size: int, ranks: Sequence[int], step: int) -> None:
-        """A world of `size` ranks has lost some. step: the latest that this rank had begun in it; 0: none."""
+        """Note that a world of `size` ranks has lost some. step: the latest that this rank had begun in it; 0: none."""
         numbers = self._numbers or tuple(range(size))
         self.lost = tuple(sorted((*self.lost, *(numbers[rank] for rank in ranks))))
         self._numbers = tuple(number for rank, number in enumerate(numbers) if rank not in ranks)
         self.step, self.shrunk = max(self.step, step), True
 
     def agree(self, world: Communicator) -> None:
-        """All ranks that are left remember the same from here on. Collective."""
+        """Make all ranks that are left remember the same. Collective."""
         known = world.allgather_object((self.directory, self._first_step, self.step))
         directories, first_steps, steps = zip(*known, strict=True)
         self.directory = next((directory for directory in directories if directory is not None), None)
@@ -170,7 +170,7 @@ class ShrinkState:
         self.step = max(steps)
 
     def resume(self, asked: str | None) -> str | None:
-        """The source to go on from: the run itself where it has a checkpoint, else what the command asked for. Not collective."""
+        """Return the source to resume from: the run itself if it has a checkpoint, else the command's. Not collective."""
         if self.directory is None:
             return asked
         from hpctrain.storage import checkpoint  # loads NumPy, before which threads must be set
@@ -178,7 +178,7 @@ class ShrinkState:
         return str(self.directory) if checkpoint.checkpoints(RunDirectory(self.directory).checkpoints) else asked
 
     def loss(self) -> str:
-        """The beginning of a sentence: who was lost, and when."""
+        """Return the beginning of a sentence: who was lost, and when."""
         were = "was" if len(self.lost) == 1 else "were"
         return f"{named(self.lost)} {were} lost {f'in step {self.step}' if self.step else 'before the first step'}"
 
@@ -188,7 +188,7 @@ class ShrinkState:
             return
         at = f"step {position.global_step}" if position.global_step else "the beginning"
         loss = self.loss()
-        going = f"going on with {ranks} {'rank' if ranks == 1 else 'ranks'} from {at}"
+        going = f"continuing with {ranks} {'rank' if ranks == 1 else 'ranks'} from {at}"
         reporter.say(f"{loss[0].lower()}{loss[1:]}; {going}")
         place = {"epoch": position.epoch + 1, "step": position.global_step, "from_step": self.step}
         reporter.record("shrink", {**place, "lost": list(self.lost), "ranks": ranks})
@@ -196,7 +196,7 @@ class ShrinkState:
 
 
 def check_offered(config: Config, launcher: Launcher) -> None:
-    """Nothing, where the run need not go on without lost ranks, or can.
+    """Raise if the run is to continue without lost ranks and cannot.
 
     Raises:
         ConfigError: it cannot: neither MPI nor its launcher goes on when a rank dies.

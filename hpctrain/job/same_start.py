@@ -107,7 +107,7 @@ def check_same_start(
 def check_same_program(
     world: Communicator, arguments: Mapping[str, Any], program: Path | None, *, leads_node: bool = True
 ) -> None:
-    """The same for a program with a loop of its own.
+    """Compare what the ranks of a program with its own loop have started with. Collective; every rank raises the same error.
 
     Args:
         arguments: of `hpctrain.start`, that must be alike. program: the file of the program; None: it has none.
@@ -189,7 +189,7 @@ def compare(world: Communicator, *subjects: Subject) -> None:
 
 
 def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
-    """A checksum (CRC-32) of each module of a package that trainings may load, by its path in it.
+    """Return a checksum (CRC-32) of each module of a package that trainings may load, by its path in it.
 
     Args:
         of_gpus: those that only ranks with a GPU load, or all others: each is a file that the first rank of a node opens.
@@ -250,5 +250,5 @@ def check_same_code(world: Communicator) -> None:
 
 
 def is_trusted(stored: Config, config: Config) -> bool:
-    """True where looking at `stored`, of a checkpoint, imports no code that `config` does not name."""
+    """Return whether looking at `stored`, of a checkpoint, imports no code that `config` does not name."""
     return all(name in names(kind) for kind, name in set(named(stored)) - set(named(config)))

@@ -52,7 +52,7 @@ _MOST_PATTERNS = 4  # nodes that differ, written out
 
 
 def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
-    """The line for all ranks. Collective over `world`.
+    """Return the line for all ranks. Collective over `world`.
 
     Args:
         node_of: for each world rank, the number of its node.
@@ -61,7 +61,7 @@ def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
 
 
 def describe_cores(cpus: Sequence[Cpus], node_of: Sequence[int]) -> str:
-    """One line from each rank's logical CPUs; nodes whose ranks have the same ones are told once."""
+    """Return one line from each rank's logical CPUs; nodes whose ranks have the same ones are told once."""
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         ranks_of.setdefault(node, []).append(rank)
@@ -90,7 +90,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as people write them: {0, 1, 2, 5} -> "0-2,5"."""
+    """Return numbers as people write them: {0, 1, 2, 5} -> "0-2,5"."""
     runs = []
     for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
@@ -99,7 +99,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
-    """True where on any node the threads of all ranks outnumber the cores that they may run on. Collective over `world`.
+    """Return whether on any node the threads of all ranks outnumber the cores that they may run on. Collective over `world`.
 
     Args:
         node: the ranks of this rank's node. threads: of this rank.
@@ -213,7 +213,7 @@ def on_grid(
     trace: Tracer | None = None,
     flight: FlightRecorder | None = None,
 ) -> tuple[ProcessGrid, ProgressEngine]:
-    """This rank's place on a grid of all ranks, and its progress engine; its log lines have its rank. Collective.
+    """Return this rank's place on a grid of all ranks, and its progress engine; its log lines have its rank. Collective.
 
     Raises:
         ShapeError: a grid that does not multiply to the world's size.
@@ -231,7 +231,7 @@ def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
 
 
 def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecorder | None = None) -> Communicator:
-    """MPI's world under a launcher, or where HPCTRAIN_EXPECT_RANKS asks for several ranks; else one process, and no MPI at all.
+    """Return MPI's world under a launcher or if HPCTRAIN_EXPECT_RANKS asks for several ranks, else one process without MPI.
 
     flight: is told of waits during start-up.
 

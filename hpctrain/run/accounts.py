@@ -48,7 +48,7 @@ FEWEST_STEPS = 14
 
 
 def steps_over_ranks(world: Communicator, mine: MeasuredStep | None) -> MeasuredStep | None:
-    """The slowest rank's step, and the means of the ranks' exposed time and of their time for messages; None after too few steps.
+    """Return the slowest rank's step with the ranks' mean exposed and message times; None after too few steps.
 
     Collective over the world.
     """
@@ -64,7 +64,7 @@ def steps_over_ranks(world: Communicator, mine: MeasuredStep | None) -> Measured
 
 
 def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
-    """1 - |predicted - measured| / measured; 1 is exact, 0 and less is far off."""
+    """Return 1 - |predicted - measured| / measured: 1 is exact, 0 or less is far off."""
     return 1 - abs(predicted_seconds - measured_seconds) / measured_seconds
 
 
@@ -87,7 +87,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
-    """For the metrics. step: of the run's end."""
+    """Return the record for the metrics. step: at the end of the run."""
     account: dict[str, object] = {
         "step": step,
         "steps": measured.steps,
@@ -126,7 +126,7 @@ class PeakMemory:
 
 
 def peaks_over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
-    """The peaks of all ranks so far. Collective over the world."""
+    """Return the peaks of all ranks so far. Collective over the world."""
     own = peak_resident_bytes(), backend.kernels.used_bytes(), backend.kernels.pinned_bytes()
     of_ranks = world.allgather_object(own)
     resident = [on_host for on_host, _, _ in of_ranks]
@@ -151,20 +151,20 @@ def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, ste
 
 
 def memory_line(peak: PeakMemory, ranks: int) -> str:
-    """The account in words."""
+    """Return the account in words."""
     of_rank = f" on rank {peak.rank}, {peak.mean_bytes / 1e6:,.0f} MB in the mean" if ranks > 1 else ""
     on_device = "" if peak.device_bytes is None else f"; {peak.device_bytes / 1e6:,.0f} MB of a GPU"
     return f"peak memory {peak.most_bytes / 1e6:,.0f} MB{of_rank}{on_device}"
 
 
 def pinned_line(pinned: PinnedBytes) -> str:
-    """The pinned memory in words."""
+    """Return the pinned memory in words."""
     messages, images = pinned.messages / 1e6, pinned.images / 1e6
     return f"pinned memory of a rank {pinned.total / 1e6:,.1f} MB: messages {messages:,.1f} MB, images {images:,.1f} MB"
 
 
 def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
-    """For the metrics. step: of the run's end."""
+    """Return the record for the metrics. step: at the end of the run."""
     values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
     if peak.device_bytes is not None:
         values["device_bytes"] = peak.device_bytes
@@ -192,7 +192,7 @@ class WaitsOfRanks:
 
     @classmethod
     def of(cls, table: np.ndarray) -> WaitsOfRanks:
-        """From a line for each rank: its number in the world, its steps, their seconds, and those of waits."""
+        """Make it of a table with a line for each rank: its number in the world, its steps, their seconds, and those of waits."""
         ranks, steps, seconds, waited = table.T
         slowest = int(waited.argmax())
         return cls(int(steps.min()), float(seconds.mean()), float(waited.mean()), float(waited[slowest]), int(ranks[slowest]))
@@ -208,7 +208,7 @@ class WaitsOfRanks:
         return self.most_waited_seconds / self.seconds if self.seconds else 0.0
 
     def facts(self) -> dict[str, object]:
-        """For the metrics."""
+        """Return the record for the metrics."""
         return {
             "steps": self.steps,
             "seconds": self.seconds,
@@ -220,7 +220,7 @@ class WaitsOfRanks:
         }
 
     def lines(self, ranks: int) -> list[str]:
-        """The end of a run: what share of its time steps waited for data."""
+        """Return the end of a run: what share of its time steps waited for data."""
         words = [f"steps waited for data {self.share:.1%} of the time"]
         if ranks > 1:
             words[0] += f" (mean of the ranks; rank {self.rank} {self.most_share:.1%})"
@@ -258,7 +258,7 @@ class DataAccount(DataWaits):
             self._reporter.record("data", {"epoch": epoch, "step": position.global_step, **of_epoch.facts()})
 
     def _gathered(self) -> np.ndarray:
-        """The sums of all ranks since the last time, a line for each."""
+        """Return the sums of all ranks since the last time, a line for each."""
         comm, progress = self._session.groups.all_ranks, self._session.progress
         mine = self.take()
         own = np.array([self._session.world.rank, mine.steps, mine.seconds, mine.waited_seconds])
@@ -283,9 +283,9 @@ class ReadReport(Observer):
         reporter: of this rank.
     """
 
-    def __init__(self, session: Session, parts: TrainingSetup, reporter: Reporter) -> None:
-        self._world, self._reporter, self._cache = session.world, reporter, parts.cache
-        self._gaps = UnreadableReport(session, parts.files, reporter)
+    def __init__(self, session: Session, setup: TrainingSetup, reporter: Reporter) -> None:
+        self._world, self._reporter, self._cache = session.world, reporter, setup.cache
+        self._gaps = UnreadableReport(session, setup.files, reporter)
 
     def after_epoch(self, position: Position) -> None:
         """Record what all ranks have read since the start, by where it came from, and the samples that could not be read."""
@@ -309,7 +309,7 @@ class ReadReport(Observer):
 
 
 def read_lines(total: Mapping[str, int]) -> list[str]:
-    """The counts of a run in words, in short lines; none where nothing was read from a file."""
+    """Return the counts of a run in words, in short lines; none where nothing was read from a file."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
         for name, text in _WORDS.items()
@@ -376,22 +376,22 @@ class RunAccount:
             these and no trace has them.
     """
 
-    def __init__(self, session: Session, parts: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
+    def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
         self._session = session
         enough_steps = most_steps >= FEWEST_STEPS
         self._wanted = enough_steps and (session.world.size > 1 or session.config.machine is not None)
         self._step_times = StepTimes(session.progress)
         sample: OperatorSample | None = None
-        on_host = parts.backend.kernels.arithmetic.on_host
+        on_host = setup.backend.kernels.arithmetic.on_host
         if self._wanted and session.resolved.choice is None and session.progress.trace is None and on_host:
-            sample = OperatorSample(parts.replica, session.threads.threads)
+            sample = OperatorSample(setup.replica, session.threads.threads)
         self.observers: Sequence[Observer] = [self._step_times, *([] if sample is None else [sample])]
         self._prediction: StepPrediction | None = None
         if self._wanted and session.resolved.choice is None:
             # It loads the planner: only for runs that predict, and now, because files may have changed when the run ends.
             from hpctrain.run.step_prediction import StepPrediction
 
-            self._prediction = StepPrediction(session, parts, mode, sample)
+            self._prediction = StepPrediction(session, setup, mode, sample)
 
     def finish(self, outcome: Outcome, reporter: Reporter) -> None:
         """Say and record the account, where there are steps enough."""
@@ -406,7 +406,7 @@ class RunAccount:
             reporter.say(line)
 
     def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
-        """The prediction, or why there is none: both on rank 0 alone. in_haste: the job is to end, so nothing is measured."""
+        """Return the prediction, or why there is none; both on rank 0 alone. in_haste: measure nothing, as the job must end."""
         choice = self._session.resolved.choice
         if choice is not None:
             return choice.prediction, ""

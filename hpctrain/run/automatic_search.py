@@ -67,7 +67,7 @@ class BestCandidate:
 
 
 def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:
-    """The fastest candidate by prediction on the ranks of a started job. Collective; the same on every rank.
+    """Return the fastest candidate by prediction on the ranks of a started job. Collective; the same on every rank.
 
     Args:
         machine: a file or the name of an installed one; None: it is measured, within a minute.
@@ -99,7 +99,7 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
 def best(
     job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace, kept: Machine | None = None
 ) -> BestCandidate:
-    """The fastest candidate by prediction. Pure.
+    """Return the fastest candidate by prediction. Pure.
 
     Raises:
         ConfigError: a job that fits in no plan.
@@ -139,7 +139,7 @@ class Automatic:
     ema_decay: float | None = None
 
     def best(self, started: StartedJob, batch: int) -> BestCandidate:
-        """The fastest grid, plan and averager on the ranks of a started job. Collective.
+        """Return the fastest grid, plan and averager on the ranks of a started job. Collective.
 
         Raises:
             HpctrainError: what `Job.replica` refuses, a machine file with a fault, or a network that fits in no plan.
@@ -164,7 +164,7 @@ class Automatic:
 
 
 def optimizer_of(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
-    """A maker of optimisers that are not bound yet."""
+    """Return a maker of optimisers that are not bound yet."""
     return optimizer if callable(optimizer) else partial(OPTIMIZERS.create, *named(optimizer))
 
 

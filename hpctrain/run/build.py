@@ -171,7 +171,7 @@ def _put(replica: Replica, entries: Mapping[str, StateEntry], state: Mapping[str
 
 
 def describe_start(config: Config, network: Network) -> Iterator[str]:
-    """Sentences about what a training starts from and leaves as it is; none where all is drawn by the seed and trained."""
+    """Yield sentences about what a training starts from and leaves as it is; none where all is drawn by the seed and trained."""
     init = config.init
     if init.weights is not None:
         left_out = f", without {', '.join(init.ignore)}" if init.ignore else ""
@@ -210,7 +210,7 @@ class TrainingSetup:
 def build(
     session: Session, known: DataFacts | None = None, *, stop_requested: Callable[[], bool] = lambda: False
 ) -> TrainingSetup:
-    """All objects of this rank; averagers have still to agree. Collective; every error is raised alike on every rank.
+    """Return all objects of this rank; averagers have still to agree. Collective; every error is raised alike on every rank.
 
     Args:
         known: what the network was trained on before: its classes keep their order, and its images their normalisation.
@@ -220,12 +220,12 @@ def build(
         HpctrainError: whatever the configuration, the data files and the grid do not agree on.
     """
     opened = open_alike(session.world, session.config, configured_splits(session.config))
-    parts = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
-    loaders = [loader for loader in (parts.loader, parts.test_loader) if loader is not None]
+    setup = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
+    loaders = [loader for loader in (setup.loader, setup.test_loader) if loader is not None]
     cache = give_levels(session, session.config.data.cache, loaders, stop_requested=stop_requested)
-    arithmetic = parts.backend.kernels.arithmetic
-    parts.replica.transport, way = choose_transport(session.config, session.world, arithmetic, session.device_messages)
-    return replace(parts, cache=cache, notes=(*parts.notes, *way, *cache.notes))
+    arithmetic = setup.backend.kernels.arithmetic
+    setup.replica.transport, way = choose_transport(session.config, session.world, arithmetic, session.device_messages)
+    return replace(setup, cache=cache, notes=(*setup.notes, *way, *cache.notes))
 
 
 def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts | None) -> TrainingSetup:
@@ -266,7 +266,7 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
 def build_replica(
     session: Session, backend: Backend, classes: int, image_shape: tuple[int, int, int], *, trains: bool = True
 ) -> Replica:
-    """This rank's replica of the configured model at the images' shape. Not collective.
+    """Return this rank's replica of the configured model at the images' shape. Not collective.
 
     trains: False for a replica that only evaluates, which has no averagers.
 
@@ -314,7 +314,7 @@ def build_replica(
 
 def build_trainer(
     session: Session,
-    parts: TrainingSetup,
+    setup: TrainingSetup,
     reporter: Reporter,
     save: Callable[[Position], None],
     *,
@@ -325,15 +325,15 @@ def build_trainer(
     saver: Saver | None = None,
     observers: Sequence[Observer] = (),
 ) -> Trainer:
-    """Return the training loop over `parts`; arguments as `Trainer` takes them."""
+    """Return the training loop over `setup`; arguments as `Trainer` takes them."""
     config = session.config
     stop = config.early_stop
-    sizes = [] if parts.sizes is None else [ImageSizeReport(parts.sizes, reporter)]
+    sizes = [] if setup.sizes is None else [ImageSizeReport(setup.sizes, reporter)]
     return Trainer(
-        replica=parts.replica,
-        loader=parts.loader,
-        test_loader=parts.test_loader,
-        schedule=parts.schedule,
+        replica=setup.replica,
+        loader=setup.loader,
+        test_loader=setup.test_loader,
+        schedule=setup.schedule,
         cadence=Cadence(
             epochs=config.epochs,
             evaluate_epochs=config.evaluate.every_epochs,

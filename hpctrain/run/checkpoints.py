@@ -75,33 +75,33 @@ class StepEvaluation:
 
     @classmethod
     def of(cls, position: Position, sums: RunningSums) -> StepEvaluation:
-        """The evaluation at a position."""
+        """Return the evaluation at a position."""
         means = {name: value if math.isfinite(value) else None for name, value in sums.means().items()}
         return cls(position.global_step, position.epoch, **means)
 
     def value(self, measure: str) -> float | None:
-        """The value of a measure: "top1", "top5" or "loss", or that with "ema_" before it."""
+        """Return the value of a measure: "top1", "top5" or "loss", or that with "ema_" before it."""
         value: float | None = getattr(self, measure)
         return value
 
     def to_meta(self) -> dict[str, Any]:
-        """The fields as a checkpoint's metadata has them: older programs do not know those of averages."""
+        """Return the fields as a checkpoint's metadata has them: older programs do not know those of averages."""
         return {name: value for name, value in asdict(self).items() if value is not None or not name.startswith(EMA)}
 
     def text(self, measure: str) -> str:
-        """The value of a measure that is not None, for people: "test accuracy 91.93%"."""
+        """Return the value of a measure that is not None, for people: "test accuracy 91.93%"."""
         value = self.value(measure)
         assert value is not None, "only finite values are told"
         return f"{_LABELS[measure]} {loss_text(value) if is_loss(measure) else f'{value:.2%}'}"
 
 
 def is_loss(measure: str) -> bool:
-    """Whether less is better."""
+    """Return whether less is better."""
     return measure.removeprefix(EMA) == _LOSS
 
 
 def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collection[int]) -> StepEvaluation | None:
-    """The best one of some steps, the earlier one of two that are equal; None where there is none, or measure is "none"."""
+    """Return the best of some steps, the earlier of two that are equal; None if there is none, or measure is "none"."""
     if measure == NONE:
         return None
     sign = -1.0 if is_loss(measure) else 1.0
@@ -110,7 +110,7 @@ def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collecti
 
 
 def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequence[int], keep: int) -> set[int]:
-    """Steps whose checkpoints stay, however old they are: the best, and the best as of the oldest of the `keep` newest ones.
+    """Return the steps whose checkpoints stay at any age: the best, and the best as of the oldest of the `keep` newest.
 
     Args:
         by_age: steps of all checkpoints that there are, the one written first at first.
@@ -121,7 +121,7 @@ def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequen
 
 
 def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
-    """Why a run that was asked for its best checkpoint cannot know it, or has one candidate alone; None where it can choose."""
+    """Return why a run that was asked for its best checkpoint cannot know it or has one candidate only; None if it can choose."""
     settings = config.checkpoint
     if "best" not in settings.model_fields_set or settings.best == NONE or not config.epochs:
         return None
@@ -139,7 +139,7 @@ def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
 
 
 def _is_candidate(config: Config, epoch: int, steps_per_epoch: int) -> bool:
-    """Whether the end of an epoch, not the last one, has an evaluation and a checkpoint."""
+    """Return whether the end of an epoch, not the last one, has an evaluation and a checkpoint."""
     settings = config.checkpoint
     saves = settings.every_epochs and epoch % settings.every_epochs == 0
     saves = saves or (settings.every_steps and epoch * steps_per_epoch % settings.every_steps == 0)
@@ -168,7 +168,7 @@ class BestCheckpoint:
         self._leave_out_lost()
 
     def to_meta(self, step: int) -> dict[str, Any]:
-        """For the metadata of a checkpoint of `step`, before which none is being written: what is known of all there are."""
+        """Return the evaluations of all existing checkpoints, for the metadata of that of `step`; no other is being written."""
         self._leave_out_lost()
         existing = {step, *self._steps()}
         self._evaluations = {number: each for number, each in self._evaluations.items() if number in existing}
@@ -185,7 +185,7 @@ class BestCheckpoint:
         return lambda: self._retain(evaluations, {step})
 
     def settle(self) -> None:
-        """At the end of a run: an evaluation that came after its checkpoint counts, too.
+        """Count evaluations that came after their checkpoint, too; call it at the end of a run.
 
         Raises:
             CheckpointError: old checkpoints cannot be deleted.
@@ -211,7 +211,7 @@ class BestCheckpoint:
         self._write_record(tuple(self._evaluations.values()))
 
     def line(self) -> str | None:
-        """The best checkpoint, for the end of a run; None where there is none."""
+        """Return the best checkpoint, for the end of a run; None where there is none."""
         paths = dict(checkpoint.checkpoints(self._directory))
         best = best_of(self._evaluations.values(), self._measure, paths)
         return None if best is None else f"best {best.text(self._measure)} after epoch {best.epoch}: {paths[best.step]}"
@@ -220,7 +220,7 @@ class BestCheckpoint:
         return {step for step, _ in checkpoint.checkpoints(self._directory)}
 
     def _leave_out_lost(self) -> None:
-        """Once after the run has gone on: forget evaluations of best checkpoints that are gone or damaged, and tell each."""
+        """Forget evaluations of best checkpoints that are gone or damaged, and report each; once after a resume."""
         start, self._unchecked_start = self._unchecked_start, None
         if start is None:
             return
@@ -233,7 +233,7 @@ class BestCheckpoint:
             self._reporter.say(f"warning: {what} {lost}; the best of the others is kept")
 
     def _fault(self, step: int, start: Path) -> str | None:
-        """The end of a sentence on the checkpoint of a step that cannot be used; None where it can."""
+        """Return the end of a sentence on the checkpoint of a step that cannot be used; None where it can."""
         path = dict(checkpoint.checkpoints(self._directory)).get(step)
         if path is None:
             return "is not there any more"
@@ -287,9 +287,9 @@ class RunCheckpoints(Observer):
         saver: writes them. best: on the rank that writes files; None on others. last: that was begun last.
     """
 
-    def __init__(self, session: Session, parts: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> None:
+    def __init__(self, session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> None:
         config = session.config
-        self._session, self._parts, self._directory = session, parts, directory
+        self._session, self._setup, self._directory = session, setup, directory
         self.saver = Saver(
             session.world,
             session.progress.notes,
@@ -306,7 +306,7 @@ class RunCheckpoints(Observer):
         """Take over what is known of a run's earlier checkpoints from the one that it resumes from; nothing for a new run."""
         if start is None or start.directory is None:
             return
-        best, complete = self.best, start.position.samples == self._parts.loader.sampler.samples
+        best, complete = self.best, start.position.samples == self._setup.loader.sampler.samples
         path, meta, changed = start.path, start.content.meta, [change.key for change in start.changes]
 
         def take() -> None:
@@ -338,8 +338,8 @@ class RunCheckpoints(Observer):
         step = position.global_step
         if not self.saver.ready(step):
             return
-        config, world, replica = self._session.config.checkpoint, self._session.world, self._parts.replica
-        sharded = is_sharded(self._session, self._parts)
+        config, world, replica = self._session.config.checkpoint, self._session.world, self._setup.replica
+        sharded = is_sharded(self._session, self._setup)
         self.last = checkpoint.checkpoint_path(self._directory.checkpoints, step, sharded=sharded)
         retain, meta = self._retention(step), self._meta(position)
         if sharded:
@@ -360,23 +360,23 @@ class RunCheckpoints(Observer):
         return _nothing if self.best is None else self.best.retention(step)
 
     def _meta(self, position: Position) -> dict[str, Any]:
-        """The metadata of a checkpoint. Collective."""
-        session, parts = self._session, self._parts
+        """Return the metadata of a checkpoint. Collective."""
+        session, setup = self._session, self._setup
         meta: dict[str, Any] = {
             "epoch": position.epoch,
             "samples": position.samples,
             "global_step": position.global_step,
             "seed": session.config.seed,
             "config": dump(session.config),
-            "data": parts.data.to_meta(),
-            **({} if parts.test_loader is None else {EVALUATION_IMAGES: ImageForm.of(parts.test_loader.file).to_meta()}),
+            "data": setup.data.to_meta(),
+            **({} if setup.test_loader is None else {EVALUATION_IMAGES: ImageForm.of(setup.test_loader.file).to_meta()}),
             "ranks": session.world.size,
             "grid": describe(parallel_plan(session.config, session.grid.cols)),
-            **reproducibility.keep_schedules(session, parts, self._directory),
+            **reproducibility.keep_schedules(session, setup, self._directory),
         }
         if session.config.exact.shards is not None:
             meta[reproducibility.EXACT_META] = reproducibility.reproducibility_record(
-                parts.replica.network.kernels, session.threads
+                setup.replica.network.kernels, session.threads
             )
         if self.best is not None:
             meta |= self.best.to_meta(position.global_step)
@@ -395,12 +395,12 @@ class RunCheckpoints(Observer):
         return {checkpoint.SEQUENCE: self._sequence, **({} if self._identity is None else {checkpoint.RUN: self._identity})}
 
 
-def is_sharded(session: Session, parts: TrainingSetup) -> bool:
-    """Whether the checkpoints of a run have a shard of each rank; the same on all ranks."""
+def is_sharded(session: Session, setup: TrainingSetup) -> bool:
+    """Return whether the checkpoints of a run have a shard of each rank; the same on all ranks."""
     layout = session.config.checkpoint.layout
     if layout != "auto":
         return layout == "sharded"
-    network = parts.replica.network
+    network = setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     return max(session.grid.node_of) > 0 and count * np.dtype(network.parameter_dtype).itemsize >= _LARGE_BYTES
 
@@ -416,7 +416,7 @@ def one_file(
     *,
     copied: bool,
 ) -> Writing:
-    """A checkpoint that is one file, of rank 0. Collective; after `drain`.
+    """Return a checkpoint that is one file, of rank 0. Collective; after `drain`.
 
     Args:
         meta: additional metadata. written: called on rank 0 after the checkpoint is written. prepare: called on rank 0 before.
@@ -442,7 +442,7 @@ def shards(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """A checkpoint that is a directory: a shard of each rank, and rank 0's manifest once all of them are there. Collective.
+    """Return a checkpoint that is a directory: a shard of each rank, and rank 0's manifest once all shards exist. Collective.
 
     Args:
         meta, written, prepare: as for `one_file`.
@@ -478,19 +478,19 @@ class Rollback:
     def __init__(
         self,
         session: Session,
-        parts: TrainingSetup,
+        setup: TrainingSetup,
         directory: RunDirectory,
         reporter: Reporter,
         checkpoints: RunCheckpoints,
         most: int,
     ) -> None:
-        self._session, self._parts, self._directory, self._reporter = session, parts, directory, reporter
+        self._session, self._setup, self._directory, self._reporter = session, setup, directory, reporter
         self._checkpoints = checkpoints
         self._most = most
         self._step, self._times = -1, 0
 
     def __call__(self, error: DivergedError, position: Position) -> Position:
-        """The position to go on from, with all tensors of it in place.
+        """Return the position to go on from, with all tensors of it in place.
 
         Args:
             position: where the error came.
@@ -510,7 +510,7 @@ class Rollback:
                 f"coming to its next checkpoint; change what the first sentence says, or raise on_nonfinite.most.",
                 ranks=error.ranks,
             )
-        raise_on_all_ranks(self._session.world, partial(self._parts.replica.load, start.content))
+        raise_on_all_ranks(self._session.world, partial(self._setup.replica.load, start.content))
         number = 1 + max((change.number for change in (*position.reorderings, *target.reorderings)), default=0)
         target = replace(target, reorderings=(*target.reorderings, Reordering(target.epoch, target.samples, number)))
         self._cut_records(target)
@@ -519,7 +519,7 @@ class Rollback:
         return target
 
     def _cut_records(self, target: Position) -> None:
-        """Rank 0 takes out of the run what lies behind the position."""
+        """Remove, on rank 0, records and checkpoints of the run after a position."""
 
         def cut() -> None:
             if self._session.is_root:
@@ -538,13 +538,13 @@ class Rollback:
 
 def rollback(
     session: Session,
-    parts: TrainingSetup,
+    setup: TrainingSetup,
     directory: RunDirectory,
     reporter: Reporter,
     checkpoints: RunCheckpoints,
     start: Start | None,
 ) -> Rollback | None:
-    """The way back of a run, where its configuration asks for one. Collective.
+    """Return the way back of a run, where its configuration asks for one. Collective.
 
     Args:
         checkpoints: of the run; if it has none yet, its first state is saved. start: of a resumed run; None: the run is new.
@@ -554,4 +554,4 @@ def rollback(
         return None
     if start is None or start.directory is None:
         checkpoints.save(Position() if start is None else start.position)
-    return Rollback(session, parts, directory, reporter, checkpoints, answer.most)
+    return Rollback(session, setup, directory, reporter, checkpoints, answer.most)

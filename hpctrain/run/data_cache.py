@@ -57,7 +57,7 @@ class KeptSamples:
 
 
 def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
-    """The levels of a file, a sentence each."""
+    """Yield the levels of a file, a sentence each."""
     again = ", the others are read again in each epoch" if kept.covered < len(file) else ""
     if kept.memory:
         where = "in memory of each node"
@@ -114,14 +114,14 @@ def fill(rank: StartedRank, memory: SampleCache, *, shared: bool, stop_requested
 
 
 def _some_rank_ends(rank: StartedRank, ends: object) -> bool:
-    """Whether `ends` is true on some rank. Collective."""
+    """Return whether `ends` is true on some rank. Collective."""
     count = np.array([bool(ends)], np.int64)
     rank.progress.wait_handle(rank.world.iallreduce(count), "whether memory is filled on")
     return bool(count[0])
 
 
 def _plan(rank: StartedRank, memory: SampleCache, *, shared: bool) -> FillingPlan:
-    """Memories are numbered by node, and those of ranks that are alone with theirs behind them."""
+    """Plan who sends what: memories are numbered by node, then those that a rank has by itself."""
     world = rank.world
     mark = rank.grid.node_of[world.rank] if shared else world.size + world.rank
     of_ranks = world.allgather_object((memory.held, mark))
@@ -155,7 +155,7 @@ def _round(rank: StartedRank, memory: SampleCache, plan: FillingPlan, turn: int,
 
 
 def _parts(message: np.ndarray, memory: SampleCache) -> tuple[np.ndarray, np.ndarray]:
-    """The images (n, H, W, C) of a message, and a byte for each that says whether it counts."""
+    """Return the images (n, H, W, C) of a message, and a byte for each that says whether it counts."""
     count = len(message) // (1 + memory.image_bytes)
     return message[count:].reshape(count, *memory.shape[1:]), message[:count]
 
@@ -188,7 +188,7 @@ class DataCache:
 
 
 def cache_of(value: object) -> CacheConfig:
-    """The section `data.cache` as a program writes it.
+    """Return the section `data.cache` as a program writes it.
 
     Raises:
         ConfigError: a key that there is not, or a value that is not taken.
@@ -262,7 +262,7 @@ def _filled(rank: StartedRank, file: ImageFile, cache: SampleCache, stop_request
 
 
 def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple[int, str]:
-    """The bytes that samples may take of this node's memory; and why that is less than was asked for, if it is."""
+    """Return the bytes that samples may take of this node's memory; and why that is less than was asked for, if it is."""
     free = node.broadcast_object(available_bytes() if node.rank == 0 else None)
     if config.memory == AUTO_SIZE:
         return (_UNKNOWN_BYTES if free is None else int(auto_share * free)), ""
@@ -300,7 +300,7 @@ def _cache(
 
 
 def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) -> LocalFile | None:
-    """The local copy of what memory does not hold, or of all samples where a later run may take them. Collective."""
+    """Return the local copy of what memory does not hold, or of all samples where a later run may take them. Collective."""
     if config.local is None or (held == len(file) and not config.keep):
         return None
     from hpctrain.data.local_copy import LocalRequest, open_local

@@ -55,7 +55,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class EvaluationParts:
+class EvaluationSetup:
     """A rank's share of an evaluation. mirror: gives the mirror images; None where they do not count."""
 
     images: Images
@@ -88,20 +88,20 @@ def run_evaluation(
     """
     require_test_set(session)
     path, content = existing_checkpoint(session, source)
-    parts = build_parts(session, path, content, averaged=averaged, flip=flip)
-    if parts.mirror is not None:  # each image is read twice
-        give_levels(session, session.config.data.cache, [parts.loader])
-        parts.mirror.read_through(parts.loader.pixels)
-    replica, names = parts.replica, parts.images.file.class_names
+    setup = build_setup(session, path, content, averaged=averaged, flip=flip)
+    if setup.mirror is not None:  # each image is read twice
+        give_levels(session, session.config.data.cache, [setup.loader])
+        setup.mirror.read_through(setup.loader.pixels)
+    replica, names = setup.replica, setup.images.file.class_names
     counts = ConfusionCounts(len(names)) if confusion else None
-    with (show or Reporter().evaluation)(parts.loader.sampler.samples) as advance:
-        sums = replica.evaluate(parts.loader, mirrored=parts.mirror, confusion=counts, advance=advance)
+    with (show or Reporter().evaluation)(setup.loader.sampler.samples) as advance:
+        sums = replica.evaluate(setup.loader, mirrored=setup.mirror, confusion=counts, advance=advance)
     matrix = None if counts is None else counts.summed(replica.groups.all_ranks, session.progress)
-    return Evaluation(path, parts.images.notes, sums, names, averaged, flip, matrix)
+    return Evaluation(path, setup.images.notes, sums, names, averaged, flip, matrix)
 
 
 def require_test_set(session: Session) -> None:
-    """Nothing, where there is something to evaluate on.
+    """Raise unless there is a test set.
 
     Raises:
         ConfigError: no test set is configured.
@@ -111,7 +111,7 @@ def require_test_set(session: Session) -> None:
 
 
 def existing_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent]:
-    """The checkpoint that a source stands for. Collective.
+    """Return the checkpoint that a source stands for. Collective.
 
     Raises:
         CheckpointError: there is none.
@@ -125,7 +125,7 @@ def existing_checkpoint(session: Session, source: str) -> tuple[Path, Checkpoint
 
 
 def keep_log(checkpoint: Path, rank: int) -> None:
-    """The log file of a rank that keeps one goes on in the run that a checkpoint is of; in the checkpoint's directory else."""
+    """Continue a rank's log file in the run of a checkpoint, else in the checkpoint's directory."""
     kept = log.current_rank_log()
     if kept is not None:
         run = RunDirectory(checkpoint.resolve().parent)
@@ -158,7 +158,7 @@ def known_data(
 def trained_replica(
     session: Session, content: CheckpointContent, data: DataFacts, images: Images, *, averaged: bool = False
 ) -> Replica:
-    """A replica with the checkpoint's parameters, without an optimiser, for images as it was trained on.
+    """Return a replica with the checkpoint's parameters, without an optimiser, for images as it was trained on.
 
     averaged: the average of the weights in place of them.
 
@@ -176,9 +176,9 @@ def trained_replica(
     return replica
 
 
-def build_parts(
+def build_setup(
     session: Session, path: Path, content: CheckpointContent, *, averaged: bool = False, flip: bool = False
-) -> EvaluationParts:
+) -> EvaluationSetup:
     """Build a rank's share of the evaluation of a checkpoint on the configured test set. Collective.
 
     Raises:
@@ -196,7 +196,7 @@ def _build(
     *,
     averaged: bool,
     flip: bool,
-) -> EvaluationParts:
+) -> EvaluationSetup:
     config = session.config
     data, place = known_data(config, path, content, opened)
     images = evaluation_images(config, opened["test"], data, place)
@@ -206,7 +206,7 @@ def _build(
     def loader(of: Images) -> Loader:
         return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
 
-    return EvaluationParts(images, replica, loader(images), loader(mirrored(images)) if flip else None)
+    return EvaluationSetup(images, replica, loader(images), loader(mirrored(images)) if flip else None)
 
 
 @dataclass(frozen=True)
@@ -251,21 +251,21 @@ def judge(session: Session, source: str, most: int) -> Judgement:
     """
     require_test_set(session)
     path, content = existing_checkpoint(session, source)
-    parts = build_parts(session, path, content)
-    replica = parts.replica
-    batches = predict(replica.network, parts.loader, replica.groups.all_ranks, session.progress, 1)
+    setup = build_setup(session, path, content)
+    replica = setup.replica
+    batches = predict(replica.network, setup.loader, replica.groups.all_ranks, session.progress, 1)
     predictions, probabilities = _joined(batches)
-    return raise_on_all_ranks(session.world, lambda: _judgement(path, parts, predictions, probabilities, most))
+    return raise_on_all_ranks(session.world, lambda: _judgement(path, setup, predictions, probabilities, most))
 
 
 def _joined(batches: Iterable[TopClasses]) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable class of every sample, (N,) int64, and its probability, (N,) float64."""
+    """Return the most probable class of every sample, (N,) int64, and its probability, (N,) float64."""
     pairs = [(batch.labels[:, 0], batch.probabilities[:, 0]) for batch in batches]
     return np.concatenate([labels for labels, _ in pairs]), np.concatenate([values for _, values in pairs])
 
 
-def _judgement(path: Path, parts: EvaluationParts, predictions: np.ndarray, probabilities: np.ndarray, most: int) -> Judgement:
-    file = parts.images.file
+def _judgement(path: Path, setup: EvaluationSetup, predictions: np.ndarray, probabilities: np.ndarray, most: int) -> Judgement:
+    file = setup.images.file
     labels, classes = file.labels, len(file.class_names)
     decided = ~np.isnan(probabilities)
     width = classes + 1  # the last prediction is of no class

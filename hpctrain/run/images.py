@@ -45,7 +45,7 @@ def set_policy(session: Session, file: ImageFile) -> None:
 
 
 def check_skip(config: Config, split_size: int) -> None:
-    """Nothing, where samples may be skipped as a configuration says.
+    """Raise unless samples may be skipped as a configuration says.
 
     Args:
         split_size: ranks that share samples.
@@ -105,7 +105,7 @@ class UnreadableReport:
 
 
 def _samples(numbers: Collection[int]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first of them, and how many more there are."""
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return f"sample {min(numbers)}{more}"
 
@@ -148,7 +148,7 @@ def make_loader(
     kernels: KernelSet | None = None,
     shards: int | None = None,
 ) -> Loader:
-    """This rank's share of a data file, read from the file itself.
+    """Return this rank's share of a data file, read from the file itself.
 
     Args:
         kernels: that alone read the batches: a set that takes pixels gets these. None: batches are images.
@@ -179,7 +179,7 @@ def make_loader(
 
 
 def _mixing(config: Config) -> Mixing | None:
-    """The mixing of training images; None: there is none."""
+    """Return the mixing of training images; None: there is none."""
     chosen = config.data.mixing
     if not chosen.mixes:
         return None

@@ -28,7 +28,7 @@ _UNPROVED = "not yet run between GPUs"
 
 
 def try_transport(config: Config | None, launcher: Launcher) -> str | None:
-    """The outcome of a trial whether MPI takes messages from GPUs; None where it does not matter, or where another rank tries.
+    """Return the outcome of a trial whether MPI takes messages from GPUs; None if it does not matter or another rank tries.
 
     It starts a process: call it before MPI starts.
     """
@@ -45,7 +45,7 @@ def try_transport(config: Config | None, launcher: Launcher) -> str | None:
 def choose_transport(
     config: Config, world: Communicator, arithmetic: Arithmetic, found: str | None
 ) -> tuple[Transport, tuple[str, ...]]:
-    """The way, and a line for the start of the run that says which it is and why; no line where nothing travels. Collective.
+    """Return the transport, and a line for the start of the run that says why; no line if nothing travels. Collective.
 
     Args:
         found: by this rank's `tried`.
@@ -109,7 +109,7 @@ class ChosenProgress:
         return f"progress {self.mode}: {self.mode.in_words} ({self.reason})"
 
     def facts(self) -> dict[str, object]:
-        """For the run directory."""
+        """Return the choice for the run directory."""
         facts: dict[str, object] = {"mode": str(self.mode), "reason": self.reason}
         if self.measurement is not None:
             modes = tuple(self.measurement.by_round)
@@ -156,7 +156,7 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
 
 
 def _beside_device(wanted: str) -> ChosenProgress:
-    """Kernels take no core from messages, and one thread enqueues all that the device does."""
+    """Choose for a device: kernels take no core from messages, and one thread enqueues all that the device does."""
     if wanted in (ProgressMode.THREAD, ProgressMode.POSTING):
         raise ConfigError(progress_fault(wanted))
     if wanted == "auto":
@@ -165,7 +165,7 @@ def _beside_device(wanted: str) -> ChosenProgress:
 
 
 def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgress:
-    """By rule `test`; another mode where a measurement leaves no doubt. Collective over the world."""
+    """Choose `test`, or another mode if a measurement leaves no doubt. Collective over the world."""
     if rank.world.size == 1:
         return ChosenProgress(ProgressMode.TEST, "one rank: nothing travels", matters=False)
     begin = time.perf_counter()
@@ -176,7 +176,7 @@ def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgre
         shared, measurement = True, _measure(rank, network, samples)
     shared, measurement = rank.world.broadcast_object((shared, measurement))
     if not shared:
-        return ChosenProgress(ProgressMode.TEST, "nobody shares the batch: no gradients travel", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "no ranks share the batch: no gradients travel", matters=False)
     if measurement is None:
         reason = f"all gradients travel in less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
         return ChosenProgress(ProgressMode.TEST, reason, matters=False)
@@ -184,7 +184,7 @@ def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgre
 
 
 def from_measurement(measurement: OverlapMeasurement, seconds: float) -> ChosenProgress:
-    """The choice that a measurement leads to, and the reason in words; the figures are for the run directory."""
+    """Return the choice that a measurement leads to, and the reason in words; the figures are for the run directory."""
     mode = progress_mode.choose(measurement)
     if mode is ProgressMode.TEST:
         reason = "the usual mode; no other was clearly faster here"
@@ -194,7 +194,7 @@ def from_measurement(measurement: OverlapMeasurement, seconds: float) -> ChosenP
 
 
 def _measure(rank: StartedRank, network: Network, samples: int) -> OverlapMeasurement | None:
-    """Collective over the ranks that share rank 0's batch. None: an exchange of all gradients is too short."""
+    """Measure modes. Collective over the ranks that share rank 0's batch. None: an exchange of all gradients is too short."""
     messages = rank.groups.messages
     gradient_bytes = int(messages.broadcast_object(sum(group.grad.nbytes for group in network.groups.values())))
     return progress_mode.measure(
@@ -213,7 +213,7 @@ def _allowed(rank: StartedRank) -> Sequence[ProgressMode]:
 
 
 def _operator_seconds(network: Network, samples: int, threads: int) -> float:
-    """About how long an operator runs in which most of the time is spent."""
+    """Return about how long a typical operator runs, weighted by time."""
     graph = network.graph(samples)
     specs = [node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs]
     total = sum(specs)

@@ -75,7 +75,7 @@ class ModelWeights:
 
 
 def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[str, Any]) -> ModelWeights:
-    """The weights of a file, all of which fit the model.
+    """Return the weights of a file, all of which fit the model.
 
     Args:
         name: of the model; None: the one that the file names. classes: number of them; None: as many as the last layer of the
@@ -101,7 +101,7 @@ def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[
 
 
 def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False) -> ModelWeights:
-    """The weights in a checkpoint of any layout and grid, every checksum verified.
+    """Return the weights in a checkpoint of any layout and grid, every checksum verified.
 
     Args:
         name: of the model, which must be given where it is code of the user's: nothing else has that imported.
@@ -122,7 +122,7 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
     data = data_of(content)
     if data is None:
         raise CheckpointError(
-            f"{path} has format version 1 and does not know its classes; go on from it for an epoch, and export the next one."
+            f"{path} has format version 1 and does not know its classes; resume from it for an epoch, and export the next one."
         )
     shape = _image_shape(config, data)
     channels = data.shape[2]
@@ -144,7 +144,7 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
 
 
 def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None:
-    """(H, W, C) of images as the network sees them; None where augmentations are code of the user's, which is not imported."""
+    """Return (H, W, C) of images as the network sees them; None if augmentations are the user's code, which is not imported."""
     foreign = any(kind == "augmentations" and name not in names(kind) for kind, name in named(config))
     return None if foreign else training_shape(config, data)
 
@@ -154,12 +154,12 @@ _KEPT = ("classes", "image_shape", "mean", "std", "step", "averaged")
 
 
 def _metadata(name: str, options: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, str]:
-    """As safetensors and ONNX keep it, where all values are text. format: of the layouts, by which others know these files."""
+    """Return metadata as safetensors and ONNX keep them, as text. format: of the layouts, by which others know these files."""
     return {"format": "pt", "model": name, "model_options": json.dumps(dict(options)), **facts}
 
 
 def _options_in(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The options of the model that a file of ours keeps, where it is of this model."""
+    """Return the options of the model that a file of ours keeps, where it is of this model."""
     if metadata.get("model") != name:
         return {}
     options: dict[str, Any] = json.loads(metadata.get("model_options", "{}"))
@@ -175,7 +175,7 @@ def _model_with_classes(name: str, options: Mapping[str, Any], classes: int | No
 
 
 def _names(entries: Mapping[str, StateEntry], given: Mapping[str, np.ndarray]) -> list[str]:
-    """The names of a state in the order of the model, counters where the file has them."""
+    """Return the names of a state in the order of the model, counters where the file has them."""
     order = with_counters({name: np.zeros(0) for name in entries}, 0)
     return [name for name in order if name in given]
 
@@ -183,7 +183,7 @@ def _names(entries: Mapping[str, StateEntry], given: Mapping[str, np.ndarray]) -
 def _exported(
     content: CheckpointContent, entries: Mapping[str, StateEntry], path: Path, averages: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint in torchvision's layouts. averages: keys of those that stand for others, by their keys."""
+    """Return a checkpoint's tensors in torchvision's layouts. averages: keys of those that stand for others, by their keys."""
     state = {}
     for name, entry in entries.items():
         key = statistic_key(name) if entry.spec is None else parameter_key(name)

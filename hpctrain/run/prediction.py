@@ -82,7 +82,7 @@ class Predictions:
     answers: Iterator[PredictedPicture]
 
     def counted(self, advance: Callable[[int], None]) -> Predictions:
-        """The same, and `advance` is called with the number of pictures that are done, as they are asked for."""
+        """Return the same, and `advance` is called with the number of pictures that are done, as they are asked for."""
 
         def answers() -> Iterator[PredictedPicture]:
             for number, picture in enumerate(self.answers):
@@ -93,7 +93,7 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Setup:
     """A rank's share of a prediction."""
 
     data: DataFacts
@@ -119,9 +119,9 @@ def run_prediction(session: Session, source: str, request: PredictionRequest) ->
     if session.world.size > 1:
         compare(session.world, Subject("other pictures", "give all nodes the same files", picture_facts(files), partial=True))
     opened = open_alike(session.world, session.config, unknown_splits(content))
-    parts = raise_on_all_ranks(session.world, lambda: _build(session, path, content, opened, files, request))
-    answers = _answers(session, parts, files, min(request.top, len(parts.data.class_names)))
-    return Predictions(path, request.averaged, parts.data.class_names, files, answers)
+    setup = raise_on_all_ranks(session.world, lambda: _build(session, path, content, opened, files, request))
+    answers = _answers(session, setup, files, min(request.top, len(setup.data.class_names)))
+    return Predictions(path, request.averaged, setup.data.class_names, files, answers)
 
 
 def _build(
@@ -131,7 +131,7 @@ def _build(
     opened: Mapping[Split, ImageFile],
     files: Sequence[Path],
     request: PredictionRequest,
-) -> _Parts:
+) -> _Setup:
     data, _ = known_data(session.config, path, content, opened)
     form = _form(content, data)
     if request.fit is not None:
@@ -144,11 +144,11 @@ def _build(
     def loader(of: Images) -> Loader:
         return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
 
-    return _Parts(data, images, replica, loader(images), loader(mirrored(images)) if request.flip else None)
+    return _Setup(data, images, replica, loader(images), loader(mirrored(images)) if request.flip else None)
 
 
 def _form(content: CheckpointContent, data: DataFacts) -> ImageForm:
-    """The form of the images that the checkpoint was evaluated on; where it does not say, of those that it was trained on."""
+    """Return the form of the images that the checkpoint was evaluated on, else of those that it was trained on."""
     stored: Any = content.meta.get(EVALUATION_IMAGES)
     return ImageForm.of(data) if stored is None else ImageForm.from_meta(stored)
 
@@ -158,12 +158,12 @@ def _usual_batch(session: Session) -> int:
     return min(config.evaluate.batch or config.batch, MOST_OF_A_RANK * session.world.size)
 
 
-def _answers(session: Session, parts: _Parts, files: Sequence[Path], top: int) -> Iterator[PredictedPicture]:
-    names, comm, decoded = parts.data.class_names, parts.replica.groups.all_ranks, parts.images.file.pixels
+def _answers(session: Session, setup: _Setup, files: Sequence[Path], top: int) -> Iterator[PredictedPicture]:
+    names, comm, decoded = setup.data.class_names, setup.replica.groups.all_ranks, setup.images.file.pixels
     assert isinstance(decoded, DecodedPictures)
-    for batch in predict(parts.replica.network, parts.loader, comm, session.progress, top, mirrored=parts.mirror):
+    for batch in predict(setup.replica.network, setup.loader, comm, session.progress, top, mirrored=setup.mirror):
         numbers = range(batch.first, batch.first + len(batch.labels))
-        broken = _broken(session, parts.replica, decoded, numbers)
+        broken = _broken(session, setup.replica, decoded, numbers)
         for number, labels, probabilities in zip(numbers, batch.labels.tolist(), batch.probabilities.tolist(), strict=True):
             if number in broken:
                 yield PredictedPicture(files[number], error=broken[number])
@@ -175,7 +175,7 @@ def _answers(session: Session, parts: _Parts, files: Sequence[Path], top: int) -
 
 
 def _broken(session: Session, replica: Replica, decoded: DecodedPictures, numbers: range) -> dict[int, str]:
-    """The sentences of those among some pictures that a rank could not decode. Collective.
+    """Return the sentences of those among some pictures that a rank could not decode. Collective.
 
     Where ranks share samples, the one that owns a sample may have read nothing of it: all of them are asked.
     """

@@ -67,7 +67,7 @@ def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
 
 
 def mixing_of(options: Mapping[str, float] | None, seed: int, replica: Replica) -> Mixing | None:
-    """The mixing of a loader's images.
+    """Return the mixing of a loader's images.
 
     Raises:
         ConfigError: an option that there is not, a value outside its range, or a loss that takes one label of each sample.
@@ -163,7 +163,7 @@ class LoopCheckpoints:
         self._notes.phase(BETWEEN)
 
     def finish_after_error(self) -> None:
-        """The same after an error that all ranks have raised; what cannot be written is not told any more."""
+        """Do the same after an error that all ranks have raised; ignore what cannot be written."""
         with contextlib.suppress(CheckpointError):
             self.finish()
 
@@ -218,7 +218,7 @@ class Job(StartedRank):
             ConfigError: `start` was not asked to take signals.
         """
         if self.watch is None:
-            raise ConfigError("Signals end this program as usual, so nobody can ask it to stop; give `start` signals=True.")
+            raise ConfigError("Signals end this program as usual, so it cannot be asked to stop; give `start` signals=True.")
         return any(loop.stop_requested for loop in self.loops)
 
     def stop(self) -> NoReturn:
@@ -254,7 +254,7 @@ class Job(StartedRank):
         on_nonfinite: str | Mapping[str, Any] = "stop",
         frozen: Sequence[str] = (),
     ) -> Replica:
-        """This rank's copy of a model, ready to train; the same first parameters on every rank.
+        """Return this rank's copy of a model, ready to train; the same first parameters on every rank.
 
         Args:
             model: the root layer; its output has shape (N, classes). image_shape: (H, W, C) of one sample.
@@ -295,7 +295,7 @@ class Job(StartedRank):
         return self._agreed(raise_on_all_ranks(self.world, make), arguments, -(-self.batch // self.size // micro_batches))
 
     def _agreed(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> Replica:
-        """A replica on which the ranks have agreed. samples: of a rank's pass, at most. Collective."""
+        """Return a replica on which the ranks have agreed. samples: of a rank's pass, at most. Collective."""
         check_same_code(self.world)
         if self.size > 1:
             mend = "make the same on all ranks"
@@ -373,7 +373,7 @@ class Job(StartedRank):
         threads: int = 1,
         cache: bool | Mapping[str, Any] = True,
     ) -> Loader:
-        """This rank's share of an HDF5 file (docs/data.md), in batches; images have mean 0 and deviation 1 per channel.
+        """Return this rank's share of an HDF5 file (docs/data.md), in batches; images have mean 0 and deviation 1 per channel.
 
         Args:
             replica: that reads the batches. batch: samples of a step over all ranks; by default the job's.
@@ -428,7 +428,7 @@ class Job(StartedRank):
         seed: int = 0,
         mixing: Mapping[str, float] | None = None,
     ) -> ArrayLoader:
-        """This rank's share of arrays that every rank has whole, in batches, as they are.
+        """Return this rank's share of arrays that every rank has whole, in batches, as they are.
 
         Args:
             images: array-like (N, H, W, C), floating and finite; converted to the replica's dtype.
@@ -512,7 +512,7 @@ def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:
 
 
 def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:
-    """The answer to values that are not finite.
+    """Return the answer to values that are not finite.
 
     Raises:
         ConfigError: an argument is wrong.

@@ -37,7 +37,7 @@ _LEAST_JOIN_SECONDS = 60.0
 
 
 def agree_schedules(
-    session: Session, parts: TrainingSetup, start: CheckpointContent | None = None, schedule_from: str | None = None
+    session: Session, setup: TrainingSetup, start: CheckpointContent | None = None, schedule_from: str | None = None
 ) -> None:
     """Fix what each averager posts in a step: as the checkpoint has it, where that fits. Collective.
 
@@ -48,14 +48,14 @@ def agree_schedules(
         CheckpointError: a schedule that cannot be read, or none in `schedule_from`. ConfigError: none there that fits.
         CollectiveMismatchError: ranks with different schedules.
     """
-    stored = raise_on_all_ranks(session.world, lambda: _stored(session, parts.replica.strategies, start, schedule_from))
-    with _guarded(session, parts):
-        parts.replica.agree(stored)
+    stored = raise_on_all_ranks(session.world, lambda: _stored(session, setup.replica.strategies, start, schedule_from))
+    with _guarded(session, setup):
+        setup.replica.agree(stored)
 
 
-def _guarded(session: Session, parts: TrainingSetup) -> AbstractContextManager[None]:
-    """A deadline where NCCL joins GPUs, as it waits for all ranks and asks nobody."""
-    if parts.replica.transport != "nccl":
+def _guarded(session: Session, setup: TrainingSetup) -> AbstractContextManager[None]:
+    """Return a deadline where NCCL joins GPUs, as it waits for all ranks and asks nobody."""
+    if setup.replica.transport != "nccl":
         return nullcontext()
     seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)
     return guard("The start of NCCL", seconds, rank=session.world.rank)
@@ -64,7 +64,7 @@ def _guarded(session: Session, parts: TrainingSetup) -> AbstractContextManager[N
 def _stored(
     session: Session, strategies: Mapping[str, Strategy], start: CheckpointContent | None, schedule_from: str | None
 ) -> dict[str, CollectiveSchedule]:
-    """A schedule that fits, by group, for those groups that have one."""
+    """Return a schedule that fits, by group, for those groups that have one."""
     kept = {} if start is None else _of_checkpoint(start)
     keys = {group: _key(group, session.grid.row) for group in strategies}
     stored = {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
@@ -80,7 +80,7 @@ def _stored(
 def fitting_schedule(
     source: str, key: str, schedules: Mapping[str, CollectiveSchedule], strategy: Strategy
 ) -> CollectiveSchedule:
-    """The schedule of that key.
+    """Return the schedule of that key.
 
     Raises:
         ConfigError: it is not there, or is one for something else.
@@ -112,14 +112,14 @@ def fitting_schedule(
     return stored
 
 
-def keep_schedules(session: Session, parts: TrainingSetup, directory: RunDirectory) -> dict[str, object]:
+def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirectory) -> dict[str, object]:
     """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective.
 
     A disk that refuses them ends nothing: a checkpoint holds them, too.
     """
     texts_here = {
         _key(group, session.grid.row): averager.schedule.to_json()
-        for group, averager in parts.replica.averagers.items()
+        for group, averager in setup.replica.averagers.items()
         if averager.schedule is not None
     }
     gathered = [texts_here] if session.grid.rows == 1 else session.grid.along(GridAxis.SPLIT).allgather_object(texts_here)
@@ -131,7 +131,7 @@ def keep_schedules(session: Session, parts: TrainingSetup, directory: RunDirecto
 
 
 def _key(group: str, split_rank: int) -> str:
-    """The name of a parameter group's schedule: each rank of a split group has split parameters of other sizes.
+    """Return the name of a parameter group's schedule: each rank of a split group has split parameters of other sizes.
 
     Whole parameters have one schedule on all ranks. Under one name, a run that goes on with larger split groups finds it.
     """
@@ -144,7 +144,7 @@ def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:
 
 
 def schedules_of_run(source: str) -> dict[str, CollectiveSchedule]:
-    """The schedules of a run directory, or of a checkpoint.
+    """Return the schedules of a run directory, or of a checkpoint.
 
     Raises:
         CheckpointError: it is neither, or has none.
@@ -164,7 +164,7 @@ EXACT_META = "exact"
 
 
 def reproducibility_record(kernels: KernelSet, threads: ThreadPlan) -> dict[str, str]:
-    """The things that compute on this rank, by their names in messages."""
+    """Return the things that compute on this rank, by their names in messages."""
     return {
         "kernels": f"{kernels.name} {kernels.version}".rstrip(),
         "numpy": np.__version__,
@@ -172,7 +172,7 @@ def reproducibility_record(kernels: KernelSet, threads: ThreadPlan) -> dict[str,
     }
 
 
-def agree_record(session: Session, parts: TrainingSetup, start: Start | None) -> None:
+def agree_record(session: Session, setup: TrainingSetup, start: Start | None) -> None:
     """Make sure that all ranks compute with the same things, and with those of the start, if any. Collective.
 
     Nothing where the configuration asks for no order of sums.
@@ -182,7 +182,7 @@ def agree_record(session: Session, parts: TrainingSetup, start: Start | None) ->
     """
     if session.config.exact.shards is None:
         return
-    present = reproducibility_record(parts.replica.network.kernels, session.threads)
+    present = reproducibility_record(setup.replica.network.kernels, session.threads)
     check_same_record(session.world, present)
     if start is not None:
         check_kept_record(session.world, start.content.meta, present, str(start.path))
@@ -221,7 +221,7 @@ def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Map
         differing = [f"{name}: {before[name]} -> {value}" for name, value in present.items() if before[name] != value]
         if differing:
             raise CheckpointError(
-                f"A run with exact cannot go on from {place} with {'; '.join(differing)}, as its bits would be others. Start it "
+                f"A run with exact cannot resume from {place} with {'; '.join(differing)}, as its bits would be others. Start it "
                 "with what it had, on any number of ranks, or start a new training without --resume."
             )
 

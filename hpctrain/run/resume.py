@@ -67,7 +67,7 @@ class _Candidates:
 def find_checkpoint(
     world: Communicator, output: str, name: str, source: str, take: Callable[[Path], bool] | None = None
 ) -> tuple[Path, CheckpointContent] | None:
-    """The newest whole checkpoint that a source stands for; None where there is none and the source is "auto". Collective.
+    """Return the newest whole checkpoint that a source stands for; None where there is none and the source is "auto". Collective.
 
     All ranks find the same one. A damaged one is passed over, with one line in the log.
 
@@ -101,7 +101,7 @@ def find_checkpoint(
 
 
 def read_together(world: Communicator, path: Path) -> CheckpointContent:
-    """A checkpoint whose every checksum holds. Collective.
+    """Return a checkpoint whose every checksum holds. Collective.
 
     A file is read whole by every rank, after rank 0. Shards are verified by one rank each, as evenly as their sizes allow; the
     tensors then read, on each rank, the bytes that it asks for.
@@ -136,7 +136,7 @@ def _compare(world: Communicator, path: Path, step: object, digest: Callable[[],
 
 
 def _of_root(world: Communicator, work: Callable[[], Told]) -> Told:
-    """The result of rank 0's work, on every rank; an error, too. Collective."""
+    """Return the result of rank 0's work, on every rank; an error, too. Collective."""
     told: Told = world.broadcast_object(raise_on_all_ranks(world, lambda: work() if world.rank == 0 else None))
     return told
 
@@ -210,12 +210,12 @@ class Start:
     data: DataFacts | None
 
     def without_tensors(self) -> Start:
-        """The same start without the checkpoint's tensors, for when they are in place; their memory is free then."""
+        """Return the same start without the checkpoint's tensors, for when they are in place; their memory is free then."""
         return replace(self, content=CheckpointContent({}, self.content.meta))
 
 
 def find_start(session: Session, source: str, ownership: RunOwnership | None = None) -> Start | None:
-    """The checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
+    """Return the checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
 
     Args:
         source: "auto", "best", a run directory or a checkpoint file. ownership: takes the run; None: it is owned already.
@@ -263,13 +263,13 @@ def _start(session: Session, path: Path, content: CheckpointContent, file: Image
 
 
 def data_of(content: CheckpointContent) -> DataFacts | None:
-    """The facts that a checkpoint keeps of its training file; None in one of format version 1."""
+    """Return the facts that a checkpoint keeps of its training file; None in one of format version 1."""
     values: Mapping[str, Any] | None = content.meta.get("data")  # type: ignore[assignment]
     return None if values is None else DataFacts.from_meta(values)
 
 
 def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
-    """From the checkpoint's configuration, ranks and data to those of now."""
+    """Return the changes from the checkpoint's configuration, ranks and data to the present ones."""
     config = session.config
     old, new = _stored_values(content, config), _values(dump(config), config)
     old["ranks"], new["ranks"] = content.meta["ranks"], session.world.size
@@ -288,7 +288,7 @@ def _changes(content: CheckpointContent, data: DataFacts | None, session: Sessio
 
 
 def check_model(content: CheckpointContent, data: DataFacts, config: Config, path: Path) -> None:
-    """Nothing, where a configuration describes the network of a checkpoint.
+    """Raise unless a configuration describes the network of a checkpoint.
 
     Raises:
         CheckpointError: it describes another one; the message lists the differences.
@@ -298,7 +298,7 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
 
 
 def stored_config(content: CheckpointContent, config: Config) -> Config | None:
-    """The configuration that a checkpoint was written with.
+    """Return the configuration that a checkpoint was written with.
 
     None where an earlier hpctrain wrote what this one refuses, or where it names code that `config`, that of now, does not.
     """
@@ -313,7 +313,7 @@ def _stored_values(content: CheckpointContent, config: Config) -> dict[str, Any]
 
 
 def _values(text: str, config: Config) -> dict[str, Any]:
-    """A configuration's values, all options filled in.
+    """Return a configuration's values, all options filled in.
 
     They are as they stand where an earlier hpctrain wrote what this one refuses, or where the options are those of code that
     `config` does not name: a checkpoint has nothing imported.
@@ -334,7 +334,7 @@ def _data_values(data: DataFacts) -> dict[str, str]:
 
 
 def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
-    """The value that a key has where it is not given."""
+    """Return the value that a key has where it is not given."""
     height, width, channels = data.shape
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
     options = model_options(silent, len(data.class_names), (height, width, channels))
@@ -342,7 +342,7 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
 
 
 def describe(position: Position, samples: int | None) -> str:
-    """A position in words, for people; samples: of an epoch, where that is known."""
+    """Return a position in words, for people; samples: of an epoch, where that is known."""
     if not position.samples:
         return f"epoch {position.epoch + 1}, step {position.global_step}"
     of_all = "" if samples is None else f" of {samples:,}"

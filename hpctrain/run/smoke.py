@@ -50,7 +50,7 @@ class RecipeImages:
 
 
 def smoke_trial(config: Config, started: StartedJob) -> SmokeTrial:
-    """The trial of a configuration, the same on every rank. Collective.
+    """Return the trial of a configuration, the same on every rank. Collective.
 
     Raises:
         HpctrainError: what the configuration and the files that are there do not agree on.
@@ -59,7 +59,7 @@ def smoke_trial(config: Config, started: StartedJob) -> SmokeTrial:
 
 
 def shortened(config: Config, ranks: int) -> SmokeTrial:
-    """The trial of a configuration, whose options are filled in, on so many ranks. Reads headers of the files that are there.
+    """Return the trial of a configuration with its options filled in. Reads headers of the files that exist.
 
     Raises:
         HpctrainError: as `smoke_trial`.
@@ -72,14 +72,14 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
     chosen = small if _has_same_parameters(small, full, ranks) else full
     size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
     stored = f"{images.shape[0]} x {images.shape[1]}"
-    of_size = f"made-up images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
+    of_size = f"synthetic images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
     of_sizes = _told_sizes(config, chosen)
     notes = (*of_time, of_size, *of_sizes, *images.notes, *of_weights, *of_grid)
     return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
 
 
 def recipe_images(config: Config) -> RecipeImages:
-    """The images of the training file, or those that the model is meant for where the file is not there yet.
+    """Return the images of the training file, or those that the model is meant for where the file is not there yet.
 
     Raises:
         HpctrainError: a file that is there cannot be read, or the files do not fit each other or the model.
@@ -130,12 +130,12 @@ def _crop_sizes(config: Config) -> list[int]:
 
 
 def _factor(config: Config, images: RecipeImages) -> float:
-    """The scale by which images, as the network sees them, have at most SIDE pixels."""
+    """Return the scale by which images, as the network sees them, have at most SIDE pixels."""
     return min(1.0, SIDE / max(_crop_sizes(config) or images.shape[:2]))
 
 
 def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
-    """The configuration on made-up images, scaled with all crops."""
+    """Return the configuration on synthetic images, scaled with all crops."""
     augment, evaluate = (
         [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
     )
@@ -162,7 +162,7 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
 
 
 def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
-    """The first size and the largest, or the last where these are one, in an epoch each; scaled as crops are."""
+    """Return the first size and the largest, or the last where these are one, in an epoch each; scaled as crops are."""
     sizes = [max(1, round(step.size * factor)) for step in config.data.sizes]
     if len(set(sizes)) < 2:
         return tuple(SizeConfig(size=size) for size in sizes[:1])
@@ -171,7 +171,7 @@ def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
 
 
 def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
-    """A sentence on the sizes by epoch, where there are any."""
+    """Return a sentence on the sizes by epoch, where there are any."""
     if not config.data.sizes:
         return ()
     sizes, stand_ins = (", ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
@@ -186,7 +186,7 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 
 
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
-    """Whether a model takes the smaller images, and no parameter has another shape for them; False where it is refused."""
+    """Return whether a model takes the smaller images, and no parameter has another shape for them; False where it is refused."""
     try:
         shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).specs.items()} for one in (small, full)]
     except HpctrainError:  # which the run itself will tell of the images as they are
@@ -196,7 +196,7 @@ def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
 
 
 def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
-    """The configuration with a small batch and few epochs, its rate and its schedule scaled with them; sentences that say so."""
+    """Return the configuration with a small batch and few epochs, rate and schedule scaled with them; and sentences on it."""
     batch = min(config.batch, SAMPLES * max(config.micro_batches * ranks, config.exact.shards or 1))
     epochs = min(config.epochs, EPOCHS)
     lr = config.optimizer.lr * batch / config.batch
@@ -222,7 +222,7 @@ def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
 
 
 def short_schedule(schedule: ScheduleConfig, epochs: int, fewer: int) -> ScheduleConfig:
-    """The schedule of a training of fewer epochs: a warm-up of a step at least, and what comes behind it in proportion."""
+    """Return the schedule of a training of fewer epochs: a warm-up of a step at least, and what comes behind it in proportion."""
     if not fewer or fewer == epochs:
         return schedule
     warm = schedule.warmup_epochs
@@ -249,7 +249,7 @@ def _with_weights_that_exist(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
-    """The configured grid, or one of as many ranks as there are that splits layers over the most of them."""
+    """Return the configured grid, or one of as many ranks as there are that splits layers over the most of them."""
     rows, cols = config.grid.rows, config.grid.cols
     if config.grid.automatic or (ranks % rows == 0 and cols in (None, ranks // rows)):
         return config, ()

@@ -33,8 +33,8 @@ class StepPrediction:
         mode: how messages progress. sample: times of the operators of a few steps; None: they come from a trace, if there is one.
     """
 
-    def __init__(self, session: Session, parts: TrainingSetup, mode: ProgressMode, sample: OperatorSample | None) -> None:
-        self._session, self._parts, self._mode, self._sample = session, parts, mode, sample
+    def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, sample: OperatorSample | None) -> None:
+        self._session, self._setup, self._mode, self._sample = session, setup, mode, sample
 
     def predicted(self, *, in_haste: bool) -> PredictedStep | None:
         """Return the predicted step on rank 0, None on other ranks. Collective.
@@ -71,7 +71,7 @@ class StepPrediction:
         trace = self._session.progress.trace
         if self._sample is not None:
             return SampledTimes.of(self._sample.events())
-        return None if trace is None or not self._parts.backend.kernels.arithmetic.on_host else SampledTimes.of(trace.events())
+        return None if trace is None or not self._setup.backend.kernels.arithmetic.on_host else SampledTimes.of(trace.events())
 
     def _plan(self) -> ExecutionPlan:
         """Return the plan that this rank runs in a step with the full batch."""
@@ -79,9 +79,9 @@ class StepPrediction:
         counts = counts_over(config.batch, groups.all_ranks.size, groups.split_size, config.exact.shards)
         first = groups.position - groups.split_rank
         of_group = tuple(
-            even(count, self._parts.replica.passes.micro_batches)[0] for count in counts[first : first + groups.split_size]
+            even(count, self._setup.replica.passes.micro_batches)[0] for count in counts[first : first + groups.split_size]
         )
-        return self._parts.replica.network.program(of_group, training=True).plan
+        return self._setup.replica.network.program(of_group, training=True).plan
 
     def _simulated(self, machine: Machine) -> PredictedStep:
         """Simulate a step with the operator times of this rank.
@@ -89,18 +89,18 @@ class StepPrediction:
         Raises:
             HpctrainError: a run that cannot be simulated, with the reason.
         """
-        config, network, cols = self._session.config, self._parts.replica.network, self._session.grid.cols
+        config, network, cols = self._session.config, self._setup.replica.network, self._session.grid.cols
         job = planned_run.of_network(
             network.model,
             network.image_shape,
             network.kernels,
-            dtype=self._parts.backend.dtype,
+            dtype=self._setup.backend.dtype,
             batch=config.batch,
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
         averager = AveragerChoice(config.averager.name, config.averager.options)
-        candidate = Candidate(plan, averager, self._parts.replica.passes.micro_batches)
+        candidate = Candidate(plan, averager, self._setup.replica.passes.micro_batches)
         costs: ComputeCosts = RateCosts(machine, config.dtype)
         times = self._times()
         if times is not None:

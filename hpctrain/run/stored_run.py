@@ -49,7 +49,7 @@ class StoredRun:
     label: str
 
     def parsed(self, overrides: Sequence[str]) -> tuple[Config, Source]:
-        """Its configuration, fit for another job.
+        """Return its configuration, fit for another job.
 
         Raises:
             ConfigError: an override with a fault, or code of the user's, which is imported only where the user names it.
@@ -67,7 +67,7 @@ class StoredRun:
 
 
 def find_run(checkpoint: str, directory: Path) -> StoredRun:
-    """The run that `--checkpoint` stands for: reads its configuration, not its checkpoints.
+    """Return the run that `--checkpoint` stands for: reads its configuration, not its checkpoints.
 
     Args:
         checkpoint: "auto" (the newest run that has a checkpoint), "best" (the best checkpoint of the newest run that has one), a
@@ -109,7 +109,7 @@ def _of_run(run: RunDirectory) -> StoredRun:
 
 
 def _of_checkpoint(path: Path) -> StoredRun:
-    """A checkpoint with the configuration that it was written with; it may have been copied from its run."""
+    """Return a checkpoint with the configuration that it was written with; it may have been copied from its run."""
     from hpctrain.storage.checkpoint import open_checkpoint
 
     meta = open_checkpoint(path).meta

@@ -42,7 +42,7 @@ _REPEATS = 5
 
 
 def without_communication(session: Session) -> Session:
-    """The same rank with the same share of the batch, whose gradients, batch statistics and messages stay in its split group.
+    """Return the same session with gradients, batch statistics and messages that stay in its split group.
 
     Collective. The ranks of a split group go on exchanging activations: without them there is nothing to compute on.
     """
@@ -169,7 +169,7 @@ class TraceReport:
         trace.clear()  # start-up is not part of any step
 
     def finish(self, directory: Path, about: Mapping[str, Any], width: int | None = None) -> list[str]:
-        """Rank 0 writes `trace.json` and `time_table.json`, and gets the lines to print; the others get none.
+        """Write `trace.json` and `time_table.json` on rank 0, and return the lines to print there; none on other ranks.
 
         A disk that refuses them is among the lines.
 
@@ -191,7 +191,7 @@ class TraceReport:
         return measure_offset(self._world, self._progress.wait_handle, clock_ns=self._trace.clock_ns)
 
     def _groups(self) -> dict[str, int]:
-        """For each queue, the world rank of its group's first member: queues of one name in different groups are different."""
+        """Return, for each queue, the world rank of its group's first member, which tells queues of one name apart."""
         return {name: int(comm.broadcast_object(self._world.rank)) for name, comm in self._progress.communicators().items()}
 
     def _send(self, mine: RankTrace) -> None:
@@ -200,7 +200,7 @@ class TraceReport:
         self._progress.wait_handle(self._world.isend(payload, 0, _TAG), "a trace")
 
     def _received(self) -> Iterator[RankTrace]:
-        """The other ranks' traces, one at a time, so that rank 0 never holds all of them."""
+        """Yield the other ranks' traces, one at a time, so that rank 0 never holds all of them."""
         for rank in range(1, self._world.size):
             size = np.zeros(1, np.int64)
             self._progress.wait_handle(self._world.irecv(size, rank, _TAG), f"size of the trace of rank {rank}")
@@ -246,6 +246,6 @@ class TraceReport:
 
 
 def _table(events: Events) -> TimeTable | None:
-    """This rank's rows, with what tracing itself costs: the events of a step times what one costs here."""
+    """Return this rank's rows, with what tracing itself costs: the events of a step times what one costs here."""
     table = time_table.tabulate(events)
     return None if table is None else replace(table, tracing_seconds=table.events * cost_per_event_seconds())

@@ -76,7 +76,7 @@ class MaxTime:
 
 
 def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ) -> MaxTime:
-    """The limit of `max_time`, counted from the launcher's start of this rank, or until the end of the Slurm job.
+    """Return the limit of `max_time`, counted from the launcher's start of this rank, or until the end of the Slurm job.
 
     Raises:
         ConfigError: it is the Slurm job's, and the environment does not tell of that.
@@ -112,7 +112,7 @@ class StopReason:
 
 
 def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = None) -> StopReason | None:
-    """The signal of the lowest rank that has had one, else the limit of the lowest that has one; None where no rank has either.
+    """Return the signal of the lowest rank that had one, else the limit of the lowest that has one; None if no rank has either.
 
     Collective, at the end of a run.
 
@@ -130,17 +130,17 @@ def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = Non
 
 
 def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Path, checkpoint: Path) -> list[str]:
-    """How the run ended and how to go on."""
+    """Return how the run ended and how to go on."""
     position = outcome.position
     return [
         f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
         f"checkpoint {checkpoint}",
-        f"go on with the same command and --resume {directory} (exit code {STOPPED})",
+        f"continue with the same command and --resume {directory} (exit code {STOPPED})",
     ]
 
 
 def kept_clause(directory: RunDirectory) -> str:
-    """The end of a sentence on a run that ends at once: the checkpoint to go on from, by names alone."""
+    """Return the end of a sentence on a run that ends at once: the checkpoint to go on from, by names alone."""
     try:
         written = checkpoints(directory.checkpoints)
     except OSError:
@@ -411,7 +411,7 @@ def _remove_left(config: Config, directory: RunDirectory) -> None:
 
 
 def _directory(session: Session, setup: TrainingSetup, start: Start | None, state: ShrinkState) -> RunDirectory:
-    """The directory of the run, without what lies behind its start. Collective."""
+    """Return the directory of the run, without what lies behind its start. Collective."""
     ownership = state.ownership
     directory = None if start is None else start.directory
     if directory is None and state.directory is not None:  # ranks were lost before its first checkpoint
@@ -425,7 +425,7 @@ def _directory(session: Session, setup: TrainingSetup, start: Start | None, stat
 
 
 def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
-    """Rank 0 takes out of the run what lies behind its start: metrics, and what looks like newer checkpoints. Collective.
+    """Remove, on rank 0, metrics and checkpoints of the run after its start. Collective.
 
     The configuration is that of now.
     """
@@ -445,7 +445,7 @@ def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, di
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
-    """The reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
+    """Return the reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
 
     Raises:
         ConfigError: a configured reporter cannot be made.
@@ -518,7 +518,7 @@ def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirec
 
 
 def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
-    """The conditions of a measurement: versions, model, grid, threads."""
+    """Return the conditions of a measurement: versions, model, grid, threads."""
     config = session.config
     return {
         **_versions(session, setup),
@@ -532,7 +532,7 @@ def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
 
 
 def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outcome, reporter: Reporter) -> StopReason | None:
-    """The signal or limit that ended the run, if one did; record where and by what it ends before its last epoch. Collective."""
+    """Return the signal or limit that ended the run, if any; record where and why it ends early. Collective."""
     if not outcome.stopped:
         return None
     reason = None if outcome.steps_reached else stop_reason(session.world, watch, limit)
@@ -576,15 +576,15 @@ def _end(
 
 
 def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
-    """How a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
+    """Return how a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
     position = outcome.position
     end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as --steps asked{end}\ngo on with the same command and --resume {directory.path}"
+    return f"ended {where}, as --steps asked{end}\ncontinue with the same command and --resume {directory.path}"
 
 
 def _skipped(position: Position) -> str:
-    """How many steps have changed nothing."""
+    """Return how many steps have changed nothing."""
     were = "step was" if position.skipped == 1 else "steps were"
     return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
 

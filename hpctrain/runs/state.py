@@ -31,7 +31,7 @@ class RunEvent:
 
 
 def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
-    """The events among the records of a run, in their order; a record that lacks something is told as far as it goes."""
+    """Return the events among the records of a run, in their order; a record that lacks something is told as far as it goes."""
     events = []
     for record in records:
         words = _WORDS.get(str(record.get("kind")))
@@ -60,7 +60,7 @@ def _rollback(record: Mapping[str, Any]) -> str:
 
 def _shrink(record: Mapping[str, Any]) -> str:
     lost = spans(record.get("lost") or ())
-    return f"lost rank {lost}; went on with {record.get('ranks')} from step {record.get('step')}"
+    return f"lost rank {lost}; continued with {record.get('ranks')} from step {record.get('step')}"
 
 
 def _checkpoint(record: Mapping[str, Any]) -> str:
@@ -161,7 +161,7 @@ class RunState:
         return float(pace * max(0, start["last_sample"] - self.done_samples))
 
     def curve(self, measure: str, *kinds: str) -> Curve:
-        """A measure over steps; values that are not finite are left out."""
+        """Return a measure over steps; values that are not finite are left out."""
         points = ((record.get("step"), record.get(measure)) for record in self.of_kind(*kinds))
         return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
 
@@ -171,7 +171,7 @@ class RunState:
         return events_of(self.records)
 
     def heard_seconds(self, record: FlightRecord) -> float:
-        """How long ago a rank was last heard of."""
+        """Return how long ago a rank was last heard of."""
         return max(0.0, self.now - record.wall_seconds(record.last_ns))
 
 
@@ -191,7 +191,7 @@ class RunReader:
         self._records: tuple[Record, ...] = ()
 
     def read(self, now: float) -> RunState:
-        """The state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
+        """Return the state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
         records, ranks = self._metrics(), _flight(self.directory)
         newest = next(reversed(stored_checkpoints(self.directory.checkpoints)), None)
         path, age_seconds = (None, now) if newest is None else (newest.path, max(0.0, now - newest.written))
@@ -222,13 +222,13 @@ class RunReader:
 
 
 def _lines(content: bytes) -> list[Record]:
-    """All whole lines that are JSON objects."""
+    """Return all whole lines that are JSON objects."""
     records = (json_object(line) for line in content.split(b"\n")[:-1])
     return [record for record in records if record is not None]
 
 
 def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
-    """The records of the ranks, without their operations; none where none can be read here."""
+    """Return the records of the ranks, without their operations; none where none can be read here."""
     try:
         return records_in(directory.flight_records(), operations=False)
     except (DataError, OSError):
@@ -275,13 +275,13 @@ def _lives(process: int) -> bool:
 
 
 def _stopped(records: Sequence[Record]) -> str | None:
-    """The words on what has stopped the run, if nothing has begun since."""
+    """Return the words on what has stopped the run, if nothing has begun since."""
     last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
     return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
 
 
 def _complete(records: Sequence[Record]) -> bool:
-    """Whether the last epoch of the latest start was recorded."""
+    """Return whether the last epoch of the latest start was recorded."""
     start = next((record for record in reversed(records) if record.get("kind") == "start"), {})
     return any(record.get("kind") == "epoch" and record.get("epoch") == start.get("epochs") for record in records)
 

@@ -24,7 +24,7 @@ def _unchanged() -> Iterator[None]:
     root = logging.getLogger("hpctrain")
     state = root.handlers[:], root.level, root.propagate
     yield
-    rank_log.end()
+    rank_log.end_rank_log()
     root.handlers[:], root.propagate = state[0], state[2]
     root.setLevel(state[1])
 
@@ -51,7 +51,7 @@ def test_lines_wait_for_the_file_and_go_to_its_end(tmp_path: Path, capsys: pytes
         log.keep_in(path)
         get_logger("hpctrain.some.module").warning("a worry")
         rank_log.tee("Traceback\n  of several lines\n")
-        rank_log.end()
+        rank_log.end_rank_log()
     text = path.read_text()
     expected = ["DEBUG", "INFO", "WARNING", "ERROR"]
     assert [level for level, _ in _told(path)] == expected * 2
@@ -98,7 +98,7 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
     get_logger("hpctrain").debug("lost")
     assert _within(60, lambda: log._refused)
     begin = time.monotonic()
-    rank_log.end()
+    rank_log.end_rank_log()
     assert time.monotonic() - begin < 60
     assert re.search(r"2 lines of \S*rank-0000.log could not be written and are lost", capsys.readouterr().err)
 
@@ -117,7 +117,7 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
     assert len(log._waiting) == rank_log.MOST_WAITING
     with open(tmp_path / "rank-0000.log", "rb"):  # lets the thread go on, and end
-        rank_log.end()
+        rank_log.end_rank_log()
 
 
 @pytest.mark.parametrize("rank", [0, 3])

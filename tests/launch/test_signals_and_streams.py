@@ -65,7 +65,7 @@ _PLACE = "def the_place(): send(signal.SIGUSR2); time.sleep(0.5)\nthe_place()\n"
     ("program", "at_once", "code", "said", "words"),
     [
         *((f"for _ in range(50): send({number:d}); time.sleep(1e-3)\n", False, 0, "False", ()) for number in _WITHOUT_MEANING),
-        (_PLACE, False, 0, "False", (f"{place(0)}SIGUSR2 received, the run goes on; stacks of all threads:", "in the_place")),
+        (_PLACE, False, 0, "False", (f"{place(0)}SIGUSR2 received, the run continues; stacks of all threads:", "in the_place")),
         ("send(15); time.sleep(60)", True, 143, "", ("SIGTERM received: this process ends at once and writes no checkpoint.",)),
         ("send(1); time.sleep(0.3); watch.end_at_once()", False, 129, "", ("SIGHUP received",)),
         # After the close signals stay pending.
@@ -270,7 +270,7 @@ def test_every_line_has_the_place_and_the_file_has_them_too(capfd: pytest.Captur
         assert "nothing has moved" in log._waiting[-1]
         assert "in test_every_line_has_the_place" in log._waiting[-1]
     finally:
-        rank_log.end()
+        rank_log.end_rank_log()
     lines = capfd.readouterr().err.splitlines()
     assert lines[:2] == [f"{place(3)}nothing has moved;", f"{place(3)}stacks of all threads:"]
     assert all(line.startswith(place(3)) for line in lines)

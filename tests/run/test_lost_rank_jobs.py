@@ -138,7 +138,7 @@ def test_it_ends_with_the_bits_of_a_run_that_was_stopped_and_resumed(
     left, run = ranks - len(lost), _run(folder)
     ((named, step, now),) = _shrinks(run)
     assert (named, now) == (list(lost), left)
-    assert outcome.stdout.count(f"; going on with {left} ranks from step {step}\n") == 1
+    assert outcome.stdout.count(f"; continuing with {left} ranks from step {step}\n") == 1
     assert outcome.stdout.count("test accuracy") == 1 + outcome.stdout.count("best test accuracy")
     _stopped_and_resumed(job, folder, [(ranks, int(step)), (left, 0)], *options)
     _assert_same(run, _run(folder, "reference"))
@@ -212,7 +212,7 @@ def test_the_records_until_the_loss_are_kept(job: Job, folder: Path) -> None:
     assert json.loads(before.output)["findings"][0].startswith("Rank 1 was ended by SIGKILL (")
     assert [rank["end"] for rank in json.loads(before.output)["ranks"]] == ["went on", "killed", "went on"]
     after = CliRunner().invoke(cli, ["autopsy", str(run.path), "--json"])
-    assert json.loads(after.output)["findings"] == ["The job finished: ranks 0-1 ended in good order."]
+    assert json.loads(after.output)["findings"] == ["The job finished: ranks 0-1 ended normally."]
 
 
 @pytest.mark.sample(1)

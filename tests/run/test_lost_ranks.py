@@ -59,11 +59,11 @@ def test_a_loss_is_told_once() -> None:
     memory.loses(4, [2], 812)
     for _ in range(2):
         memory.tell(reporter, Position(global_step=800, epoch=1), 3)
-    assert reporter.lines == ["rank 2 was lost in step 812; going on with 3 ranks from step 800"]
+    assert reporter.lines == ["rank 2 was lost in step 812; continuing with 3 ranks from step 800"]
     assert reporter.records == [("shrink", {"epoch": 2, "step": 800, "from_step": 812, "lost": [2], "ranks": 3})]
     memory.loses(3, [0, 1], 0)
     memory.tell(reporter, Position(), 1)
-    assert reporter.lines[1:] == ["ranks 0-1 were lost before the first step; going on with 1 rank from the beginning"]
+    assert reporter.lines[1:] == ["ranks 0-1 were lost before the first step; continuing with 1 rank from the beginning"]
 
 
 def test_ranks_agree_on_what_some_of_them_know(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _standing_in(sample: int, task: Task) -> int:
 
 
 def batches(task: Task, position: int, positions: int, tiles: TileOfRank | None = None) -> Iterator[Batch]:
-    """The shares of one position: made-up images that depend on the sample alone.
+    """The shares of one position: synthetic images that depend on the sample alone.
 
     tiles: the box that each rank of a split group reads of the group's images, by their samples; None: its own samples.
     """

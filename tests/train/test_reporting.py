@@ -293,7 +293,7 @@ def test_facts_fit_in_their_order_and_the_most_important_stay(facts: list[tuple[
 def lines() -> Iterator[object]:
     log = rank_log.begin_rank_log()
     yield log._waiting
-    rank_log.end()
+    rank_log.end_rank_log()
 
 
 def test_steps_are_told_at_intervals_with_the_time_that_this_rank_waited(lines: list[str]) -> None:
