@@ -42,7 +42,7 @@ class Evaluation:
         path: of the checkpoint. notes: what a user should know of the data, a sentence each. sums: over all samples.
         class_names: by label. averaged: they are those of the averaged weights.
         flip: the mean over images and their mirror images counts.
-        confusion: which class was taken for which; None where nobody has asked.
+        confusion: which class was taken for which; None if it was not requested.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """A rank's share of an evaluation. mirror: gives the mirror images; None where they do not count."""
+    """A rank's share of an evaluation. mirror: returns the mirror images; None if they do not count."""
 
     images: Images
     replica: Replica
