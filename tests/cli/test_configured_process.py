@@ -88,7 +88,7 @@ def test_it_goes_on_in_smaller_and_smaller_worlds() -> None:
     assert job.run()
     assert job.sizes == [3, 2, 1]
     assert job.asked == [("auto", "earlier"), ("auto", None), ("auto", None)]
-    assert job.memory.lost == (1, 2)
+    assert job.shrink_state.lost == (1, 2)
     assert job.flight is not first
 
 
