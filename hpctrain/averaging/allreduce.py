@@ -120,7 +120,8 @@ class AllreduceAverager(GradientAverager):
 
     def grad_ready(self, parameter: Parameter) -> None:
         if parameter.size:
-            assert self._is_settled(parameter), f"{parameter.name} was used before it was waited for"
+            settled = self._previous.pending.keys().isdisjoint(self._touching[parameter.name])
+            assert settled, f"{parameter.name} was used before it was waited for"
             self._step.events[parameter.name].happen()
             self.progress.poll()
 
@@ -148,9 +149,6 @@ class AllreduceAverager(GradientAverager):
         parts = slicing.parts_of(piece.size, self.group.item_bytes, self._comm.size)
         handles = [self._sums.iallreduce(self._terms(piece.start + begin, piece.start + end)) for begin, end in parts]
         return handles[0] if len(handles) == 1 else _Several(handles)
-
-    def _is_settled(self, parameter: Parameter) -> bool:
-        return not any(k in self._previous.pending for k in self._touching[parameter.name])
 
     def _settle(self, step: AllreduceStep) -> None:
         for k in list(step.pending):

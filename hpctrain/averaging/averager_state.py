@@ -71,16 +71,13 @@ class UndoCopy:
 
     def __init__(self, averager: GradientAverager) -> None:
         self._averager, self._group = averager, averager.group
-        self._arrays = [(array, self._arithmetic_of(array)) for array in averager.changed()]
+        # What is kept back may be on the host although kernels compute elsewhere.
+        host, kernels = HostArithmetic(), self._group.arithmetic
+        self._arrays: list[tuple[Array, Arithmetic]] = [
+            (array, host if isinstance(array, np.ndarray) else kernels) for array in averager.changed()
+        ]
         self._copies: list[Array] = [arithmetic.zeros(array.size, str(array.dtype)) for array, arithmetic in self._arrays]
         self._counters: Mapping[str, int] = {}
-
-    def _arithmetic_of(self, array: Array) -> Arithmetic:
-        """Return the arithmetic of an array.
-
-        What is kept back may be on the host although kernels compute elsewhere.
-        """
-        return HostArithmetic() if isinstance(array, np.ndarray) else self._group.arithmetic
 
     def keep(self) -> None:
         """Remember all as it is. Between steps, after a drain."""

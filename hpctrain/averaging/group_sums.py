@@ -344,7 +344,7 @@ class ReadSums:
             if pieces:
                 self._sums.append(group.arithmetic.watched([group.data[one.start : one.stop] for one in pieces]).sums())
             self.pieces += pieces
-        counts = [bool(_part_size(part)) for part in parts]
+        counts = [any(segment.size for segment in part) for part in parts]
         #: by part, the index of its sums; None for a part without elements
         self._place = [sum(counts[:number]) if sized else None for number, sized in enumerate(counts)]
         self._step: StepReads | None = None
@@ -382,10 +382,6 @@ class StepReads:
         if fetch is None:
             fetch = self._fetches[place] = self._sums[place].fetch()
         return fetch
-
-
-def _part_size(part: Sequence[Segment]) -> int:
-    return sum(segment.size for segment in part)
 
 
 def _cut_segment(segment: Segment, places: Sequence[int]) -> list[Segment]:

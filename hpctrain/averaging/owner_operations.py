@@ -11,7 +11,7 @@ from hpctrain.averaging.base import AveragerSetup
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream, covered_slices
 from hpctrain.averaging.group_sums import JointStep, StepReads
 from hpctrain.averaging.sixteen_bits import RoundedParameters, caster
-from hpctrain.averaging.slicing import Slice, layer_slices
+from hpctrain.averaging.slicing import layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, Complete, GradientSums, Handle
 from hpctrain.comm.order import Finished
@@ -261,7 +261,10 @@ class OwnerOperations:
         comm = self.comm
         for k, piece in enumerate(self.schedule.slices if comm.size > 1 else ()):
             # Of ranks that own the same part the first one sends it.
-            counts = [0 if rank % piece.copies else count for rank, count in enumerate(_by_rank(piece, comm.size))]
+            counts = [
+                0 if rank % piece.copies else count
+                for rank, count in enumerate(piece.owned_size(rank, comm.size) for rank in range(comm.size))
+            ]
             begin, end = piece.part(comm.rank, comm.size)
             # The sum of the last step is in the gradient: its buffer is free, and none has to be made.
             free = self.sums[k] if k in self.sums else self.group.arithmetic.zeros(end - begin, self.group.dtype)
@@ -279,8 +282,3 @@ class OwnerOperations:
     def _state(self, segment: Segment) -> dict[str, np.ndarray]:
         """Return the state of an owned segment on the host."""
         return {key: self.group.arithmetic.to_host(view) for key, view in self.owned_state(segment).items()}
-
-
-def _by_rank(piece: Slice, ranks: int) -> list[int]:
-    """Return the elements that each rank owns of a slice."""
-    return [piece.owned_size(rank, ranks) for rank in range(ranks)]

@@ -42,7 +42,7 @@ from hpctrain.averaging.collective_schedule import (
     slices_of_groups,
 )
 from hpctrain.averaging.group_sums import NORM_BLOCK
-from hpctrain.averaging.link_simulation import SliceTraffic, StepClock, Times, Urgency, best_order, over_ranks
+from hpctrain.averaging.link_simulation import SliceTraffic, StepClock, Times, Urgency, best_order, over_ranks, reductions_first
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.sixteen_bits import Rounding, words_of_rounding
 from hpctrain.averaging.slicing import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
@@ -294,9 +294,9 @@ def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies
 class ReduceScatterStrategy(Strategy):
     """Reduce-scatter, own update, allgather; linear layers may exchange sufficient factors instead of gradients.
 
-    A strategy defines `words`, `slice_elements` and `urgency`. It may choose `streams`, a `window` and an `order`, other `slices`
-    and `operations`, and an averager that takes `averager_arguments`. Besides its own, its options have `fc_exchange`, `sizes`,
-    `two_level` and `replan`, as those of `Sharded` do.
+    A strategy defines `words`. It may choose `streams`, sizes (`slice_elements`), an `urgency` or an `order`, a `window`, other
+    `slices` and `operations`, and an averager that takes `averager_arguments`. Besides its own, its options have `fc_exchange`,
+    `sizes`, `two_level` and `replan`, as those of `Sharded` do.
 
     Attributes:
         streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
@@ -348,19 +348,20 @@ class ReduceScatterStrategy(Strategy):
     def words(self) -> str:
         """Return the strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
 
-    @abstractmethod
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         """Return the elements of a slice, least and most.
 
-        Neighbours are fused until they have the first number; what has more than the second is cut.
+        Neighbours are fused until they have the first number; what has more than the second is cut. By default by the option
+        `bucket_bytes`, if there is one; else by rule.
 
         link: the measured one or, by default, that of the rule.
         """
+        return slicing.slice_elements(getattr(self.options, "bucket_bytes", None), self.group.layout, self.group.ranks, link)
 
     @property
-    @abstractmethod
     def urgency(self) -> Urgency:
-        """The key by which a link chooses among what it could send: the least goes first."""
+        """The key by which a link chooses among what it could send: the least goes first. By default reductions go first."""
+        return reductions_first
 
     def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
         """Return (slice, whether it is its gather) in the order in which they are to be sent."""
@@ -369,8 +370,9 @@ class ReduceScatterStrategy(Strategy):
         return best_order(traffic, times, link, self.urgency)
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        """Return the most operations in flight on each stream; None: no limit."""
-        return None
+        """Return the most operations in flight on each stream, by default the option `window`; None: no limit."""
+        limit: int | None = getattr(self.options, "window", None)
+        return limit
 
     # -- the plan --------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ left out for a smaller one.
 `Selection` makes the passes, block by block. A magnitude is taken as an integer, the bits of a floating-point number without
 its sign: integers of equal order, for which denormal numbers are no special case, and above which lie infinities and NaN.
 
-`ErrorFeedback` keeps what messages leave out until a later message has it: residual + sent = gradient.
+What a message leaves out stays in its array (`TopK.subtract_from`) until a later message has it: residual + sent = gradient.
 """
 
 from __future__ import annotations
@@ -155,30 +155,6 @@ class Selection:
         place = magnitudes.size - rank
         magnitudes.partition(place)
         return int(magnitudes[place])
-
-
-class ErrorFeedback:
-    """The residual of one array of gradients.
-
-    A step adds its gradient, has a message made of `values`, and subtracts the message from them:
-
-        feedback.add(gradient)
-        compressor.compress(feedback.values, message)
-        compressor.subtract_from(message, feedback.values)
-
-    Args:
-        size: elements of the array. dtype: "float32" or "float64".
-
-    Attributes:
-        values: between steps the residual; after `add` residual and gradient. (size,), the state for a checkpoint.
-    """
-
-    def __init__(self, size: int, dtype: str) -> None:
-        self.values = np.zeros(size, dtype)
-
-    def add(self, gradient: np.ndarray) -> None:
-        """Add a step's gradient (size,) to the residual."""
-        np.add(self.values, gradient, out=self.values)
 
 
 _DENSE_SHARE = 0.1  # of elements kept: beyond, candidates would be most of them, so that all are partitioned

@@ -63,7 +63,7 @@ class PinnedBytes:
 class HostMirrors(Protocol):
     """Makes mirrors and copies; used by the thread that enqueues the device's work.
 
-    Each array has one mirror, made when it first travels and kept: so there is as much memory as there are arrays that do. Arrays
+    Each array has one mirror, made when it first travels, and kept: mirrors take as much memory as the arrays that travel. Arrays
     inside of one that is covered share its mirror.
 
     Attributes:
@@ -298,7 +298,7 @@ class ArrayGuard(Protocol):
 
 
 class WatchedArrays(Protocol):
-    """Flat arrays of whole 32-bit words, which may have several dtypes: what notices changes of their bits. For set-up only."""
+    """Flat arrays of whole 32-bit words, of any dtypes: makes what detects changes of their bits. For set-up only."""
 
     def checksums(self) -> ArrayChecksums:
         """Return the CRC-32 of each array's bytes."""
@@ -312,7 +312,7 @@ class WatchedArrays(Protocol):
         ...
 
     def guard(self) -> ArrayGuard:
-        """Return a guard of what the arrays hold, in which they are remembered."""
+        """Return a guard that remembers what the arrays hold now."""
         ...
 
 

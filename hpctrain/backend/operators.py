@@ -61,7 +61,7 @@ def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     return labels
 
 
-Array = Any  # numpy.ndarray or cupy.ndarray: the kernel set decides
+Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Operator(ABC):
     All but the computation is fixed at construction, so that memory can be planned; `bind` then provides the memory. An operator
     declares what else it can do (work in place, add to gradients, start early ...) by inheriting from the abilities below.
 
-    Other attributes: spec: what it computes. stands_in_because: why a kernel set took another set's operator, for reports; empty
+    Other attributes: spec: what it computes. fallback_reason: why a kernel set took another set's operator, for reports; empty
     for an operator of its own.
     """
 
@@ -162,7 +162,7 @@ class Operator(ABC):
     saved_bytes: int = 0
     scratch_bytes: int = 0
     buffers: Buffers
-    stands_in_because: str = ""
+    fallback_reason: str = ""
 
     def bind(self, buffers: Buffers) -> None:
         """Take the buffers and build everything that a step will use (views, argument lists)."""
@@ -296,7 +296,7 @@ class LossOperator(ABC):
 
 
 class KernelSet(ABC):
-    """Makes operators. numpy: the reference, float32 and float64; onednn: CPU speed, float32.
+    """Makes operators. numpy: the reference, float32 and float64; onednn: float32, fast on CPUs; cuda: GPUs.
 
     Attributes:
         arithmetic: on the arrays of this set's operators, outside of these.
@@ -319,8 +319,8 @@ class KernelSet(ABC):
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         """Return the operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
 
-        input_gradient: whether `backward_input` will be called; it is not for operators that read the images. Kernels that
-            only compute the input's gradient are then not asked for.
+        input_gradient: whether `backward_input` will be called. False for operators that read the images: kernels are then
+            chosen without regard to the input's gradient.
 
         Raises:
             BackendError: a spec or dtype that this set cannot compute.
@@ -330,10 +330,10 @@ class KernelSet(ABC):
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
 
     def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
-        """Begin a forward pass: copy what operators read from memory, and not from the context, there. Never waits."""
+        """Begin a forward pass: copy numbers of the step to where operators read them in memory. Never waits."""
 
     def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
-        """Wait until all work of this set is done: to time it. A step never does."""
+        """Wait until all work of this set is done, to time it. A step never does."""
 
     def free_bytes(self) -> int | None:
         """Return the bytes that `allocate` still has; None if the operating system decides."""
@@ -386,7 +386,7 @@ class CapturedWork(Protocol):
 class CapturesWork(ABC):
     """A kernel set whose operators' calls can be captured: CUDA graphs.
 
-    captures: whether that is wanted.
+    captures: whether programs shall capture them.
     """
 
     captures: bool = True

@@ -220,7 +220,7 @@ def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str,
         if step.is_view:
             continue
         users = on_host and step.node is not None and isinstance(step.node.spec, SelfMade)
-        reason = "its layer brings its own" if users else step.operator.stands_in_because
+        reason = "its layer brings its own" if users else step.operator.fallback_reason
         if reason:
             by_reason.setdefault(reason, []).append(step.name)
         else:

@@ -1,7 +1,6 @@
 """The command line. Commands parse options, call what lies below, and print; they catch nothing.
 
-`main.py` names the module of each command, and `failure.py` is the one place where an exception becomes text. Modules of
-commands
+`main.py` names the module of each command, and `failure.py` is the one place where an exception becomes text. Modules of commands
 import nothing heavy at the top, as `hpctrain --help` loads them all. Modules of tables import rich, and are loaded by commands
 that print. Read `main.py` first.
 """

@@ -1,7 +1,6 @@
 """Arguments that several commands take: paths, configurations with overrides, ranks that keep a log, and words for completion.
 
-`load_config` is how every command reads its configuration: an unknown name is told before what follows from it. Nothing heavy
-is
+`load_config` is how every command reads its configuration: an unknown name is told before what follows from it. Nothing heavy is
 imported before it is asked for.
 """
 
@@ -21,6 +20,7 @@ from hpctrain.core import log as rank_log
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
 from hpctrain.core.sentences import nearest
+from hpctrain.core.text import counted
 from hpctrain.launch.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ PASS_STYLE = click.option(
     "--progress",
     "style",
     type=click.Choice(["bar", "none"]),
-    help="Show by a bar on stderr how many images are done, or not; by default a bar on a terminal.",
+    help="Show the progress as a bar on stderr, or not at all; by default a bar on a terminal.",
 )
 
 
@@ -154,7 +154,7 @@ def log_ranks_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--log-ranks",
         default=NONE,
         metavar="all|none|0,3,8-15",
-        help="Write all that these ranks log to logs/rank-NNNN.log in the run directory, with the time, errors and stacks.",
+        help="Write everything that these ranks log, with times, errors and stacks, to logs/rank-NNNN.log in the run directory.",
     )(command)
 
 
@@ -188,9 +188,10 @@ def names_rank(text: str, size: int, rank: int) -> bool:
         first, _, end = span.partition("-")
         last = end or first
         if int(first) > int(last):
-            raise ConfigError(f"--log-ranks has {span}, which begins behind its end; the nearest is {last}-{first}.")
+            raise ConfigError(f"--log-ranks has {span}, whose first rank is above its last; the nearest is {last}-{first}.")
         if int(last) >= size:
-            ranks = "1 rank" if size == 1 else f"{size} ranks"
-            raise ConfigError(f"--log-ranks names rank {int(last)}, but the job has {ranks}; the largest number is {size - 1}.")
+            raise ConfigError(
+                f"--log-ranks names rank {int(last)}, but the job has {counted(size, 'rank')}; the largest number is {size - 1}."
+            )
         is_named = is_named or int(first) <= rank <= int(last)
     return is_named

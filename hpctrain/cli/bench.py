@@ -1,7 +1,6 @@
 """`hpctrain bench`: measure how fast images become batches, how fast a model's steps are, and how a training scales.
 
-`data` says what limits the way of images to batches. `engine` times one model's training steps, and their memory, without MPI
-and
+`data` says what limits the way of images to batches. `engine` times one model's training steps, and their memory, without MPI and
 data. `scaling` runs the same training on several numbers of ranks.
 """
 
@@ -18,7 +17,7 @@ import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OutputFile, Seconds
 from hpctrain.cli.failure import Commands
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import counted, echo, echo_block, folded
 
 if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates
@@ -66,13 +65,13 @@ class RankCounts(click.ParamType):
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Number of threads per rank; by default this machine's cores over the most ranks.",
+    help="Number of threads per rank; by default this machine's cores divided by the largest number of ranks.",
 )
 @click.option(
     "--machine",
     type=FilePath(),
     metavar="FILE|NAME",
-    help="Machine that steps are predicted with, a file of `hpctrain calibrate` or an installed one; by default each job "
+    help="Machine model used to predict step times: a file of `hpctrain calibrate` or an installed one; by default each job "
     "measures its links.",
 )
 @click.option(
@@ -87,7 +86,7 @@ class RankCounts(click.ParamType):
     type=Seconds(min=1),
     default=3600.0,
     show_default=True,
-    help="Longest time that one run may take, in seconds.",
+    help="Time limit of one run, in seconds.",
 )
 def scaling(
     overrides: tuple[str, ...],
@@ -103,8 +102,8 @@ def scaling(
 ) -> None:
     """Compare several numbers of ranks.
 
-    Prints efficiency, exposed communication and the limit for each number of ranks. Each number runs twice: as it is, and with
-    --compute-only. OVERRIDES such as averager=sharded win over the file.
+    Prints efficiency, exposed communication and the limit for each number of ranks. Each number runs twice: normally, and with
+    --compute-only. OVERRIDES such as averager=sharded override keys of the file.
     """
     from hpctrain.bench import scaling as study
 
@@ -144,7 +143,7 @@ class ThreadCounts(RankCounts):
     type=ThreadCounts(),
     help="Numbers of threads that make a batch, such as 1,2,4; by default 1, 2, 4 and so on up to this machine's cores.",
 )
-@click.option("--no-step", is_flag=True, help="Time no training step to compare with.")
+@click.option("--no-step", is_flag=True, help="Do not time a training step for comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def data(
@@ -152,8 +151,8 @@ def data(
 ) -> None:
     """Time the way of images to a batch.
 
-    Prints images per second of each stage for several numbers of threads, and tells which stage limits FILE's training, with
-    OVERRIDES, in one process and without MPI.
+    Prints images per second of each stage for several numbers of threads, and which stage limits FILE's training with OVERRIDES,
+    in one process and without MPI.
     """
     from hpctrain.cli.arguments import load_config
     from hpctrain.launch.launcher import detect
@@ -174,7 +173,7 @@ def data(
     if as_json:
         echo_block(json.dumps(content, indent=1))
     else:
-        for line in (*rates_table(rates), *_folded(sentences)):
+        for line in (*rates_table(rates), *(line for one in sentences for line in folded(one.split(", "), _COLUMNS, ", "))):
             echo(line)
     if out is not None:
         write_json(out, content)
@@ -189,21 +188,11 @@ def rates_table(rates: DataRates) -> list[str]:
     at_once = (_COLUMNS - _NAME) // _NUMBER
     for begin in range(0, len(rates.threads), at_once):
         counts = rates.threads[begin : begin + at_once]
-        lines.append("stage".ljust(_NAME) + "".join(_threads(count).rjust(_NUMBER) for count in counts))
+        lines.append("stage".ljust(_NAME) + "".join(counted(count, "thread").rjust(_NUMBER) for count in counts))
         for stage in rates.names:
             name = "read, decode" if stage == READ and rates.decodes else stage
             lines.append(name.ljust(_NAME) + "".join(f"{rates.rate(stage, count):,.0f}".rjust(_NUMBER) for count in counts))
     return lines
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread" if count == 1 else f"{count} threads"
-
-
-def _folded(sentences: list[str]) -> list[str]:
-    from hpctrain.core.text import folded
-
-    return [line for sentence in sentences for line in folded(sentence.split(", "), _COLUMNS, ", ")]
 
 
 @click.command()
@@ -238,7 +227,7 @@ def _folded(sentences: list[str]) -> list[str]:
     show_default=True,
     help="Number of timed steps (two warm-up steps run first).",
 )
-@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch, whose steps take turns with these.")
+@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch; the steps of both alternate.")
 @click.option("--peer-python", default=sys.executable, help="Python interpreter that has PyTorch; by default this one.")
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def engine(
@@ -255,7 +244,7 @@ def engine(
 ) -> None:
     """Time the training steps of a model.
 
-    Times whole steps and each operator in one process, on synthetic images, without MPI and data.
+    Times whole steps and each operator in one process, on synthetic images, without MPI and data files.
     """
     from hpctrain.launch.launcher import detect
     from hpctrain.launch.threads import set_threads

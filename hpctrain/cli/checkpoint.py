@@ -36,8 +36,8 @@ def checkpoint() -> None:
 def listing(path: Path) -> None:
     """List the checkpoints of a run, oldest step first.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint. The one with the best evaluation is marked. No
-    tensor is read, only names, sizes and metadata, and the record of the best one.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. The checkpoint with the best evaluation is marked.
+    Only names, sizes and metadata are read, no tensors.
     """
     from hpctrain.runs.directory import StoredCheckpoint, read_best
 
@@ -55,15 +55,15 @@ def listing(path: Path) -> None:
         column = f"{mark if is_best else '':{len(mark)}}  " if mark else ""
         echo(f"step {step:>8}  {stored.n_bytes / 1e6:>10,.1f} MB  {written}  {column}{file}")
     if best is not None and not (files[0][1].parent / best.checkpoint).exists():
-        echo(f"the best checkpoint, {best.checkpoint} ({best}), is not there any more")
+        echo(f"the best checkpoint, {best.checkpoint} ({best}), no longer exists")
 
 
 @checkpoint.command()
 @_PATH
 def verify(path: Path) -> None:
-    """Read checkpoints whole and compare every checksum.
+    """Read checkpoints completely and compare every checksum.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint. The exit code is 2 where one is damaged.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. The exit code is 2 if one is damaged.
     """
     from hpctrain.storage.checkpoint import read
 
@@ -76,10 +76,10 @@ def verify(path: Path) -> None:
             damaged.append(file)
             echo(str(error))
         else:
-            echo(f"{file}: all {tensors} tensors have their checksums")
+            echo(f"{file}: all checksums of {tensors} tensors agree")
     if damaged:
         newest = next((file for _, file in reversed(files) if file not in damaged), None)
-        advice = "none is left to go on from" if newest is None else f"the newest whole one is {newest}"
+        advice = "none is left to resume from" if newest is None else f"the newest complete one is {newest}"
         raise CheckpointError(f"{len(damaged)} of {len(files)} checkpoints cannot be used; {advice}.")
 
 
@@ -87,9 +87,9 @@ def verify(path: Path) -> None:
 @_PATH
 @_JSON
 def show(path: Path, as_json: bool) -> None:
-    """Show the position and the tensors that a checkpoint holds.
+    """Show the position and the tensors of a checkpoint.
 
-    PATH is a checkpoint, or a run directory, of which the newest is shown. Every checksum is compared.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is shown. Every checksum is compared.
     """
     import numpy as np
 
@@ -115,18 +115,18 @@ def show(path: Path, as_json: bool) -> None:
 @click.option(
     "--layout",
     type=click.Choice(["single", "sharded"]),
-    help="Layout of the new checkpoint: one file, or a directory of shards. By default the one that PATH has not.",
+    help="Layout of the new checkpoint: one file, or a directory of shards; by default the layout that PATH does not have.",
 )
 @click.option(
-    "--shards", type=click.IntRange(min=1), help="Number of shards. By default that of the ranks that wrote the checkpoint."
+    "--shards", type=click.IntRange(min=1), help="Number of shards; by default the number of ranks that wrote the checkpoint."
 )
-@click.option("--out", type=FilePath(path_type=Path), required=True, help="Write to this path, which must not exist yet.")
+@click.option("--out", type=FilePath(path_type=Path), required=True, help="Path of the new checkpoint, which must not exist.")
 def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
     """Write the same checkpoint in the other layout.
 
-    PATH is a checkpoint, or a run directory, of which the newest is taken. The new checkpoint has the same tensors and metadata
-    to the last bit; it is read again and compared before the command ends. The name of a directory of shards ends in .shards. A
-    training goes on from the new checkpoint where it lies in the directory of checkpoints of a run.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. The new checkpoint has the same tensors and
+    metadata to the last bit; it is read again and compared before the command ends. The name of a directory of shards ends in
+    .shards. A training can resume from the new checkpoint if it is in a run's directory of checkpoints.
     """
     from hpctrain.runs.owner import owned, run_of
     from hpctrain.storage.checkpoint import convert as write_converted
@@ -143,15 +143,17 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
 
 @checkpoint.command()
 @_PATH
-@click.option("--keep", type=click.IntRange(min=1), required=True, help="Keep this many, those that were written last.")
-@click.option("--drop-best", is_flag=True, help="Delete the one with the best evaluation, too, unless it is among the latest.")
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="Number of checkpoints to keep, those written last.")
+@click.option(
+    "--drop-best", is_flag=True, help="Also delete the checkpoint with the best evaluation, unless it is among the latest."
+)
 def prune(path: Path, keep: int, drop_best: bool) -> None:
-    """Delete checkpoints of a run but the latest and the best.
+    """Delete checkpoints of a run except the latest and the best.
 
-    The latest are those that were written last, whatever their steps; as many that were set aside at a resume are kept beside
-    them, and so is the one with the best evaluation. Unfinished checkpoints that killed runs have left go, too, once nothing
-    was written to them for an hour. A run that another job writes to is refused. PATH is a run directory or its directory of
-    checkpoints. In any other directory, only files whose metadata identify them as checkpoints of a run are deleted.
+    The latest are those written last, regardless of their steps. As many that were set aside at a resume are kept as well, and so
+    is the one with the best evaluation. Unfinished checkpoints of killed runs are deleted if nothing was written to them for an
+    hour. A run that another job writes to is refused. PATH is a run directory or its directory of checkpoints. In any other
+    directory, only files whose metadata identify them as checkpoints of a run are deleted.
     """
     from hpctrain.runs import directory as best_record
     from hpctrain.runs.owner import is_run, owned
@@ -210,14 +212,14 @@ _FILE = click.argument("file", type=FilePath(path_type=Path))
 _CLASSES = click.option(
     "--classes",
     type=click.IntRange(min=1),
-    help="Number of classes of the model; by default it is read off the last layer in FILE.",
+    help="Number of classes of the model; by default that of the last layer in FILE.",
 )
 _OPTIONS = click.option(
     "--option",
     "options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Give an option of the model, such as width=0.5; may be given several times.",
+    help="Option of the model, such as width=0.5; may be given several times.",
 )
 
 
@@ -231,13 +233,13 @@ def weights() -> None:
 @click.option("--model", required=True, help="Name of the model in the catalogue (see `hpctrain list models`).")
 @_CLASSES
 @_OPTIONS
-@click.option("--out", type=OutputFile(makes_directory=True), required=True, help="File to write, which ends in .safetensors.")
+@click.option("--out", type=OutputFile(makes_directory=True), required=True, help="File to write, ending in .safetensors.")
 def import_weights(file: Path, model: str, classes: int | None, options: tuple[str, ...], out: Path) -> None:
     """Check weights from elsewhere and write them for training.
 
-    FILE is a safetensors file, or one that torch.save has written (.pt, .pth), which needs PyTorch and is read as tensors alone.
-    Its names and shapes must be those of torchvision's model. The new file has the same arrays to the last bit; give its path
-    as init.weights in a configuration.
+    FILE is a safetensors file, or a file of torch.save (.pt, .pth), which needs PyTorch and from which only tensors are read.
+    Names and shapes must be those of torchvision's model. The new file has the same arrays to the last bit; use its path as
+    init.weights in a configuration.
     """
     from hpctrain.run.model_weights import of_file
     from hpctrain.storage.weights_file import SAFETENSORS, check_suffix
@@ -250,9 +252,9 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
 
 @weights.command()
 @click.argument("source", type=FilePath(path_type=Path))
-@click.option("--best", is_flag=True, help="Take the checkpoint with the best evaluation of a run instead of the newest.")
-@click.option("--averaged", is_flag=True, help="Take the average of the weights, which a training with ema.decay keeps.")
-@click.option("--model", help="Name of the model: of a file that does not say it, or of code of your own, to have it loaded.")
+@click.option("--best", is_flag=True, help="Export the run's checkpoint with the best evaluation instead of the newest.")
+@click.option("--averaged", is_flag=True, help="Export the average of the weights, which a training with ema.decay keeps.")
+@click.option("--model", help="Name of the model, if a file does not contain it or if it is your own code.")
 @_CLASSES
 @_OPTIONS
 @click.option(
@@ -263,9 +265,9 @@ def export(
 ) -> None:
     """Write the weights of a run for other programs.
 
-    SOURCE is a run directory, of which the newest checkpoint is taken, a checkpoint of any layout and grid, or a file of weights.
-    PyTorch files need PyTorch, and ONNX files the extra `onnx`: these have the model too, for images (N, C, H, W) of the size
-    that it was trained on, normalised.
+    SOURCE is a run directory, whose newest checkpoint is exported, a checkpoint of any layout and grid, or a file of weights.
+    PyTorch files need PyTorch, and ONNX files the extra `onnx`. ONNX files also contain the model, for normalised images (N, C,
+    H, W) of the size it was trained on.
     """
     from hpctrain.run.model_weights import SUFFIXES, of_checkpoint, of_file
     from hpctrain.storage import weights_file
@@ -292,7 +294,7 @@ def export(
 @_FILE
 @_JSON
 def show_weights(file: Path, as_json: bool) -> None:
-    """Show the arrays and the notes that a file of weights holds.
+    """Show the arrays and metadata of a file of weights.
 
     FILE ends in .safetensors, .pt or .pth.
     """

@@ -27,7 +27,7 @@ def config() -> None:
 @FILE
 @OVERRIDES
 def show(file: Path, overrides: tuple[str, ...]) -> None:
-    """Print a configuration with all defaults filled in.
+    """Print a configuration with all defaults.
 
     Prints FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: a configuration that
     starts the same run. Options of the model that follow from the data, such as its classes, are left out.
@@ -47,8 +47,8 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
 def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration before it runs.
 
-    Checks keys, types, ranges, names and their options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line
-    on standard error; the exit code is then 2. If the training file exists, batch norms are checked for its image sizes.
+    Checks keys, types, ranges, names and their options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
+    standard error; the exit code is then 2. If the training file exists, batch norms are checked for its image sizes.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import single_values_of
@@ -91,9 +91,9 @@ def list_() -> None:
     help="Copy to configs/ and jobs/ below this directory (the current one by default).",
 )
 def copy(names: tuple[str, ...], directory: Path) -> None:
-    """Copy installed examples to where they can be edited.
+    """Copy installed examples to where you can edit them.
 
-    NAMES are such as quickstart or slurm.sbatch; without NAMES all are copied.
+    NAMES are for example quickstart or slurm.sbatch; without NAMES all are copied.
     """
     from hpctrain.config import examples
 
@@ -105,7 +105,7 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
 def schema() -> None:
     """Print the JSON schema of configurations.
 
-    Editors complete and check by it: it has every key, and every name with its options.
+    Editors complete and check configurations with it. It contains every key, and every name with its options.
     """
     from hpctrain.config.options import json_schema
 
@@ -120,9 +120,9 @@ _MOST_COLUMNS = 100
 
 @click.group("list", cls=Commands)
 def listing() -> None:
-    """Print names that a configuration can have.
+    """Print names that a configuration can use.
 
-    Their options are described in docs/options.md, by --json, and by `hpctrain config schema`.
+    docs/options.md, --json and `hpctrain config schema` describe their options.
     """
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpctrain.train.progress_bar import ProgressBar
 
 
-#: between two lines of a log
+#: time between two lines of a log
 LINE_SECONDS = 30.0
 
 
@@ -99,15 +99,15 @@ _DAMAGED = 2
 @click.command()
 @click.argument("file", type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
-@click.option("--strict", is_flag=True, help="Leave with exit code 2 for duplicates and empty classes, too.")
+@click.option("--strict", is_flag=True, help="Also exit with code 2 for duplicates and empty classes.")
 @click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core.")
 def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
     """Search a data file for damage, duplicates and more.
 
     Every sample is read and compared with its checksum, and picture files are decoded. Damage is a sample that changed or cannot
-    be read or decoded, a label outside the classes, or anything else that is not as it was written; the exit code is 2 then.
-    Duplicates, within a class and across classes, and classes without a sample are told, and change the exit code with --strict
-    only.
+    be read or decoded, a label outside the classes, or anything else that is not as it was written; the exit code is then 2.
+    Duplicates, within a class and across classes, and classes without a sample are reported; they change the exit code only with
+    --strict.
     """
     from hpctrain.data.check import check_file
     from hpctrain.data.convert.common import default_threads
@@ -148,11 +148,11 @@ def data() -> None:
     required=True,
     help="Directory to which train.h5 and test.h5 are written.",
 )
-@click.option("--overwrite", is_flag=True, help="Make both files again, even where they exist.")
+@click.option("--overwrite", is_flag=True, help="Write both files again, even if they exist.")
 def fetch(name: str, out: Path, overwrite: bool) -> None:
     """Download a data set and convert it.
 
-    Looks for it on this machine and in Debian's packages first. Nothing is done where the files exist.
+    Looks on this machine and in Debian's packages first. Does nothing if the files exist.
     """
     from hpctrain.data import fetch as sources
 
@@ -163,7 +163,7 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
 @data.command()
 @click.argument("file", type=_INPUT)
 def info(file: Path) -> None:
-    """Print what a data file holds."""
+    """Print the content of a data file."""
     import numpy as np
 
     from hpctrain.data.image_file import ImageFile
@@ -187,7 +187,7 @@ def info(file: Path) -> None:
 def verify(file: Path) -> None:
     """Compare a data file with its checksums.
 
-    It says whether the file is as it was written; `check` says which samples are not, and more.
+    Tells whether the file is as it was written. `check` names the samples that are not, and finds more.
     """
     from hpctrain.data.image_file import ImageFile
 
@@ -203,49 +203,49 @@ data.add_command(check)
 def convert() -> None:
     """Convert images into one data file, OUT.
 
-    Each command ends with what the file holds, and what of the source it does not.
+    Each command prints what the file contains, and what of the source it leaves out.
     """
 
 
-def _keep_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Store the picture files as they are, in place of pixels; they are decoded when they are read, to the same pixels."
-    return click.option("--keep-jpeg", "keep_files", is_flag=True, help=text)(command)
-
-
-def _names_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Text file of class names in UTF-8, one per line, or another data file whose classes are taken."
-    return click.option("--class-names", "names_file", type=_INPUT, help=text)(command)
-
-
-def _pixels_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Number of pixels of the largest image that is decoded; by default 178,956,970."
-    return click.option("--max-pixels", type=click.IntRange(1), help=text)(command)
-
-
-def _json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "Print what was made and left out as one JSON object, with all names."
-    return click.option("--json", "as_json", is_flag=True, help=text)(command)
-
-
-def _overwrite_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; without it that is an error.")(command)
-
-
-def _threads_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core."
-    )(command)
+_KEEP = click.option(
+    "--keep-jpeg",
+    "keep_files",
+    is_flag=True,
+    help="Store the picture files as they are instead of pixels; they are decoded to the same pixels when they are read.",
+)
+_CLASS_NAMES = click.option(
+    "--class-names",
+    "names_file",
+    type=_INPUT,
+    help="Text file with one class name per line, in UTF-8, or another data file with the classes.",
+)
+_MAX_PIXELS = click.option(
+    "--max-pixels", type=click.IntRange(1), help="Largest number of pixels of an image to decode; by default 178,956,970."
+)
+_JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print what was written and left out as one JSON object, with all names."
+)
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; otherwise an existing OUT is an error.")
+_THREADS = click.option(
+    "--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core."
+)
+_FIT = click.option(
+    "--fit", type=_FITS, default="crop", show_default=True, help="Crop the centre (crop), or change the aspect ratio (squash)."
+)
+_CHANNELS = click.option(
+    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
+)
 
 
 @convert.command("idx")
 @click.argument("images", type=_INPUT)
 @click.argument("labels", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@_names_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_OVERWRITE
+@_JSON
 def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool, as_json: bool) -> None:
-    """Convert IDX files (MNIST and its like).
+    """Convert IDX files (such as MNIST).
 
     They may be plain or gzipped.
     """
@@ -260,12 +260,12 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @click.argument("out", type=_OUTPUT)
 @click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split whose images are converted.")
 @click.option("--coarse", is_flag=True, help="Take the 20 superclasses of CIFAR-100 as classes.")
-@_overwrite_option
-@_json_option
+@_OVERWRITE
+@_JSON
 def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool, as_json: bool) -> None:
     """Convert CIFAR-10 or CIFAR-100.
 
-    DIRECTORY holds the files of the binary version.
+    DIRECTORY contains the files of the binary version.
     """
     from hpctrain.data.convert import cifar
 
@@ -281,11 +281,11 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @click.option(
     "--layout",
     type=click.Choice(["nhwc", "nchw"]),
-    help="Where the channels of images stand; by default the only dim of 1, 3 or 4 at either place.",
+    help="Position of the channels; by default where the only dimension of 1, 3 or 4 is.",
 )
-@_names_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_OVERWRITE
+@_JSON
 def convert_hdf5(
     file: Path, out: Path, images: str, labels: str, layout: Any, names_file: Path | None, overwrite: bool, as_json: bool
 ) -> None:
@@ -311,19 +311,15 @@ def convert_hdf5(
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=_SIDE, help="Side of the square images, in pixels; without it images keep their size.")
-@click.option(
-    "--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre (crop), or change the aspect (squash)."
-)
-@click.option(
-    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
-)
-@_keep_option
-@_pixels_option
+@_FIT
+@_CHANNELS
+@_KEEP
+@_MAX_PIXELS
 @click.option("--limit", type=click.IntRange(1), help="Number of images to convert, counted from the first; by default all.")
-@_names_option
-@_threads_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_THREADS
+@_OVERWRITE
+@_JSON
 def convert_npz(
     file: Path,
     out: Path,
@@ -340,7 +336,7 @@ def convert_npz(
 ) -> None:
     """Convert JPEG files packed in an .npz.
 
-    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. The same command goes on where it was interrupted.
+    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. The same command continues an interrupted conversion.
     """
     from hpctrain.data.convert import npz
     from hpctrain.data.convert.common import LeftOut
@@ -371,21 +367,17 @@ def convert_npz(
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=_SIDE, required=True, help="Side of the square images, in pixels.")
+@_FIT
+@_CHANNELS
+@_KEEP
+@_MAX_PIXELS
 @click.option(
-    "--fit", type=_FITS, default="crop", show_default=True, help="Cut out the centre (crop), or change the aspect (squash)."
+    "--skip-unreadable", is_flag=True, help="Leave out and list images that cannot be read or decoded; the exit code is then 2."
 )
-@click.option(
-    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
-)
-@_keep_option
-@_pixels_option
-@click.option(
-    "--skip-unreadable", is_flag=True, help="Leave out what cannot be read or decoded, and list it; the exit code is 2 then."
-)
-@_names_option
-@_threads_option
-@_overwrite_option
-@_json_option
+@_CLASS_NAMES
+@_THREADS
+@_OVERWRITE
+@_JSON
 def convert_folder(
     directory: Path,
     out: Path,
@@ -403,7 +395,7 @@ def convert_folder(
     """Convert a tree of picture files.
 
     The tree is DIRECTORY/<class>/.../<name>.jpg, .png, .webp, .tif, .bmp, .gif or another format that Pillow decodes. Links are
-    followed. The same command goes on where it was interrupted.
+    followed. The same command continues an interrupted conversion.
     """
     from hpctrain.data.convert import folder
     from hpctrain.data.files import require_new

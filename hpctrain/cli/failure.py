@@ -26,20 +26,20 @@ from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
 from hpctrain.launch import process_end as exit_codes
-from hpctrain.launch.launcher import EXPECT_RANKS, Launcher, detect, environment_fault, place_of
+from hpctrain.launch.launcher import EXPECT_RANKS, detect, environment_fault, place_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 USER_ERROR = exit_codes.USER_ERROR
 BUG = exit_codes.BUG
 
-# An error that every rank raises is rank 0's to print. A rank that is alone with its error is still alive after this time (rank 0
-# has not ended the job), and prints it itself.
+# Rank 0 prints an error that every rank raises. A rank that alone has an error is still alive after this time (rank 0 has not
+# ended the job), and prints it itself.
 _ALONE_AFTER_SECONDS = 1.5
-# The same where it is known that another rank has the error, too: where ranks share cores, it may be long in coming to its turn.
+# The same if another rank is known to have the error, too: if ranks share cores, that rank may be late.
 _SAID_SECONDS = 30.0
 
-#: is told a sentence, and the ranks at which the cause lies where the error knows them
+#: is called with a sentence and the ranks that caused the error, if known
 Failed = Callable[[str, Sequence[int]], None]
 
 # Of an error without a file's name, such as a write to a file that is already open.
@@ -123,7 +123,7 @@ def job_ends_on_error(
         log.tee(sentence, last=True)
         _say(sentence, None)
         _leave(abort, USER_ERROR)
-    except BrokenPipeError:  # as in `hpctrain train ... | head`: nobody reads what would be said
+    except BrokenPipeError:  # as in `hpctrain train ... | head`: the output has no reader
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
         _leave(abort, BUG)
     except Exception as error:
@@ -181,15 +181,10 @@ def _is_said_by_another(error: Exception, *, in_job: bool) -> bool:
     """
     if environment_fault(os.environ) is not None:  # there are no other ranks
         return False
-    launcher = _launcher()
+    launcher = detect({name: value for name, value in os.environ.items() if name != EXPECT_RANKS})  # which may be wrong
     if not in_job:
         return bool(launcher.rank)
     return isinstance(error, LaunchError) and bool(launcher.local_rank)
-
-
-def _launcher() -> Launcher:
-    environ = {name: value for name, value in os.environ.items() if name != EXPECT_RANKS}  # which may be what is wrong
-    return detect(environ)
 
 
 class _Left(SystemExit):

@@ -1,10 +1,8 @@
 """A process of a job, from its launcher to its end: what a command and a program of the user's know of it at any point.
 
 `JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and goes from its launcher to a session; where
-ranks
-are lost and the configuration says so, it makes a new session over those that are left. Imports no NumPy: thread counts must
-be
-set before it loads.
+ranks are lost and the configuration says so, it makes a new session over those that are left. Imports no NumPy: thread counts
+must be set before it loads.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from hpctrain.run.smoke import SmokeTrial
 
 
-#: that the ranks may take to end MPI together
+#: time limit of the ranks to end MPI together
 LEAVE_SECONDS = 60.0
 
 
@@ -102,7 +100,7 @@ class JobProcess:
         """Let the heartbeat watch this process from now on. Collective."""
         from hpctrain.job.flight_records import watched
 
-        self.exits.push(self.watched)  # before what was there at the start
+        self.exits.push(self.watched)  # undone before what was there at the start
         self.watched.enter_context(watched(self.flight, world, deadline_seconds))
 
     def started(self, progress: ProgressEngine) -> None:
@@ -133,13 +131,13 @@ class JobProcess:
 
 _log = get_logger(__name__)
 
-#: of a job whose configuration could not be read
+#: deadline of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
 
-#: gives a configuration and the places of its values
+#: returns a configuration and the places of its values
 ReadConfig = Callable[[], "tuple[Config, Source]"]
 #: trains over a session, from a source or the beginning, repeating a run's averaging or not; calls the last argument once it is
-#: done; True where it was stopped
+#: done; returns whether it was stopped
 Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
 
 
@@ -151,7 +149,7 @@ class ConfiguredProcess(JobProcess):
         smoke: whether sessions only try the configuration out. options: of the command; they must be equal on all ranks.
 
     Attributes:
-        world: all ranks, once MPI has started, and later those that are left. memory: of the run, if ranks are lost.
+        world: all ranks, once MPI has started, and later those that are left. shrink_state: what outlives lost ranks.
         flight: the record of the process in the present world.
     """
 
@@ -172,7 +170,7 @@ class ConfiguredProcess(JobProcess):
         self._device_messages: str | None = None
 
     def end_mpi(self) -> None:
-        if not self.shrink_state.shrunk:  # what is left of MPI after a loss cannot always end: see `leave`
+        if not self.shrink_state.shrunk:  # MPI cannot always end after a loss: see `leave`
             super().end_mpi()
 
     def leave(self, code: int) -> NoReturn:
@@ -224,9 +222,7 @@ class ConfiguredProcess(JobProcess):
                     raise
                 self.flight.ended(End.WENT_ON, str(error))
             except HpctrainError as error:
-                if (
-                    self.shrink_state.lost
-                ):  # the user knows nothing of the loss, without which there was no error; another start may do
+                if self.shrink_state.lost:  # the loss, which the user has not seen, caused the error; another start may succeed
                     raise RankLostError(
                         f"{self.shrink_state.loss()}, and without it the run cannot continue.\n{error}"
                     ) from error
@@ -288,17 +284,13 @@ class ConfiguredProcess(JobProcess):
         try:
             begin_log(self._log_ranks, self.launcher)
             self.exits.callback(log.end_rank_log)
-            self._log_start()
+            _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
+            facts = (os.getpid(), platform.node(), __version__, self.launcher.name, " ".join(sys.argv[1:]))
+            _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", *facts)
             self._prepared = self._checked(*read())
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
-
-    def _log_start(self) -> None:
-        """Log what this process is to its file, and where its flight record is until the run has a directory."""
-        _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
-        words, host = " ".join(sys.argv[1:]), platform.node()
-        _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", os.getpid(), host, __version__, self.launcher.name, words)
 
     def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
         """Set the threads; return them with the configuration, checked and with all defaults."""
@@ -365,7 +357,7 @@ class ConfiguredProcess(JobProcess):
         if self._smoke:
             from hpctrain.run.smoke import smoke_trial
 
-            self._trial = self._trial or smoke_trial(config, started)  # which the ranks that are left go on with
+            self._trial = self._trial or smoke_trial(config, started)  # the ranks that are left continue with it
             config, notes = self._trial.config, self._trial.notes
         resolved = resolve(config, started, resume, repeated)
         resolved = replace(resolved, lines=(*notes, *resolved.lines))

@@ -1,7 +1,6 @@
 """`hpctrain doctor` and `hpctrain calibrate`: jobs that examine the machine they run on.
 
-The doctor says within seconds whether a training would run well here. Calibration measures the machine, and writes it to a
-file
+The doctor says within seconds whether a training would run well here. Calibration measures the machine, and writes it to a file
 that planners read.
 """
 
@@ -35,14 +34,14 @@ _DEADLINE_SECONDS = 300.0
     "--out",
     type=OutputFile(streams=True, of_job=True),
     required=True,
-    help="File to which the machine is written, such as machine.yaml; its name without the ending becomes the machine's.",
+    help="File to which the machine is written, such as machine.yaml; its name without the suffix becomes the machine's.",
 )
 @click.option(
     "--seconds",
     type=Seconds(min=5),
     default=60.0,
     show_default=True,
-    help="Longest time to measure, in seconds; large messages of slow networks are left out where it is short.",
+    help="Time limit of the measurement, in seconds; if it is short, large messages of slow networks are left out.",
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), help="Number of threads per rank; by default OMP_NUM_THREADS, else the rank's cores."
@@ -50,8 +49,8 @@ _DEADLINE_SECONDS = 300.0
 def calibrate(out: Path, seconds: float, threads: int | None) -> None:
     """Measure this machine for planners.
 
-    Start it as a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. Its ranks measure messages
-    within and between their nodes, and operators; what they cannot measure says so in the file.
+    Start it like a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. Its ranks measure messages
+    within and between their nodes, and operators. The file marks what they could not measure.
     """
     launcher = detect(os.environ)
     world: Communicator | None = None
@@ -75,27 +74,27 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 @click.command()
 @click.argument("file", type=FilePath(dir_okay=False, path_type=Path), required=False)
 @OVERRIDES
-@click.option("--strict", is_flag=True, help="Leave with exit code 2 where there are warnings, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print all findings and the place of each rank as JSON.")
+@click.option("--strict", is_flag=True, help="Also exit with code 2 if there are warnings.")
+@click.option("--json", "as_json", is_flag=True, help="Print all findings, and where each rank runs, as JSON.")
 @click.option(
     "--run-directory",
     type=FilePath(file_okay=False, path_type=Path),
-    help="Directory in which runs will be made, to be tried out; by default the configuration's output, or runs.",
+    help="Directory for runs, to be tested; by default the configuration's output, or runs.",
 )
 @click.option(
     "--seconds",
     type=Seconds(min=5),
     default=60.0,
     show_default=True,
-    help="Longest time that the job may take, in seconds, also where MPI hangs.",
+    help="Time limit of the job, in seconds, also if MPI hangs.",
 )
 def doctor(
     file: Path | None, overrides: tuple[str, ...], strict: bool, as_json: bool, run_directory: Path | None, seconds: float
 ) -> None:
     """Check whether a training would run well here.
 
-    Start it as the training: mpiexec -n 4 python -m mpi4py -m hpctrain doctor FILE. OVERRIDES such as batch=64 win over FILE,
-    without which grid and data files are not looked at. Each finding has the line that mends it; the exit code is 2 where
+    Start it like the training: mpiexec -n 4 python -m mpi4py -m hpctrain doctor FILE. OVERRIDES such as batch=64 override keys of
+    FILE. Without FILE, grid and data files are not checked. Each finding has a line that fixes it; the exit code is 2 if
     something would stop or spoil a training.
     """
     launcher = detect(os.environ)

@@ -26,7 +26,7 @@ _NO_BLANK = "    [[ ${COMPREPLY[0]-} == *[=.] ]] && compopt -o nospace\n"
 @click.command()
 @click.argument("shell", metavar="bash|zsh|fish")
 def completion(shell: str) -> None:
-    """Print what makes a shell complete hpctrain's words.
+    """Print a script that completes hpctrain's commands in a shell.
 
     For bash, put this line into ~/.bashrc: eval "$(hpctrain completion bash)".
     """
@@ -34,7 +34,7 @@ def completion(shell: str) -> None:
 
     kind = get_completion_class(shell)
     if kind is None:
-        raise ConfigError(f'The words of a shell "{shell}" cannot be completed; those of bash, zsh and fish can.')
+        raise ConfigError(f'There is no completion for the shell "{shell}"; there is for bash, zsh and fish.')
     source = kind(cli, {}, "hpctrain", _VARIABLE).source()
     if issubclass(kind, BashComplete):
         source = source.replace("\n    return 0\n", f"\n{_NO_BLANK}    return 0\n")
@@ -137,7 +137,7 @@ def _print_versions(ctx: click.Context, parameter: click.Parameter, wanted: bool
     is_eager=True,
     expose_value=False,
     callback=_print_versions,
-    help="Print the versions of hpctrain, of the MPI that it would start, and of the kernels that it would compute with.",
+    help="Print the versions of hpctrain, of its MPI library and of its kernels.",
 )
 def cli() -> None:
     """Train convolutional networks on supercomputers over MPI."""

@@ -1,8 +1,7 @@
 """`hpctrain plan`: what a configuration means on a grid of ranks, before it runs. Needs no MPI, and only the data's header.
 
 `search` finds the grid, plan and averager that cost least on a machine, by simulation. `simulate` shows how a training would
-scale
-on a machine, from one simulated step for each number of ranks.
+scale on a machine, from one simulated step for each number of ranks.
 """
 
 from __future__ import annotations
@@ -101,29 +100,25 @@ MACHINE = click.option(
     type=FilePath(),
     required=True,
     metavar="FILE|NAME",
-    help="Machine to plan for: a file that `hpctrain calibrate` wrote, or the name of one that is installed.",
+    help="Machine to plan for: a file of `hpctrain calibrate`, or the name of an installed one.",
 )
 BANDWIDTH = click.option(
-    "--bandwidth", type=Factor(), default=1.0, help="Factor on the bandwidth of the machine's links, to ask what if."
+    "--bandwidth", type=Factor(), default=1.0, help="What-if factor on the bandwidth of the machine's links."
 )
-LATENCY = click.option(
-    "--latency", type=Factor(), default=1.0, help="Factor on the latency of the machine's links, to ask what if."
-)
-COMPUTE = click.option(
-    "--compute", type=Factor(), default=1.0, help="Factor on the speed at which ranks compute, to ask what if."
-)
+LATENCY = click.option("--latency", type=Factor(), default=1.0, help="What-if factor on the latency of the machine's links.")
+COMPUTE = click.option("--compute", type=Factor(), default=1.0, help="What-if factor on the compute speed of the ranks.")
 IMAGE = click.option(
     "--image",
     nargs=3,
     type=click.IntRange(min=1),
     metavar="H W C",
     help="Size of the images as the network sees them; by default that of the training file's, augmented, or the model's own "
-    "where there is no such file.",
+    "without such a file.",
 )
 CLASSES = click.option(
     "--classes",
     type=click.IntRange(min=1),
-    help="Number of classes; by default that of the training file, or the model's own where there is no such file.",
+    help="Number of classes; by default that of the training file, or the model's own without such a file.",
 )
 
 
@@ -154,7 +149,7 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
     "--keep",
     type=click.Choice(["grid", "plan", "averager", "micro_batches"]),
     multiple=True,
-    help="Section of the configuration that stays as it is; may be given several times.",
+    help="Section of the configuration that the search must not change; may be given several times.",
 )
 @click.option(
     "--measure", is_flag=True, help="Measure the operators of the best choices on this machine first, and search again."
@@ -164,7 +159,7 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
     type=Seconds(min=1),
     default=60.0,
     show_default=True,
-    help="Time after which --measure begins nothing more, in seconds.",
+    help="Time after which --measure starts no further measurement, in seconds.",
 )
 @BANDWIDTH
 @LATENCY
@@ -191,8 +186,8 @@ def search(
 ) -> None:
     """Find the fastest way to run a training.
 
-    Searches the grid, the use of each layer, the averager and the number of micro-batches with which a step of FILE's training,
-    with OVERRIDES, takes least time on that many ranks of a machine, as far as memory allows; the best few are simulated.
+    Searches the grid, the use of each layer, the averager and the number of micro-batches that minimise the time of a step of
+    FILE's training with OVERRIDES, on this number of ranks of a machine, within its memory. The best few are simulated.
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} is the configuration itself, whose comments would be lost; give another name.")
@@ -269,19 +264,19 @@ def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tupl
     "--slow",
     type=SlowRank(),
     multiple=True,
-    help="Rank whose computation takes longer by a factor, such as 3=1.5.",
+    help="Slow rank and its factor on compute time, such as 3=1.5.",
 )
 @click.option(
     "--jitter",
     type=click.FloatRange(min=0, max=1),
     default=0.0,
-    help="Share by which the times of operators deviate at random.",
+    help="Relative random deviation of operator times.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random deviations.")
 @IMAGE
 @CLASSES
-@click.option("--png", type=OutputFile(), help="File to which the curves are drawn; needs matplotlib (the extra `export`).")
-@click.option("--trace", type=OutputFile(), help="File for the trace of the step of the largest job, as runs write traces.")
+@click.option("--png", type=OutputFile(), help="File for a plot of the curves; needs matplotlib (the extra `export`).")
+@click.option("--trace", type=OutputFile(), help="File for the trace of the largest job's step, in the format of runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
 def simulate(
     file: Path,
@@ -304,8 +299,8 @@ def simulate(
 ) -> None:
     """Simulate how a training scales on a machine.
 
-    Simulates a step of FILE's training, with OVERRIDES, on each number of ranks: its time, the exposed time of it, efficiency
-    and memory. The machine need not be there, nor the data.
+    Simulates a step of FILE's training with OVERRIDES on each number of ranks: its time, exposed communication, efficiency and
+    memory. Neither the machine nor the data are needed.
     """
     configs = _configs(file, overrides, averagers)
     from hpctrain.planner import configured_search, machine_file
@@ -358,19 +353,6 @@ def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: 
 _RANKS = click.option(
     "--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; by default that of the configured grid."
 )
-_IMAGE = click.option(
-    "--image",
-    nargs=3,
-    type=click.IntRange(min=1),
-    metavar="H W C",
-    help="Size of the images as the network sees them; by default that of the training file's, augmented, or the model's own "
-    "where there is no such file.",
-)
-_CLASSES = click.option(
-    "--classes",
-    type=click.IntRange(min=1),
-    help="Number of classes; by default that of the training file, or the model's own where there is no such file.",
-)
 _PER_NODE = click.option(
     "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node; by default all ranks are on one."
 )
@@ -378,7 +360,7 @@ _MACHINE = click.option(
     "--machine",
     type=FilePath(),
     metavar="FILE|NAME",
-    help="Machine that auto chooses for: a file that `hpctrain calibrate` wrote, or the name of one that is installed.",
+    help="Machine that auto plans for: a file of `hpctrain calibrate`, or the name of an installed one.",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with sizes as integers.")
 _ALPHA = click.option(
@@ -387,7 +369,7 @@ _ALPHA = click.option(
     type=Seconds(min=0),
     default=20e-6,
     show_default=True,
-    help="Time that an empty message takes, in seconds; a run measures it, and orders operations by it.",
+    help="Latency of a message, in seconds; a run measures it and orders operations by it.",
 )
 _BETA = click.option(
     "--beta",
@@ -395,7 +377,7 @@ _BETA = click.option(
     type=Seconds(min=0),
     default=0.8e-9,
     show_default=True,
-    help="Time that a byte takes, in seconds (the default is a link of 10 Gb/s); a run measures it.",
+    help="Time per byte, in seconds (the default is a link of 10 Gb/s); a run measures it.",
 )
 
 
@@ -410,9 +392,7 @@ class PlanGroup(Commands):
 
 @click.group(cls=PlanGroup)
 def plan() -> None:
-    """Show what a grid of ranks does.
-
-    Shows what a configuration means on a grid of ranks, before it runs.
+    """Show what a configuration means on a grid of ranks, before it runs.
 
     The command `plan --schedule FILE` is short for `plan schedule FILE`.
     """
@@ -426,8 +406,8 @@ plan.add_command(simulate)
 @FILE
 @OVERRIDES
 @_RANKS
-@_IMAGE
-@_CLASSES
+@IMAGE
+@CLASSES
 @_ALPHA
 @_BETA
 @_PER_NODE
@@ -448,7 +428,7 @@ def show(
     """Show what each rank owns, sends and holds, layer by layer.
 
     For each layer of FILE's model: its owners, halos, bytes sent and memory; then the averaging of gradients and the map of
-    ranks. OVERRIDES such as grid.rows=2 win over the file.
+    ranks. OVERRIDES such as grid.rows=2 override keys of the file.
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
@@ -469,8 +449,8 @@ def show(
 @FILE
 @OVERRIDES
 @_RANKS
-@_IMAGE
-@_CLASSES
+@IMAGE
+@CLASSES
 @_ALPHA
 @_BETA
 @_PER_NODE
@@ -492,8 +472,8 @@ def schedule(
 
     For each group of parameters: slices, owners, order, window and hash.
 
-    A run measures alpha and beta, and orders some operations again by measured times; what it settles on lies in its directory.
-    Sizes of slices follow by rule, whatever is measured, unless averager.sizes is "measured".
+    A run measures alpha and beta, and reorders some operations by measured times; its directory contains the final schedule.
+    Sizes of slices follow a rule regardless of measurements, unless averager.sizes is "measured".
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables

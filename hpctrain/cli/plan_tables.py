@@ -21,7 +21,7 @@ from hpctrain.parallel.plan_report import LayerReport, PlanReport, Redistributio
 from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
 
-_COLUMNS = 100  # where there is no terminal; more where the layers need more
+_COLUMNS = 100  # without a terminal; more if the layers need more
 _WIDEST = 1000
 _MOST_LISTED = 32
 _DIMS = ("samples", "rows", "columns", "channels")
@@ -251,13 +251,12 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
         yield f"exchanged: {_range(group.exchanged)} elements per rank and step"
         yield "slice  [start, stop)  elements of ranks 0, 1, ..."
         for number, piece in enumerate(group.schedule.slices):
-            owned = _runs(group.owned(piece)) if _has_owners(group) else "all of it, on every rank"
+            owned = (
+                _runs(group.owned(piece))
+                if any(operation.kind.value != "allreduce" for operation in group.schedule.operations)
+                else "all of it, on every rank"
+            )
             yield f"{number:5}  [{piece.start}, {piece.stop})  {owned}"
-
-
-def _has_owners(group: GroupSchedule) -> bool:
-    assert group.schedule is not None
-    return not all(operation.kind.value == "allreduce" for operation in group.schedule.operations)
 
 
 def _runs(counts: Sequence[int]) -> str:

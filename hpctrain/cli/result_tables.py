@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +31,7 @@ from hpctrain.runs.results import summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.train.evaluation import ClassScore, ConfusionMatrix
 
-_COLUMNS = 80  # where there is no terminal
+_COLUMNS = 80  # without a terminal
 _MOST_CONFUSIONS = 20
 _MOST_OF_A_NAME = 30
 _NO_CLASS = "(not finite)"
@@ -74,7 +74,7 @@ def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int
         return whole
     table = plain_table("class", "taken for", "times", left=2, widest=_MOST_OF_A_NAME)
     for label, prediction, count in matrix.largest_confusions(_MOST_CONFUSIONS):
-        table.add_row(names[label], _name_of(prediction, names), f"{count:,}")
+        table.add_row(names[label], _NO_CLASS if prediction == len(names) else names[prediction], f"{count:,}")
     return table
 
 
@@ -87,10 +87,6 @@ def _whole_table(matrix: ConfusionMatrix, names: tuple[str, ...]) -> Table | Non
     for label, name in enumerate(names):
         table.add_row(name, f"{label}", *(f"{count:,}" for count in matrix.of_label(label)[:shown]))
     return table
-
-
-def _name_of(prediction: int, names: tuple[str, ...]) -> str:
-    return _NO_CLASS if prediction == len(names) else names[prediction]
 
 
 def print_json(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> None:
@@ -146,15 +142,13 @@ def write_confusion(evaluation: Evaluation, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write: Callable[[Evaluation, IO[str]], None] = _write_csv if path.suffix == ".csv" else _write_json
     text = io.StringIO(newline="")
-    write(evaluation, text)
+    if path.suffix == ".csv":
+        _write_csv(evaluation, text)
+    else:
+        json.dump(_matrix(evaluation), text)
+        text.write("\n")
     write_text(path, text.getvalue())
-
-
-def _write_json(evaluation: Evaluation, file: IO[str]) -> None:
-    json.dump(_matrix(evaluation), file)
-    file.write("\n")
 
 
 def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
@@ -164,12 +158,7 @@ def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
     shown = matrix.classes + bool(matrix.undecided)
     writer = csv.writer(file)
     writer.writerow(["class", *names, *([_NO_CLASS] if matrix.undecided else [])])
-    writer.writerows(_csv_lines(matrix, names, shown))
-
-
-def _csv_lines(matrix: ConfusionMatrix, names: tuple[str, ...], shown: int) -> Iterable[list[object]]:
-    for label, name in enumerate(names):
-        yield [name, *matrix.of_label(label)[:shown].tolist()]
+    writer.writerows([name, *matrix.of_label(label)[:shown].tolist()] for label, name in enumerate(names))
 
 
 _WIDEST_NAME, _PROBABILITY, _GAP = 30, 11, 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from hpctrain.core.text import echo
 if TYPE_CHECKING:
     from hpctrain.launch.supervisor import Attempt, TrainCommand
 
-#: in the output directory: a line for each attempt
+#: file in the output directory with a line per attempt
 ATTEMPTS_FILE = "restarts.jsonl"
 
 
@@ -27,23 +26,23 @@ ATTEMPTS_FILE = "restarts.jsonl"
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="Start again after so many failures between which no checkpoint was written; a new one lets the count start at 0.",
+    help="Number of consecutive failures without a new checkpoint after which to give up restarting.",
 )
 @click.option(
     "--pause",
     type=Seconds(min=0),
     default=5.0,
     show_default=True,
-    help="Wait so many seconds before a restart, and twice as long before each further one without a new checkpoint, up to 300.",
+    help="Pause before a restart, in seconds; it doubles up to 300 with each failure without a new checkpoint.",
 )
-@click.option("--requeue", is_flag=True, help="Go on after exit code 85, too: a training that its time limit has stopped.")
+@click.option("--requeue", is_flag=True, help="Also restart after exit code 85 (time limit reached).")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) -> None:
-    """Start a training, and start it again where it fails.
+    """Start a training, and restart it if it fails.
 
-    It goes on from its newest checkpoint; one that has written none is started as it was given.
-    COMMAND has the launcher in it, as in: hpctrain run -- mpiexec -n 4 python -m mpi4py -m hpctrain train FILE.
-    A signal that asks for the end is passed on, and nothing is started again then. The exit code is that of the last attempt.
+    A restart resumes from the newest checkpoint; a training that has written none starts again as given.
+    COMMAND includes the launcher: hpctrain run -- mpiexec -n 4 python -m mpi4py -m hpctrain train FILE.
+    A signal that asks for the end is passed on, and nothing is restarted then. The exit code is that of the last attempt.
     """
     from hpctrain.launch.supervisor import RestartPolicy, Supervisor, TrainCommand, summary
 
@@ -93,18 +92,14 @@ def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
     from hpctrain.cli.arguments import load_config
     from hpctrain.cli.train import train
 
-    words = _asked(command.training)
+    words = list(command.training)
+    if "--help" in words or "-h" in words:
+        raise click.UsageError("--help in the command starts no training; run hpctrain train --help instead.")
     given: dict[str, Any] = train.make_context("hpctrain train", words).params
     if given["compute_only"]:
-        raise click.UsageError("--compute-only trains nothing that could be started again; leave it out.")
+        raise click.UsageError("--compute-only trains nothing that could be restarted; leave it out.")
     config, _ = load_config(given["file"], given["overrides"])
     return Path(config.output), config.name
-
-
-def _asked(words: Sequence[str]) -> list[str]:
-    if "--help" in words or "-h" in words:
-        raise click.UsageError("--help in the command asks for no training; give it to hpctrain train itself.")
-    return list(words)
 
 
 def _keep(output: Path, name: str, attempt: Attempt) -> None:

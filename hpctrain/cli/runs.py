@@ -3,8 +3,7 @@
 Only `report --test` needs MPI.
 
 `autopsy` says what a job that died or hung did last, and who held the others up. `watch` follows a run from another shell and
-writes nothing. `trace` prints the time table of a traced run once more. `report` makes one HTML page of runs, and `compare`
-shows
+writes nothing. `trace` prints the time table of a traced run once more. `report` makes one HTML page of runs, and `compare` shows
 runs side by side.
 """
 
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
 @click.argument("run", required=False, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
 def autopsy(run: Path | None, as_json: bool) -> None:
-    """Say which rank of a dead job went wrong first, and where.
+    """Name the rank of a dead job that went wrong first, and where.
 
-    RUN is a run directory, or one that holds flight records: what each rank did last, which the system keeps however it ended. By
+    RUN is a run directory, or a directory with flight records, which contain what each rank did last and survive any end. By
     default it is the latest start on this machine that ended before it had a run directory.
     """
     from hpctrain.flight import autopsy as report
@@ -126,21 +125,21 @@ _RUNS = Path("runs")
     type=FilePath(file_okay=False, path_type=Path),
     default=_RUNS,
     show_default=True,
-    help="Directory whose newest run is followed where no RUN is given.",
+    help="Directory whose newest run is followed without RUN.",
 )
-@click.option("--once", is_flag=True, help="Show the run as it is now and end.")
+@click.option("--once", is_flag=True, help="Show the present state, and exit.")
 @click.option(
     "--interval",
     type=Seconds(min=0.1),
     default=1.0,
     show_default=True,
-    help="Look again after so many seconds.",
+    help="Interval between updates, in seconds.",
 )
 def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     """Follow a run from another shell until it ends.
 
-    RUN is a run directory, by default the newest one. Nothing is written to it. Where the output is no terminal, each news is
-    a line.
+    RUN is a run directory, by default the newest one. Nothing is written to it. If the output is no terminal, each event is a
+    line.
     """
     from hpctrain.cli.watch_screen import COLUMNS
     from hpctrain.core.console import output_console
@@ -154,7 +153,7 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     try:
         follow = _redraw if console.is_terminal else _lines
         follow(reader, console, interval)
-    except KeyboardInterrupt:  # the usual end of somebody who looks
+    except KeyboardInterrupt:  # the usual end of `watch`
         return
 
 
@@ -171,7 +170,7 @@ def _directory(run: Path | None, runs: Path) -> RunDirectory:
         return directory.RunDirectory.open(run)
     for newest in directory.runs(runs, None):
         return newest
-    raise CheckpointError(f"There is no run in {runs}; give the directory of one, or that of all by --runs.")
+    raise CheckpointError(f"There is no run in {runs}; give the directory of a run, or of all runs with --runs.")
 
 
 def _show(state: RunState, console: Console) -> None:
@@ -216,11 +215,11 @@ def _lines(reader: RunReader, console: Console, interval: float) -> None:
 
 @click.command()
 @click.argument("run", type=FilePath(path_type=Path))
-@click.option("--all", "whole", is_flag=True, help="Print all rows, where by default the lightest are summed up in one.")
+@click.option("--all", "whole", is_flag=True, help="Print all rows; by default the smallest ones are summed up in one row.")
 def trace(run: Path, whole: bool) -> None:
     """Show where the time of a traced run went.
 
-    RUN is the directory of a run with trace=true. Rows that took most of a step come first.
+    RUN is the directory of a run with trace=true. The most expensive rows come first.
     """
     from hpctrain.core.errors import DataError
     from hpctrain.core.files import json_object, read_bytes
@@ -247,20 +246,20 @@ _MOST_PICTURES = 24
 @click.option(
     "--out",
     type=OutputFile(streams=True, of_job=True),
-    help="File of the page; by default report.html in the directory of a single RUN, and in this directory for several.",
+    help="File of the page; by default report.html in the directory of a single RUN, or in this directory for several.",
 )
 @click.option("--png", type=FilePath(file_okay=False, path_type=Path), help="Directory to which each figure is written as PNG.")
 @click.option(
     "--test",
     "judges",
     is_flag=True,
-    help="Judge the configured test set by the newest checkpoint of a single RUN: confusions, and pictures right and wrong.",
+    help="Add results of a single RUN's newest checkpoint on the test set: confusions, and pictures right and wrong.",
 )
 def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: bool) -> None:
-    """Make a page of one run or of several, to look at.
+    """Make a page about one run or several.
 
     The page is one HTML file that needs no network: curves, where the time of a traced step went, events, checkpoints, the
-    configuration and how it differs between runs. A RUN is a run directory, which may go on meanwhile.
+    configuration and how it differs between runs. A RUN is a run directory; it may still be running.
     """
     from hpctrain.core.errors import ConfigError
     from hpctrain.report.figures import check_matplotlib
@@ -338,9 +337,9 @@ def _write(path: Path, write: Callable[[], object]) -> None:
 @click.command()
 @click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-@click.option("--out", type=OutputFile(streams=True), help="File to which the report of all runs is written, too.")
+@click.option("--out", type=OutputFile(streams=True), help="Also write the report of all runs to this file.")
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
-    """Compare runs: results, differences, and where bits part.
+    """Compare runs: results, differences, and where bits differ.
 
     Each RUN is a run directory. Bits are compared by the hashes that runs keep every few steps (hashes.every_steps), and by
     checkpoints of the same step, tensor by tensor.
@@ -348,7 +347,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     from hpctrain.core.errors import ConfigError
 
     if len(runs) < 2:
-        raise ConfigError("One run cannot be compared; give two run directories or more, or use `hpctrain report`.")
+        raise ConfigError("One run cannot be compared; give at least two run directories, or use `hpctrain report`.")
     from hpctrain.cli.result_tables import comparison_lines
     from hpctrain.runs.comparison import compared
 

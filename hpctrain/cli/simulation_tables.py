@@ -17,6 +17,7 @@ from rich.table import Table
 from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
+from hpctrain.core.text import counted
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.configured_search import (
     PlannedSearch,
@@ -31,7 +32,7 @@ from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.search import SearchChoice
 
-_COLUMNS = 100  # where there is no terminal
+_COLUMNS = 100  # without a terminal
 _WIDEST = 1000
 _SHARE_THAT_IS_ALL = 0.995
 
@@ -122,12 +123,10 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
             out.print(note)
     out.print("")
     out.print(measured_line(min(point.prediction.measured_share for point in points)))
-    for line in size_lines(study.machine, max(point.ranks for point in points), max(map(_memory, points))):
+    for line in size_lines(
+        study.machine, max(point.ranks for point in points), max(point.prediction.memory_bytes for point in points)
+    ):
         out.print(line)
-
-
-def _memory(point: SimulatedPoint) -> int:
-    return point.prediction.memory_bytes
 
 
 def scaling_table(points: Sequence[SimulatedPoint]) -> Table:
@@ -194,7 +193,7 @@ def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[
     normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.job.graph_of(1).nodes)
     if normalised and config.batch_norm.statistics == "local":
         samples = -(-config.batch // (candidate.plan.cols * candidate.micro_batches))
-        yield f"Batch norm takes its statistics over {samples} {'sample' if samples == 1 else 'samples'} with choice 1."
+        yield f"Batch norm takes its statistics over {counted(samples, 'sample')} with choice 1."
 
 
 def candidate_words(candidate: Candidate) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites, load_config
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import counted, echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.site.profile import Site
@@ -24,10 +24,10 @@ _MOST_COLUMNS = 100
 @click.command()
 @click.argument("name", required=False, shell_complete=complete_sites)
 def sites(name: str | None) -> None:
-    """Print the machines that jobs can be submitted on.
+    """Print the machines for which hpctrain can submit jobs.
 
-    With NAME, print all that is known of one as YAML, each setting with its source. Profiles of your own, which may extend
-    another one, lie in sites/ of hpctrain's configuration directory.
+    With NAME, print all settings of one as YAML, each with its source. Your own profiles, which may extend another one, are in
+    sites/ of hpctrain's configuration directory.
     """
     from hpctrain.site import profile
 
@@ -60,24 +60,28 @@ def _as_yaml(site: Site) -> str:
     required=True,
     metavar="NAME",
     shell_complete=complete_sites,
-    help="Take the machine of this name (see hpctrain sites).",
+    help="Name of the machine (see hpctrain sites).",
 )
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Ask for this number of nodes.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Start this number of ranks on each node.")
-@click.option("--cores-per-rank", type=click.IntRange(min=1), help="Bind each rank to so many cores; by default they share all.")
-@click.option("--time", "limit", metavar="HH:MM:SS", help="Ask for this time; a job that it stops is queued again.")
-@click.option("--account", help="Charge this account or project.")
-@click.option("--queue", help="Use this queue, partition or quality of service.")
-@click.option("--hostfile", type=FilePath(dir_okay=False, path_type=Path), help="Start on the hosts that this file names.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node.")
+@click.option(
+    "--cores-per-rank",
+    type=click.IntRange(min=1),
+    help="Number of cores of each rank; by default ranks share all cores of a node.",
+)
+@click.option("--time", "limit", metavar="HH:MM:SS", help="Time limit; a job that reaches it is requeued.")
+@click.option("--account", help="Account or project to charge.")
+@click.option("--queue", help="Queue, partition or quality of service.")
+@click.option("--hostfile", type=FilePath(dir_okay=False, path_type=Path), help="File with the hosts to start on, one per line.")
 @click.option(
     "--stage",
     type=FilePath(dir_okay=False, path_type=Path),
     metavar="TAR",
-    help="Unpack this environment on each node's own disk and run from there.",
+    help="Tar of an environment to unpack on each node's own disk and run from there.",
 )
-@click.option("--restarts", type=click.IntRange(min=0), help="Queue a stopped job again at most this many times.")
-@click.option("--no-doctor", is_flag=True, help="Train without a look at the nodes before.")
-@click.option("--dry-run", is_flag=True, help="Print the script; write and submit nothing.")
+@click.option("--restarts", type=click.IntRange(min=0), help="Number of times that a stopped job is requeued.")
+@click.option("--no-doctor", is_flag=True, help="Train without examining the nodes first.")
+@click.option("--dry-run", is_flag=True, help="Print the script without writing or submitting it.")
 def submit(
     file: Path,
     overrides: tuple[str, ...],
@@ -96,8 +100,8 @@ def submit(
 ) -> None:
     """Submit the training of CONFIG to a scheduler.
 
-    OVERRIDES such as optimizer.lr=0.2 win over the file. The script is kept in jobs/ of the output directory, beside its log.
-    Submitted again, the same command goes on from the newest checkpoint of the run of that name.
+    OVERRIDES such as optimizer.lr=0.2 override keys of the file. The script is kept in jobs/ of the output directory, next to its
+    log. The same command again continues from the newest checkpoint of the run with that name.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.runs.directory import latest
@@ -119,7 +123,7 @@ def submit(
         echo_block(render(site, job))
         return
     submission = hand_over(site, job)
-    ranks = f"{job.nodes} {'node' if job.nodes == 1 else 'nodes'} with {job.ranks} {'rank' if job.ranks == 1 else 'ranks'} each"
+    ranks = f"{counted(job.nodes, 'node')} with {counted(job.ranks, 'rank')} each"
     echo(f"job {submission.number} on {site.name}: {ranks}")
     echo(f"script: {submission.script}")
     for line in submission.lines:
@@ -128,5 +132,5 @@ def submit(
     if run is not None and (owner := living_owner(run.path)) is not None:
         echo(
             f"note: the run {run.path} of the same name is being written to by {owner}. "
-            f"Until that ends, this job is refused; afterwards it goes on with that run. For a new run, choose another name."
+            f"This job is refused until that ends; afterwards it resumes that run. For a new run, choose another name."
         )

@@ -1,8 +1,7 @@
 """The commands whose process is a rank: `hpctrain train`, `hpctrain eval`, `hpctrain predict` and `hpctrain script`.
 
 Each sets threads, starts the communication, builds what it needs and runs it. `predict` turns pictures of any kind into class
-names
-and probabilities, by a checkpoint. `script` runs a program of the user's own, kept and ended as a run is.
+names and probabilities, by a checkpoint. `script` runs a program of the user's own, kept and ended as a run is.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 COMPUTE_ONLY_STEPS = 20
-_PRINTED = "-"  # in place of a file's name
+_PRINTED = "-"  # instead of a file's name
 
 
 @click.command()
@@ -47,36 +46,36 @@ _PRINTED = "-"  # in place of a file's name
     "--resume",
     type=FilePath(),
     metavar="auto|best|PATH",
-    help="Go on from this run directory or checkpoint file; auto takes the newest valid one of the newest run of this name, best "
-    "goes back to the best one.",
+    help="Resume from this run directory or checkpoint file; auto takes the newest valid checkpoint of the newest run of this "
+    "name, best the best one.",
 )
-@click.option("--steps", type=click.IntRange(min=0), default=0, help="Stop after this many steps; 0 trains all epochs.")
+@click.option("--steps", type=click.IntRange(min=0), default=0, help="Number of steps after which to stop; 0 trains all epochs.")
 @click.option(
     "--compute-only",
     is_flag=True,
-    help="Time steps without communication, then communication alone; 20 steps, unless --steps says otherwise.",
+    help="Time steps without communication, then communication alone; 20 steps unless --steps is given.",
 )
 @click.option(
     "--smoke",
     is_flag=True,
-    help="Try FILE within a minute: all of it for a few steps on small synthetic images; its run directory is removed then.",
+    help="Try the whole pipeline of FILE in a minute, on small synthetic images; its run directory is removed.",
 )
 @click.option(
     "--progress",
     "style",
     type=click.Choice(["bar", "lines", "none"]),
-    help="Show where training is by a bar, a line at every interval, or not at all; by default a bar on a terminal, else lines.",
+    help="Show the progress as a bar, as a line per interval, or not at all; by default a bar on a terminal, else lines.",
 )
 @click.option(
     "--schedule-from",
     type=FilePath(),
     metavar="RUN",
-    help="Average gradients in the slices and the order of this run, a directory or a checkpoint file, to repeat it bit by bit.",
+    help="Average gradients in the slices and order of this run (a directory or checkpoint file), to repeat it bit by bit.",
 )
 @click.option(
     "--stopped-file",
     type=OutputFile(streams=True, of_job=True),
-    help="Write this file and leave with 0 in place of 85, after which some launchers would kill the other ranks.",
+    help="Write this file and exit with 0 instead of 85, after which some launchers would kill the other ranks.",
 )
 @log_ranks_option
 @click.pass_obj
@@ -95,7 +94,7 @@ def train(
 ) -> None:
     """Train the model of FILE.
 
-    OVERRIDES such as optimizer.lr=0.2 win over the file.
+    OVERRIDES such as optimizer.lr=0.2 override keys of the file.
     SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP end the run after a step with a checkpoint and exit code 85.
     """
     _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
@@ -153,7 +152,7 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
     others = {"--resume": resume, "--steps": steps, "--compute-only": compute_only, "--schedule-from": schedule_from}
     if smoke and any(others.values()):
         option = next(name for name, given in others.items() if given)
-        raise click.UsageError(f"--smoke tries a training that is not there yet; leave {option} out.")
+        raise click.UsageError(f"--smoke tries a training from its beginning; leave {option} out.")
 
 
 def _remove_trial(job: ConfiguredProcess) -> None:
@@ -172,21 +171,21 @@ def _remove_trial(job: ConfiguredProcess) -> None:
     type=FilePath(),
     default="auto",
     metavar="auto|best|PATH",
-    help="Checkpoint file or run directory to evaluate; auto takes the newest one of the newest run of this name, best "
+    help="Checkpoint file or run directory to evaluate; auto takes the newest checkpoint of the newest run of this name, best "
     "the one with the best evaluation.",
 )
 @click.option("--averaged", is_flag=True, help="Evaluate the average of the weights, which a training with ema.decay keeps.")
-@click.option("--per-class", is_flag=True, help="Print the accuracy of each class, too, the worst first.")
+@click.option("--per-class", is_flag=True, help="Also print the accuracy of each class, the lowest first.")
 @click.option(
     "--confusion",
     type=OutputFile(streams=True, of_job=True),
     metavar="[FILE]",
     is_flag=False,
     flag_value=_PRINTED,
-    help="Count which class was taken for which, and write it to FILE, .json or .csv; without FILE it is printed.",
+    help="Write the confusion matrix to FILE, .json or .csv; without FILE it is printed.",
 )
 @click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @PASS_STYLE
 @log_ranks_option
 def evaluate(
@@ -205,7 +204,7 @@ def evaluate(
     prints = confusion == Path(_PRINTED)
     target = None if prints else confusion
     if target is not None and target.suffix not in (".json", ".csv"):
-        raise click.UsageError(f"--confusion {target} is no file that ends in .json or .csv; leave the name out to print it.")
+        raise click.UsageError(f"--confusion {target} does not end in .json or .csv; leave the name out to print the matrix.")
     counts = per_class or confusion is not None
     job = ConfiguredProcess(log_ranks=log_ranks, averaged=averaged, flip=flip, counts=counts)
     with job_ends_on_error(job.rank, job.abort, job.failed):
@@ -240,35 +239,41 @@ _MOST_LISTED = 20
     type=FilePath(),
     default="auto",
     metavar="auto|best|PATH",
-    help="Checkpoint file or run directory that predicts; auto takes the newest run that has a checkpoint, best the best "
+    help="Checkpoint file or run directory to predict with; auto takes the newest run that has a checkpoint, best the best "
     "checkpoint of the newest run that has one.",
 )
 @click.option(
     "--runs",
     type=FilePath(file_okay=False, path_type=Path),
-    help="Directory in which auto and best look for runs, of any name; by default runs.",
+    help="Directory in which auto and best look for runs of any name; by default runs.",
 )
 @click.option(
     "--config",
     "file",
     type=FilePath(dir_okay=False, path_type=Path),
-    help="Configuration file in place of the checkpoint's own one, needed for code of your own; auto and best take its runs.",
+    help="Configuration file instead of the checkpoint's own one; your own code needs it. auto and best then take its runs.",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Key of the configuration that has another value.")
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of classes shown of each image.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the configuration; may be given several times.",
+)
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of classes to show per image.")
 @click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
 @click.option("--averaged", is_flag=True, help="Predict with the average of the weights, which a training with ema.decay keeps.")
 @click.option(
     "--fit",
     type=click.Choice(["crop", "squash"]),
-    help="Cut out the centre (crop), or change the aspect (squash); by default as the evaluated data file was made.",
+    help="Crop the centre (crop), or change the aspect ratio (squash); by default as in the evaluated data file.",
 )
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
-    help="Number of images that all ranks compute at once; by default as evaluation, at most 64 of each rank.",
+    help="Number of images that all ranks compute at once; by default the evaluation's, at most 64 per rank.",
 )
-@click.option("--max-pixels", type=click.IntRange(1), help="Number of pixels of the largest image; by default 178,956,970.")
+@click.option("--max-pixels", type=click.IntRange(1), help="Largest number of pixels of an image; by default 178,956,970.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image, each on a line of its own.")
 @PASS_STYLE
 def predict(
@@ -288,12 +293,11 @@ def predict(
 ) -> None:
     """Predict the classes of images.
 
-    IMAGE is a picture file (JPEG, PNG, WebP, TIFF and others), or a directory with some. A run directory says all that is needed
-    of the model, so that no configuration is. Images that cannot be decoded are named, and the others go on; the exit code is 2
-    then.
+    IMAGE is a picture file (JPEG, PNG, WebP, TIFF and others), or a directory of pictures. A run directory is enough; no
+    configuration is needed. Images that cannot be decoded are reported and the others continue; the exit code is then 2.
     """
     if file is not None and runs is not None:
-        raise click.UsageError("--config says where its runs are; leave --runs out, or --config.")
+        raise click.UsageError("--config already determines the directory of runs; leave --runs or --config out.")
     job = ConfiguredProcess(top=top, flip=flip, averaged=averaged, fit=fit, batch=batch)
     chosen = _Choice(checkpoint, runs or _RUNS, file, overrides)
     with job_ends_on_error(job.rank, job.abort, job.failed):
@@ -346,7 +350,7 @@ class _Choice:
         return run.parsed(self._overrides)
 
 
-#: that ranks which have not started MPI yet may take to do it, where one of them ends the job
+#: time limit for ranks to start MPI if one of them ends the job before
 START_SECONDS = 60.0
 
 
@@ -356,8 +360,8 @@ START_SECONDS = 60.0
 def script(file: Path, arguments: tuple[str, ...]) -> None:
     """Run the Python program FILE, which calls hpctrain.start.
 
-    A rank that ends by an error ends the job, also before MPI has started, and a parent process says so of one that is killed.
-    ARGUMENTS are those of the program.
+    A rank that fails ends the job, even before MPI has started. A parent process reports a rank that is killed. ARGUMENTS are
+    passed to the program.
     """
     launcher = detect(os.environ)
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core.console import plain_table
-from hpctrain.core.text import duration_text, escaped, fitting, loss_text
+from hpctrain.core.text import counted, duration_text, escaped, fitting, loss_text
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
 from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text
@@ -79,10 +79,10 @@ def _sign(cell: int, *, plain: bool) -> str:
     return _PLAIN if plain else chr(cell)
 
 
-#: where there is no terminal
+#: columns without a terminal
 COLUMNS = 80
 _CURVE_LINES = 5
-_BESIDE_COLUMNS = 72  # from here on two curves stand beside each other
+_BESIDE_COLUMNS = 72  # from this width on two curves are next to each other
 _MOST_EVENTS = 6
 _MOST_RANKS = 4
 _NARROWEST_BAR = 10
@@ -93,7 +93,11 @@ def screen(state: RunState, console: Console) -> RenderableType:
     """Return the whole screen, as wide as the console."""
     width = console.width
     plain = console.options.ascii_only
-    lines: list[RenderableType] = [_head(state), _position(state, width, plain=plain), _line(_pace(state), width)]
+    lines: list[RenderableType] = [
+        _head(state),
+        _position(state, width, plain=plain),
+        Text(escaped(fitting(_pace(state), width))),
+    ]
     numbers = _numbers(state)
     if numbers is not None:
         lines += ["", numbers]
@@ -159,10 +163,6 @@ def _pace(state: RunState) -> list[tuple[int, str]]:
     return facts or [(0, "no checkpoint yet")]
 
 
-def _line(facts: Sequence[tuple[int, str]], width: int) -> Text:
-    return Text(escaped(fitting(facts, width)))
-
-
 def _numbers(state: RunState) -> Table | None:
     """Return loss and accuracies of training and test."""
     train, test = state.latest("interval", "epoch"), state.latest("evaluation")
@@ -185,7 +185,7 @@ def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | Non
     beside = width >= _BESIDE_COLUMNS
     columns = (width - 2) // 2 if beside else width
     curves = []
-    for measure, title, label in (("loss", "loss", loss_text), ("top1", "top1", _percent)):
+    for measure, title, label in (("loss", "loss", loss_text), ("top1", "top1", "{:.1%}".format)):
         train, test = state.curve(measure, "interval", "epoch"), state.curve(measure, "evaluation")
         if len(train) + len(test) > 1:
             lines = text_curve(train, test, columns, _CURVE_LINES, label, plain=plain)
@@ -201,17 +201,13 @@ def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | Non
     return grid
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
 def _ranks(state: RunState) -> list[RenderableType]:
     """Return when ranks were last heard of: all of them in a line, and those that have been silent for longer."""
     if not state.ranks:
         return [Text("ranks: nothing is known of them here")]
     heard = sorted(state.ranks, key=state.heard_seconds, reverse=True)
     hosts = len({record.host for record in state.ranks})
-    count = f"{len(heard)} {'rank' if len(heard) == 1 else 'ranks'} on {hosts} {'node' if hosts == 1 else 'nodes'}"
+    count = f"{counted(len(heard), 'rank')} on {counted(hosts, 'node')}"
     missing = heard[0].ranks - len(heard)
     more = f"; {missing} more left no record here" if missing > 0 else ""
     last = heard[0]

@@ -106,10 +106,6 @@ def _split(comm: Communicator, color: int, name: str) -> Communicator:
     return group
 
 
-def _at_once(start: Callable[[], Handle]) -> Handle:
-    return start()
-
-
 class TwoLevel(ForwardingCommunicator):
     """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
 
@@ -180,7 +176,7 @@ class TwoLevel(ForwardingCommunicator):
 
     def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
         """Reserve the place within the node for a stage of an operation that is posted now; return what starts it there."""
-        return _at_once if self._turns is None else self._turns.reserve().fill
+        return (lambda start: start()) if self._turns is None else self._turns.reserve().fill
 
 
 class SumsInLevels:

@@ -67,7 +67,7 @@ class Registry(Generic[T]):
 
         Raises:
             ConfigError: no such name; a module that does not define exactly one object; code of the user's that cannot be
-                imported or is nothing of this kind; a name that an installed package offers, and another one or we do, too.
+                imported or is not of this kind; a name that two packages offer, or a package and hpctrain.
         """
         outside = self.find_outside(name, self.names())
         if outside is not None:
@@ -122,10 +122,10 @@ class Registry(Generic[T]):
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
-        """A context in which code of the user's may refuse a value by a ValueError, which becomes a sentence.
+        """Turn a ValueError, by which code of the user's refuses a value, into a sentence.
 
         Raises:
-            ConfigError: it does. Our own code raises sentences, and its other errors pass.
+            ConfigError: it refuses one. Errors of hpctrain's own code pass unchanged.
         """
         try:
             yield
@@ -183,11 +183,11 @@ def check_options(
     Raises:
         OptionError: an option that is unknown, missing, reserved or of the wrong type, or that `Options` refuses.
     """
-    taker = options_of(entry)
-    if taker is entry:
+    options_type = options_of(entry)
+    if options_type is entry:
         return _converted_options(entry, label, options, reserved)
-    given = {key for key in parameters_of(entry) if key != "options"} - set(parameters_of(taker))
-    return {"options": taker(**_converted_options(taker, label, options, {*given, *reserved}))}
+    given = {key for key in parameters_of(entry) if key != "options"} - set(parameters_of(options_type))
+    return {"options": options_type(**_converted_options(options_type, label, options, {*given, *reserved}))}
 
 
 def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import kind_of
 
 
 @contextmanager
@@ -49,8 +50,7 @@ def _check_regular(mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
-        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file")
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:

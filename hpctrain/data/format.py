@@ -28,7 +28,7 @@ import hashlib
 import json
 import unicodedata
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,6 @@ FORMAT = "hpctrain-images"
 VERSION = 2
 #: of files that hold picture files in place of pixels
 ENCODED_VERSION = 3
-_CHUNK_BYTES = 16 << 20
 _LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
 #: attribute of the images: how pictures were brought to their size
 FIT = "fit"
@@ -252,13 +251,6 @@ def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -
 def changed(path: Path, names: Sequence[str]) -> DataError:
     """Return the error for datasets that do not match their checksum."""
     return DataError(f"In {path} {', '.join(names)} changed since the file was written; make it again.")
-
-
-def chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Yield slices of the first dim of a uint8 array, of about 16 MiB each."""
-    samples = max(1, _CHUNK_BYTES // max(1, int(np.prod(shape[1:], dtype=np.int64))))
-    for start in range(0, shape[0], samples):
-        yield slice(start, min(start + samples, shape[0]))
 
 
 def digest_of(values: np.ndarray) -> str:

@@ -23,7 +23,7 @@ from hpctrain.core.intervals import Box, clip, relative, shape_of, size_of, whol
 from hpctrain.data.cache import SampleCache
 from hpctrain.data.image_file import ImageArray, ImageFile
 from hpctrain.data.pipeline import ImageSizes, Pipeline
-from hpctrain.data.sampler import Mixing, Sampler, counts, share_of
+from hpctrain.data.sampler import Mixing, Sampler, counts
 
 #: The boxes of a split group's images (N, H, W, C) that its ranks read, by the number of samples of each rank and (H, W, C).
 TileOfRank = Callable[[tuple[int, ...], tuple[int, int, int]], Sequence[Box]]
@@ -117,7 +117,47 @@ class _Slot:
     partner_labels: np.ndarray
 
 
-class Loader:
+@dataclass(frozen=True)
+class _Division:
+    """How the samples of a step are divided: over all ranks, over the split group, and to this rank alone."""
+
+    counts: tuple[int, ...]
+    share: Share
+    group: slice
+    own: slice
+
+
+class _Batches:
+    """What the loaders have in common: a rank's place among those that divide the batches of a sampler."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        rank: int,
+        ranks: int,
+        split_size: int,
+        tiles: TileOfRank | None,
+        shards: int | None,
+        mixing: Mixing | None,
+    ) -> None:
+        assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
+        assert ranks % split_size == 0, f"{ranks} ranks in split groups of {split_size}"
+        self.sampler = sampler
+        self._rank, self._ranks, self._split_size, self._shards = rank, ranks, split_size, shards
+        self._tiles, self._mixing = tiles, mixing
+
+    def __len__(self) -> int:
+        return self.sampler.steps_per_epoch
+
+    def _divide(self, total: int) -> _Division:
+        of_all_ranks = counts(total, self._ranks, self._split_size, self._shards)
+        leader = self._rank - self._rank % self._split_size
+        share = Share(of_all_ranks[leader : leader + self._split_size], self._rank - leader)
+        first, own = sum(of_all_ranks[:leader]), sum(of_all_ranks[: self._rank])
+        return _Division(of_all_ranks, share, slice(first, first + sum(share.counts)), slice(own, own + of_all_ranks[self._rank]))
+
+
+class Loader(_Batches):
     """Batches of rank `rank` of `ranks`: its own samples, or the tile that it reads of its split group's.
 
     A sampler without shuffling and a pipeline without augmentations make it an evaluation loader: every sample once, in order.
@@ -153,34 +193,20 @@ class Loader:
         sizes: ImageSizes | None = None,
         leaves_pixels: bool = False,
     ) -> None:
-        assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
-        assert ranks % split_size == 0, f"{ranks} ranks in split groups of {split_size}"
+        super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing)
         assert sampler.samples <= len(file), f"{sampler.samples} samples of {len(file)}"
         self.file = file
-        self.sampler = sampler
-        self.rank = rank
-        self.ranks = ranks
-        self.split_size, self.shards = split_size, shards
         self._any_size, self._sizes = pipeline, sizes
         self._pipeline = pipeline if sizes is None else pipeline.resized(sizes.at(0))
         self.image_shape = self._pipeline.output_shape(*file.shape)
         self._pixel_shape = self._pipeline.stored_shape(*file.shape)
         self._prefetch = prefetch
-        self._tiles, self._mixing = tiles, mixing
         self._leaves_pixels = leaves_pixels and tiles is None and mixing is None and pipeline.can_defer
         self._box_of: dict[tuple[int, ...], Box] = {}
         self._images: ImageArray = file.pixels if pixels is None else pixels
         self._ring: list[_Slot] = []
         self._raw = np.empty((0, *file.shape), np.uint8)
         self._in_use = False
-
-    @property
-    def max_count(self) -> int:
-        """This rank's own samples of the largest batch."""
-        return counts(min(self.sampler.batch, self.sampler.samples), self.ranks, self.split_size, self.shards)[self.rank]
-
-    def __len__(self) -> int:
-        return self.sampler.steps_per_epoch
 
     @property
     def pixels(self) -> ImageArray:
@@ -236,18 +262,14 @@ class Loader:
 
     def _slot(self, size: int) -> _Slot:
         mixes, dtype = self._mixing is not None, np.dtype(np.uint8) if self._leaves_pixels else self._pipeline.dtype
-        partners = np.empty(size if mixes else 0, dtype), np.empty(self.max_count if mixes else 0, np.int64)
-        return _Slot(np.empty(size, dtype), np.empty(self.max_count, np.int64), *partners)
+        labels = self._divide(min(self.sampler.batch, self.sampler.samples)).counts[self._rank]  # of the largest batch
+        partners = np.empty(size if mixes else 0, dtype), np.empty(labels if mixes else 0, np.int64)
+        return _Slot(np.empty(size, dtype), np.empty(labels, np.int64), *partners)
 
     def _shares(self, first: int) -> list[Share]:
         """Return one share for each size of batch from the epoch's sample `first` on."""
         steps = self.sampler.steps(first)
-        return [self._share(self.sampler.global_count(step, first)) for step in {0, steps - 1} if 0 <= step < steps]
-
-    def _share(self, global_count: int) -> Share:
-        first = self.rank - self.rank % self.split_size
-        of_all_ranks = counts(global_count, self.ranks, self.split_size, self.shards)
-        return Share(of_all_ranks[first : first + self.split_size], self.rank - first)
+        return [self._divide(self.sampler.global_count(step, first)).share for step in {0, steps - 1} if 0 <= step < steps]
 
     def _box(self, share: Share) -> Box:
         if self._tiles is not None:
@@ -259,19 +281,15 @@ class Loader:
         return box[1:] == whole(self.image_shape)
 
     def _make(self, slot: _Slot, epoch: int, step: int, begin: int) -> Batch:
-        total = self.sampler.global_count(step, begin)
-        share = self._share(total)
-        batch_ids = self.sampler.ids(epoch, step, begin)
-        own_ids = share_of(batch_ids, self.rank, self.ranks, self.split_size, self.shards)
-        all_counts = counts(total, self.ranks, self.split_size, self.shards)
-        first = sum(all_counts[: self.rank - share.split_rank])
-        group_ids = batch_ids[first : first + sum(share.counts)]
+        ids = self.sampler.ids(epoch, step, begin)
+        division = self._divide(len(ids))
+        share, group_ids, own_ids = division.share, ids[division.group], ids[division.own]
         box = self._box_of[share.counts]
         x = self._pixels_of(slot, own_ids, epoch) if self._leaves_pixels else self._images_of(slot, group_ids, epoch, box)
         self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may stand in for some
-        mixed = self._mix(slot, batch_ids[::-1], epoch, begin + step * self.sampler.batch, box, first)
-        number = -(-begin // self.sampler.batch) + step
-        return Batch(x, slot.y[: len(own_ids)], group_ids, all_counts, total, epoch, number, share, mixed, self.image_shape)
+        mixed = self._mix(slot, ids[::-1], epoch, begin + step * self.sampler.batch, box, division)
+        number, labels = -(-begin // self.sampler.batch) + step, slot.y[: len(own_ids)]
+        return Batch(x, labels, group_ids, division.counts, len(ids), epoch, number, share, mixed, self.image_shape)
 
     def _pixels_of(self, slot: _Slot, ids: np.ndarray, epoch: int) -> PixelBatch:
         """Return the batch of `ids`, with its pixels in a slot."""
@@ -294,20 +312,20 @@ class Loader:
         else:
             self._make_region(ids, epoch, box, x)
 
-    def _mix(self, slot: _Slot, partner_ids: np.ndarray, epoch: int, place: int, box: Box, first: int) -> MixedWith | None:
+    def _mix(self, slot: _Slot, partner_ids: np.ndarray, epoch: int, place: int, box: Box, of: _Division) -> MixedWith | None:
         """Mix the images of a slot with those of their partners.
 
         Args:
             partner_ids: of the step's samples over all ranks, in their order. place: of the first of these in the epoch.
-            first: number of samples in front of the split group's.
+            of: how these samples are divided.
         """
         mix = None if self._mixing is None else self._mixing.draw(epoch, place, *self.image_shape[:2])
         if mix is None:
             return None
         images, partners = (flat[: size_of(box)].reshape(shape_of(box)) for flat in (slot.x, slot.partners))
-        self._fill(partner_ids[first + box[0][0] : first + box[0][1]], epoch, box, partners)
+        self._fill(partner_ids[of.group][slice(*box[0])], epoch, box, partners)
         mix.apply(images, partners, (box[1], box[2]))
-        own = share_of(partner_ids, self.rank, self.ranks, self.split_size, self.shards)
+        own = partner_ids[of.own]
         self.file.take_labels(own, slot.partner_labels[: len(own)])
         return MixedWith(slot.partner_labels[: len(own)], mix.weight)
 
@@ -467,7 +485,7 @@ def _blocks(images: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield begin, images[begin : begin + rows]
 
 
-class ArrayLoader:
+class ArrayLoader(_Batches):
     """Batches of rank `rank` of `ranks`, made as a `Loader` makes those of a file.
 
     Args:
@@ -497,15 +515,10 @@ class ArrayLoader:
     ) -> None:
         if images.ndim != 4 or labels.shape != images.shape[:1] or len(images) != sampler.samples:
             raise _no_samples(images, labels, sampler.samples)
-        self.sampler = sampler
+        super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing)
         self._images, self._labels = images, labels.astype(np.int64, casting="same_kind")
         height, width, channels = images.shape[1:]
         self._image_shape = height, width, channels
-        self._mixing = mixing
-        self._rank, self._ranks, self._split_size, self._tiles, self._shards = rank, ranks, split_size, tiles, shards
-
-    def __len__(self) -> int:
-        return self.sampler.steps_per_epoch
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch from its sample `first` on; every rank yields the same number of them."""
@@ -514,29 +527,18 @@ class ArrayLoader:
 
     def _make(self, epoch: int, step: int, begin: int) -> Batch:
         ids = self.sampler.ids(epoch, step, begin)
-        of_all_ranks = counts(len(ids), self._ranks, self._split_size, self._shards)
-        leader = self._rank - self._rank % self._split_size
-        share = Share(of_all_ranks[leader : leader + self._split_size], self._rank - leader)
-        group_start = sum(of_all_ranks[:leader])
-        of_group = slice(group_start, group_start + sum(share.counts))
-        own_start = group_start + sum(share.counts[: share.split_rank])
-        own = slice(own_start, own_start + share.counts[share.split_rank])
-        box = None if self._tiles is None else self._tiles(share.counts, self._image_shape)[share.split_rank]
-        read = own if box is None else of_group
+        division = self._divide(len(ids))
+        share, own, shape = division.share, division.own, self._image_shape
+        box = None if self._tiles is None else self._tiles(share.counts, shape)[share.split_rank]
+        read = own if box is None else division.group
         x, mixed = self._cut(ids[read], box), None
-        mix = (
-            None
-            if self._mixing is None
-            else self._mixing.draw(epoch, begin + step * self.sampler.batch, *self._images.shape[1:3])
-        )
+        mix = None if self._mixing is None else self._mixing.draw(epoch, begin + step * self.sampler.batch, *shape[:2])
         if mix is not None:
             partner_ids = ids[::-1]
-            region = whole(self._images.shape[1:3]) if box is None else (box[1], box[2])
-            mix.apply(x, self._cut(partner_ids[read], box), region)
+            mix.apply(x, self._cut(partner_ids[read], box), whole(shape[:2]) if box is None else (box[1], box[2]))
             mixed = MixedWith(self._labels[partner_ids[own]], mix.weight)
-        number = -(-begin // self.sampler.batch) + step
-        labels, shape = self._labels[ids[own]], self._image_shape
-        return Batch(x, labels, ids[of_group], of_all_ranks, len(ids), epoch, number, share, mixed, shape)
+        number, labels = -(-begin // self.sampler.batch) + step, self._labels[ids[own]]
+        return Batch(x, labels, ids[division.group], division.counts, len(ids), epoch, number, share, mixed, shape)
 
     def _cut(self, ids: np.ndarray, box: Box | None) -> np.ndarray:
         """Return a copy of the images of samples, or of a box of these."""

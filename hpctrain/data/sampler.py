@@ -39,13 +39,6 @@ def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = N
     return even(samples, ranks)
 
 
-def share_of(ids: NDArray[np.int64], rank: int, ranks: int, split_size: int = 1, shards: int | None = None) -> NDArray[np.int64]:
-    """Return the contiguous share of one rank, as long as `counts` says; a view."""
-    of_all_ranks = counts(len(ids), ranks, split_size, shards)
-    start = sum(of_all_ranks[:rank])
-    return ids[start : start + of_all_ranks[rank]]
-
-
 class Reordering(NamedTuple):
     """From sample `first` of an epoch on, and in all epochs after it, samples come in the `number`-th other order."""
 

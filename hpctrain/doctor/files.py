@@ -1,9 +1,7 @@
 """Checks of directories and files: the run directory, HDF5 and its locks, data files, and the nodes' own disks and memory.
 
-The run directory must take files as checkpoints are written, and all nodes must see it. MPI and a run also write to /dev/shm,
-the
-temporary directory, and a directory of flight records. For each check, `gather_...` takes the facts of a rank, and `judge_...`
-is
+The run directory must take files as checkpoints are written, and all nodes must see it. MPI and a run also write to /dev/shm, the
+temporary directory, and a directory of flight records. For each check, `gather_...` takes the facts of a rank, and `judge_...` is
 a pure function of the facts of all ranks.
 """
 
@@ -25,13 +23,13 @@ from hpctrain.storage.atomic_write import write_bytes
 NOT_WRITABLE = FindingKind(
     "run-directory",
     Severity.FAULT,
-    "The directory for runs cannot be written: it is read-only, full, or of somebody else.",
+    "The directory for runs cannot be written: it is read-only, full, or belongs to another user.",
     "Set `output` in the configuration, or `--run-directory` here, to a directory that you may write.",
 )
 READS_OTHER = FindingKind(
     "read-back",
     Severity.FAULT,
-    "A file that was written, brought to the disk and renamed there reads otherwise than it was written.",
+    "A file that was written, synchronised and renamed there is read with other content.",
     "Put `output` on another file system: checkpoints on this one cannot be trusted.",
 )
 SLOW_DIRECTORY = FindingKind(
@@ -103,14 +101,14 @@ def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> lis
             NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", _mend_directory(fact.error))
         ]
     if not fact.matches:
-        return [READS_OTHER.found(f"A file in {fact.directory} reads otherwise than it was written.")]
-    sentence = f"1 MB was written, brought to the disk and read back in {fact.directory} in {fact.seconds:.2f} s."
+        return [READS_OTHER.found(f"A file in {fact.directory} is read with other content than was written.")]
+    sentence = f"1 MB was written, synchronised and read back in {fact.directory} in {fact.seconds:.2f} s."
     return [SLOW_DIRECTORY.found(sentence) if fact.seconds > _SECONDS else fine(sentence)]
 
 
 def _mend_directory(error: int) -> str:
     if error in (errno.ENOSPC, errno.EDQUOT):
-        return "Make room, or train with output=DIR on another disk."
+        return "Free space, or train with output=DIR on another disk."
     return "Train with output=DIR, a directory that you may write."
 
 
@@ -122,7 +120,7 @@ def gather_shared(place: JoinedPlace) -> bool | None:
         made = _make(path)
     made = world.broadcast_object(made if world.rank == 0 else None)
     seen = _sees(path) if made and place.node.rank == 0 else None
-    world.allgather_object(None)  # nobody looks any more
+    world.allgather_object(None)  # all ranks have looked
     if world.rank == 0 and made:
         path.unlink(missing_ok=True)
     return seen
@@ -151,7 +149,7 @@ def judge_shared(job: JobView, facts: Sequence[bool | None]) -> list[DoctorFindi
         hosts = ", ".join(dict.fromkeys(job.hosts[rank] for rank in blind))
         return [NOT_SHARED.found(f"What rank 0 writes in the run directory is not seen on {hosts}.")]
     if len(job.nodes) == 1 or not any(facts):
-        return [fine("One node." if len(job.nodes) == 1 else "Not looked at: rank 0 cannot write there.")]
+        return [fine("One node." if len(job.nodes) == 1 else "Not checked: rank 0 cannot write there.")]
     return [fine(f"All {len(job.nodes)} nodes see what rank 0 writes in the run directory.")]
 
 
@@ -181,13 +179,13 @@ DATA = FindingKind(
     "data-file",
     Severity.FAULT,
     "A data file of the configuration cannot be opened on some node.",
-    "Make it, or give its path: `data.train`, `data.test`.",
+    "Create it, or correct its path: `data.train`, `data.test`.",
 )
 
 OTHER_DATA = FindingKind(
     "other-data",
     Severity.FAULT,
-    "Ranks have other data files, or another file of weights, under the same path: a training is refused.",
+    "Ranks have different data files, or different files of weights, under the same path: a training is refused.",
     "Give all nodes the same files.",
 )
 
@@ -253,7 +251,7 @@ def _probe(directory: Path) -> str:
         with h5py.File(path, "r") as file:
             file["probe"][()]
     except OSError as error:
-        return str(error) if "lock" in str(error) else ""  # what else is wrong with the directory has its own check
+        return str(error) if "lock" in str(error) else ""  # other faults of the directory have their own check
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -322,23 +320,23 @@ HDF5 = Check(
 NO_SCRATCH = FindingKind(
     "no-scratch",
     Severity.WARNING,
-    "A node has no temporary directory that can be written: MPIs keep sockets and sessions there.",
+    "A node has no temporary directory that can be written: MPI keeps sockets and sessions there.",
     "Set `TMPDIR` to a directory on the nodes' own disks: `export TMPDIR=/tmp`.",
 )
 FULL_SCRATCH = FindingKind(
     "full-scratch",
     Severity.FAULT,
-    "The temporary directory of a node, or that of flight records, has no room.",
+    "The temporary directory of a node, or the directory of flight records, is full.",
     "Remove what earlier jobs have left there, or set `TMPDIR` to another directory.",
 )
 FULL_MEMORY = FindingKind(
     "full-shared-memory",
     Severity.FAULT,
-    "/dev/shm of a node is full: MPI's messages between ranks of a node lie there, and a rank ends by SIGBUS.",
+    "/dev/shm of a node is full: MPI keeps messages between ranks of a node there, and a rank ends by SIGBUS.",
     "Remove what killed jobs have left there (`ls -l /dev/shm`), or give the container a larger one (`--shm-size`).",
 )
 
-#: in which programs look for a directory of the node, the first that is set
+#: variables with a directory of the node; programs use the first that is set
 VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 16 << 20
@@ -404,16 +402,16 @@ def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> l
     for _, places in present(facts):
         for fact in places:
             least[fact.path] = min(fact.free_bytes, least.get(fact.path, fact.free_bytes))
-    return [fine(f"Room on every node: {', '.join(f'{size / 1e9:,.1f} GB in {path}' for path, size in least.items())}.")]
+    return [fine(f"Free space on every node: {', '.join(f'{size / 1e9:,.1f} GB in {path}' for path, size in least.items())}.")]
 
 
 def _finding(fact: ScratchFacts, where: str) -> DoctorFinding | None:
     named = f"{fact.path}{where}{f' ({fact.variable})' if fact.variable else ''}"
     if fact.error in _FULL or (not fact.error and fact.free_bytes < _LEAST_BYTES):
-        room = f"{named} has room for {fact.free_bytes / 1e6:,.1f} MB."
+        room = f"{named} has {fact.free_bytes / 1e6:,.1f} MB left."
         if Path(fact.path) == _SHARED_MEMORY:
             return FULL_MEMORY.found(room)
-        return FULL_SCRATCH.found(room, f"Make room in {fact.path}, or export TMPDIR=DIR, a directory with room on the node.")
+        return FULL_SCRATCH.found(room, f"Free space in {fact.path}, or export TMPDIR=DIR, a directory with space on the node.")
     if fact.error:
         return NO_SCRATCH.found(f"{named} cannot be written: {os.strerror(fact.error)}.", "export TMPDIR=/tmp")
     return None

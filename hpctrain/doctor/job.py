@@ -51,18 +51,18 @@ CHECKS: Sequence[Check] = (
     clocks.CLOCKS,
 )
 
-#: kinds that belong to no check: they say how the doctor's own job has ended, and where a check could not be made
+#: kinds without a check: how the doctor's own job ended, and a check that could not be made
 HANGS = FindingKind(
     "hangs",
     Severity.FAULT,
-    "The ranks did not come to an end together within the time limit; the sentence says in what they were.",
-    "See in the launcher's own messages whether all ranks were started; try another network, such as `export FI_PROVIDER=tcp`.",
+    "The ranks did not end together within the time limit; the sentence says what they were doing.",
+    "Check the launcher's messages for ranks that were not started; try another network, such as `export FI_PROVIDER=tcp`.",
 )
 ENDED = FindingKind(
     "ended",
     Severity.FAULT,
-    "A library has ended the process, by a signal or an exit code; the sentence says in what it was, and its last words.",
-    "Read what stands before this table on standard error.",
+    "A library ended the process, by a signal or an exit code; the sentence says what it was doing, with its last output.",
+    "Read the output on standard error before this table.",
 )
 FAILED = FindingKind(
     "check-failed", Severity.WARNING, "A check could not be made; the sentence has the system's reason.", "See the reason."
@@ -123,7 +123,7 @@ def gather_alone(place: OwnPlace, checks: Sequence[Check] = CHECKS) -> dict[str,
         if not check.joined:
             try:
                 facts[check.name] = check.gather(place)
-            except Exception as error:  # whatever is wrong here is what the doctor was called for
+            except Exception as error:  # finding faults is what the doctor is for
                 facts[check.name] = CheckFailure(f"{type(error).__name__}: {error}")
     return facts
 
@@ -186,7 +186,7 @@ def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHEC
         failed = [rank for rank, fact in enumerate(facts) if isinstance(fact, CheckFailure)]
         if failed:
             reason = next(fact.reason for fact in facts if isinstance(fact, CheckFailure))
-            findings[check.name] = [FAILED.found(f"Not looked at{job.on(failed)}: {reason}.")]
+            findings[check.name] = [FAILED.found(f"Not checked{job.on(failed)}: {reason}.")]
         elif any(check.name in facts for facts in by_rank):
             findings[check.name] = check.judge(job, facts)
     return Examination(job, findings, by_rank)
@@ -201,14 +201,11 @@ def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[]
         ended = ranks.wrong_launcher(place.launcher, library.library, library.beside)
     if ended is None:
         words = f": {last_line(end.words)}" if end.code is not None and end.words.strip() else ""
-        sentence = f"{_rank_of(place)} {end.in_words} while it was {note.phase}{words}"
+        rank = "The process" if place.launcher.rank is None else f"Rank {place.launcher.rank} ({platform.node()})"
+        sentence = f"{rank} {end.in_words} while {note.phase}{words}"
         ended = (HANGS if end.code is None else ENDED).found(f"{sentence.removesuffix('.')}.")
     configured = replace(place, config=note.config)
     return ended, lambda: examine_alone(configured, note.facts, note.library, ended=ended)
-
-
-def _rank_of(place: OwnPlace) -> str:
-    return "The process" if place.launcher.rank is None else f"Rank {place.launcher.rank} ({platform.node()})"
 
 
 class RankNotes:

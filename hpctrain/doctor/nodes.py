@@ -20,7 +20,7 @@ from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.text import spans
+from hpctrain.core.text import counted, spans
 from hpctrain.doctor.check import (
     Check,
     DoctorFinding,
@@ -106,7 +106,7 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     planned = facts[0]
     assert planned is not None, "the first rank looks"
     if planned.reason:
-        return [fine(f"Not looked at: {planned.reason}.")]
+        return [fine(f"Not checked: {planned.reason}.")]
     ranks_of = {ranks[0]: len(ranks) for ranks in job.nodes.values()}
     rank_bytes = planned.pass_bytes + planned.held_bytes
     shares = {rank: ranks_of.get(rank, 1) * rank_bytes / fact.node_bytes for rank, fact in present(facts)}
@@ -116,7 +116,7 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     count = ranks_of.get(worst, 1)
     need = count * rank_bytes / 1e9
     told = (
-        f"{'1 rank' if count == 1 else f'{count} ranks'} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
+        f"{counted(count, 'rank')} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
         f"{need:{'.1f' if need >= 0.1 else '.2g'}} GB by the plan of a step; it has {node.node_bytes / 1e9:.1f} GB."
     )
     if shares[worst] <= _TIGHT:
@@ -134,8 +134,8 @@ def _mend_memory(config: Config | None, planned: MemoryFacts, ranks: int, node_b
             return f"Train with micro_batches={micro_batches}, or start fewer ranks on a node."
     fitting = int(_TIGHT * node_bytes // (planned.pass_bytes + planned.held_bytes))
     if not fitting:
-        return "Take nodes with more memory, or a smaller network."
-    return f"Start at most {'1 rank' if fitting == 1 else f'{fitting} ranks'} on a node."
+        return "Use nodes with more memory, or a smaller network."
+    return f"Start at most {counted(fitting, 'rank')} on a node."
 
 
 MEMORY = Check(
@@ -146,9 +146,9 @@ MEMORY = Check(
 NO_GTL = FindingKind(
     "no-gtl",
     Severity.FAULT,
-    "Cray MPICH is asked to take messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not loaded: "
-    "MPI ends each rank when it starts.",
-    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings send through the host's memory then. Or link mpi4py to the site's "
+    "Cray MPICH is configured to send messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not "
+    "loaded: MPI ends each rank when it starts.",
+    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings then send through the host's memory. Or link mpi4py to the site's "
     "libmpi_gtl_cuda.so.",
 )
 FEW_GPUS = FindingKind(
@@ -160,8 +160,8 @@ FEW_GPUS = FindingKind(
 HOST_MEMORY = FindingKind(
     "not-gpu-aware",
     Severity.REMARK,
-    "MPI takes no messages from the GPU's memory: trainings send through the host's (`transport: staged`).",
-    "Use an MPI that was built for GPUs, or `transport: nccl`.",
+    "MPI cannot send from the GPU's memory: trainings send through the host's (`transport: staged`).",
+    "Use an MPI with GPU support, or `transport: nccl`.",
 )
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -198,7 +198,7 @@ def from_start(text: str) -> DoctorFinding | None:
     """Return the finding that follows from MPI's last words; None if they do not concern GPUs."""
     if GTL_WORDS not in text:
         return None
-    return NO_GTL.found("MPI says at its start: GPU support is asked for, but the GTL library is not linked.")
+    return NO_GTL.found("MPI reports at its start: GPU support is requested, but the GTL library is not linked.")
 
 
 def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
@@ -210,14 +210,14 @@ def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
     unaware = [rank for rank, fact in enumerate(facts) if fact.probe.startswith(UNAWARE)]
     if unaware:
         reason = facts[unaware[0]].probe.partition(": ")[2]
-        found.append(HOST_MEMORY.found(f"MPI takes no messages from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
+        found.append(HOST_MEMORY.found(f"MPI cannot send from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
     if found:
         return found
     counts = [_gpus_of(facts, ranks) for ranks in job.nodes.values()]
     if not any(counts):
         return [fine("No node shows a GPU.")]
     most = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
-    aware = "; MPI takes messages from their memory (transport mpi)" if any(fact.probe == AWARE for fact in facts) else ""
+    aware = "; MPI can send from their memory (transport mpi)" if any(fact.probe == AWARE for fact in facts) else ""
     return [fine(f"GPUs per node: {most}{aware}.")]
 
 
@@ -226,7 +226,7 @@ def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
     for ranks in job.nodes.values():
         gpus = _gpus_of(facts, ranks)
         if gpus < len(ranks):
-            told = f"{job.hosts[ranks[0]]} has {gpus} {'GPU' if gpus == 1 else 'GPUs'} for {len(ranks)} ranks"
+            told = f"{job.hosts[ranks[0]]} has {counted(gpus, 'GPU')} for {len(ranks)} ranks"
             most = f"at most {gpus} ranks on a node, or ask for {len(ranks)} GPUs" if gpus else "on nodes with GPUs"
             return [FEW_GPUS.found(f"{told}, and backend is cuda.", f"Start {most}: --gpus-per-task=1.")]
     return []
@@ -261,13 +261,13 @@ NO_ONEDNN = FindingKind(
 SLOW_KERNELS = FindingKind(
     "slow-kernels",
     Severity.WARNING,
-    "oneDNN cannot be used, so that NumPy computes, several times slower.",
+    "oneDNN cannot be used; NumPy computes instead, several times slower.",
     "pip install onednn-cpu-gomp==2023.2.0",
 )
 UNLIKE_KERNELS = FindingKind(
     "unlike-kernels",
     Severity.FAULT,
-    "Ranks would compute with different kernels: the slowest node holds up all others, and results depend on the node.",
+    "Ranks would compute with different kernels: the slowest node delays all others, and results depend on the node.",
     "Give all nodes the same environment, or set `backend` to numpy.",
 )
 
@@ -323,7 +323,7 @@ KERNELS = Check(
 MISMATCH = FindingKind(
     "mismatch",
     Severity.FAULT,
-    "Ranks have other packages, other files of hpctrain or another configuration than rank 0: a training is refused.",
+    "Ranks have different packages, files of hpctrain or configurations than rank 0: a training is refused.",
     "Give all nodes the same environment.",
 )
 
@@ -361,8 +361,8 @@ VERSIONS = Check(
 SLOW_IMPORT = FindingKind(
     "slow-import",
     Severity.WARNING,
-    "The slowest rank took more than 5 s to load Python and all modules of a training, on a core that it had.",
-    "Copy the environment to the nodes' own disks before the job, such as by `sbcast` of an archive, and start from there.",
+    "The slowest rank took more than 5 s to load Python and all modules of a training, while it had a core.",
+    "Copy the environment to the nodes' own disks before the job, for example with `sbcast` of an archive, and start from there.",
 )
 
 _MOST_START_SECONDS = 5.0
@@ -393,12 +393,12 @@ START_UP = Check(
 SKEW = FindingKind(
     "clock-skew",
     Severity.WARNING,
-    "The wall clocks of nodes are apart: the autopsy of a failed job would put events of different nodes in the wrong order.",
-    "Ask for a time service (chrony) on these nodes, or leave them out: `srun --exclude=NODES`.",
+    "The wall clocks of nodes differ: the autopsy of a failed job would order events of different nodes wrongly.",
+    "Have a time service (chrony) installed on these nodes, or leave them out: `srun --exclude=NODES`.",
 )
 
 _ROUNDS = 10
-#: by which clocks may be apart without harm
+#: harmless difference of clocks
 _MOST_SKEW_SECONDS = 0.5
 
 
@@ -435,13 +435,13 @@ CLOCKS = Check(
 NOTHING_HIDES = FindingKind(
     "nothing-hides",
     Severity.REMARK,
-    "In no progress mode do messages move while layers compute: their time adds to that of a step.",
+    "No progress mode moves messages while layers compute: their time adds to that of a step.",
     "Leave a core of each rank free, or on Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
 )
 
 _MESSAGE_BYTES = 16 << 20
 _OPERATOR_SECONDS = 5e-3
-#: of the messages' time: less is as good as nothing
+#: share of the messages' time below which nothing counts as hidden
 _LITTLE = 0.25
 
 
@@ -449,7 +449,9 @@ def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
     """Return the measurement on rank 0, None on others and on one rank. Collective; takes two or three seconds."""
     if place.world.size == 1:
         return None
-    modes = [ProgressMode.TEST, ProgressMode.NONE, *([ProgressMode.THREAD] if _threads_may_call() else [])]
+    from hpctrain.comm import mpi
+
+    modes = [ProgressMode.TEST, ProgressMode.NONE, *([ProgressMode.THREAD] if mpi.threads_may_call() else [])]
     measured = progress_mode.measure(
         place.world, place.progress, modes, operator_seconds=_OPERATOR_SECONDS, most_bytes=_MESSAGE_BYTES
     )
@@ -457,17 +459,11 @@ def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
     return measured if place.world.rank == 0 else None
 
 
-def _threads_may_call() -> bool:
-    from hpctrain.comm import mpi
-
-    return mpi.threads_may_call()
-
-
 def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:
     """Return one finding, with the share that each mode hides."""
     measured = facts[0]
     if measured is None:
-        return [fine("One rank: nothing travels.")]
+        return [fine("One rank: no messages.")]
     shares = {mode: measured.hidden(mode) for mode in measured.by_round}
     told = "; ".join(f"{mode.in_words}: {_share(shares[mode])}" for mode in sorted(shares, key=list(ProgressMode).index))
     sentence = f"Of {measured.wire_seconds * 1e3:.0f} ms of messages, hidden under as much computing: {told}."

@@ -20,16 +20,18 @@ from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
 from hpctrain.config.images import SingleValues, single_values_of
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.text import counted
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine
 from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
+from hpctrain.launch.processes import status_of
 from hpctrain.launch.threads import core_names
 
 SINGLETONS = FindingKind(
     "singletons",
     Severity.FAULT,
-    "Each process is rank 0 of a world of its own: N of them would train N times the same, and write over each other.",
+    "Each process is rank 0 of its own world: N of them would train N times the same, and overwrite each other's files.",
     "Use the mpiexec of the MPI that mpi4py loads, or give srun the `--mpi` option of that MPI.",
 )
 WORLD_SIZE = FindingKind(
@@ -47,7 +49,7 @@ ONE_OF_SEVERAL = FindingKind(
 ALONE = FindingKind(
     "alone",
     Severity.REMARK,
-    "One process without a launcher: nothing is said of several ranks.",
+    "One process without a launcher: several ranks were not checked.",
     "mpiexec -n 2 python -m mpi4py -m hpctrain doctor",
 )
 
@@ -92,7 +94,7 @@ def wrong_launcher(launcher: Launcher, library: str, beside: str) -> DoctorFindi
     Args:
         library: the name of the library. beside: the mpiexec in the folder of this Python.
     """
-    hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these understand each other
+    hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these are compatible
     of_open_mpi = launcher.name.startswith("Open MPI")
     known = of_open_mpi or launcher.name.startswith(hydras)
     if not library or not known or of_open_mpi == ("Open MPI" in library):
@@ -122,17 +124,15 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
         return [WORLD_SIZE.found(f"{fault[0]}.", _line(fault[1]))]
     if launcher.name == "none" and first.siblings > 1:
         sentence = (
-            f"{first.siblings} processes of this command run side by side, and each is rank 0 of 1: "
-            "what started them is no launcher that MPI here knows."
+            f"{first.siblings} processes of this command run at the same time, and each is rank 0 of 1: "
+            "this MPI does not know what started them."
         )
         return [SINGLETONS.found(sentence, f"{first.beside or 'mpiexec'} -n {first.siblings} python -m mpi4py -m hpctrain ...")]
     if launcher.name == "none" and first.alone is not None:
         return [ONE_OF_SEVERAL.from_error(first.alone)]
     if launcher.name == "none":
-        return [ALONE.found("One process without a launcher: nothing can be said of several ranks.")]
-    count = "1 rank" if job.size == 1 else f"{job.size} ranks"
-    nodes = len(job.nodes)
-    return [fine(f"{count} on {'1 node' if nodes == 1 else f'{nodes} nodes'}, started by {launcher.name}.")]
+        return [ALONE.found("One process without a launcher: several ranks were not checked.")]
+    return [fine(f"{counted(job.size, 'rank')} on {counted(len(job.nodes), 'node')}, started by {launcher.name}.")]
 
 
 LAUNCHER = Check(
@@ -150,21 +150,11 @@ def _line(mend: str) -> str:
 
 def _siblings(process: int) -> list[int]:
     """Return the other processes with the parent and the command line of this one."""
-    parent, words = _parent(process), _words(process)
-    found = []
-    for entry in Path("/proc").iterdir():
-        number = int(entry.name) if entry.name.isdecimal() else process
-        if number != process and _parent(number) == parent and _words(number) == words:
-            found.append(number)
-    return found
-
-
-def _parent(process: int) -> int | None:
-    try:
-        # "pid (name) state parent ...", where the name may hold blanks and brackets
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+    own, words = status_of(process), _words(process)
+    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if entry.name != str(process)]
+    statuses = {number: status_of(number) for number in numbers}
+    parent = None if own is None else own.parent
+    return [number for number, status in statuses.items() if status and status.parent == parent and _words(number) == words]
 
 
 def _words(process: int) -> bytes | None:
@@ -195,13 +185,13 @@ THREAD_LEVEL = FindingKind(
 THREAD_NEEDED = FindingKind(
     "thread-level-needed",
     Severity.FAULT,
-    "The same, and the configuration's `progress` is a mode with a thread: the training is refused.",
+    "As above, and the configuration's `progress` is a mode with a thread: the training is refused.",
     "unset MPI4PY_RC_THREAD_LEVEL",
 )
 
 _LEVEL = "MPI4PY_RC_THREAD_LEVEL"
 _ANSWER_SECONDS = 5.0
-#: words of a library's or a launcher's own text -> the MPI
+#: (word in the text of a library or launcher, MPI)
 _FAMILIES = (
     ("Open MPI", "Open MPI"),
     ("OpenRTE", "Open MPI"),
@@ -283,7 +273,7 @@ def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
 
 def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:
     """Return the finding if MPI lets only one thread call it."""
-    level = library.rpartition("thread level ")[2]  # the library's name where it has not started
+    level = library.rpartition("thread level ")[2]  # the library's name if it has not started
     if level not in ("single", "funneled"):
         return []
     progress = "" if config is None else config.progress
@@ -292,7 +282,7 @@ def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> l
     if facts.level_asked:
         return [kind.found(f"MPI has started at thread level {level}, as {_LEVEL} asks{wish}.", f"unset {_LEVEL}")]
     sentence = f"MPI has started at thread level {level}, though serialized was asked for{wish}."
-    return [kind.found(sentence, "export MPICH_MAX_THREAD_SAFETY=multiple, or use an MPI that was built for threads.")]
+    return [kind.found(sentence, "export MPICH_MAX_THREAD_SAFETY=multiple, or use an MPI with thread support.")]
 
 
 MPI_LIBRARY = Check(
@@ -307,7 +297,7 @@ MPI_LIBRARY = Check(
 TOO_MANY_THREADS = FindingKind(
     "too-many-threads",
     Severity.FAULT,
-    "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores: they take turns, and a step takes far longer.",
+    "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores: they take turns, and a step takes much longer.",
     "Leave `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` unset, or set them to the cores of a rank.",
 )
 TOO_MANY_RANKS = FindingKind(
@@ -325,13 +315,13 @@ THREADS_REFUSED = FindingKind(
 OVERLAP = FindingKind(
     "overlapping-cores",
     Severity.WARNING,
-    "Ranks of a node are bound to sets of cores that differ, but have cores in common.",
+    "Ranks of a node are bound to different sets of cores that overlap.",
     "Let the launcher bind each rank to cores of its own.",
 )
 UNBOUND = FindingKind(
     "unbound",
     Severity.REMARK,
-    "The ranks of a node may all run on the same cores: the system moves their threads about.",
+    "The ranks of a node may all run on the same cores: the system moves their threads between cores.",
     "Let the launcher bind each rank to cores of its own.",
 )
 
@@ -416,14 +406,14 @@ def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
         if threads > cores:
             return [_too_many(job, facts, ranks, threads, cores)]
     threads, cores = facts[0].most_threads, len(facts[0].cores)
-    return [fine(f"{threads} {'thread' if threads == 1 else 'threads'} per rank, which may run on {_cores(cores)}.")]
+    return [fine(f"{counted(threads, 'thread')} per rank, which may run on {counted(cores, 'core')}.")]
 
 
 def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], threads: int, cores: int) -> DoctorFinding:
     most = max(ranks, key=lambda rank: facts[rank].most_threads)
     fact = facts[most]
     place = f"on {job.hosts[most]} " if len(job.nodes) > 1 else ""
-    told = f"{'1 rank' if len(ranks) == 1 else f'{len(ranks)} ranks'} {place}compute with {threads} threads on {_cores(cores)}"
+    told = f"{counted(len(ranks), 'rank')} {place}compute with {threads} threads on {counted(cores, 'core')}"
     if fact.most_threads == 1:
         return TOO_MANY_RANKS.found(f"{told}.", f"Start at most {cores} on a node, or ask for more cores per rank.")
     fitting = max(1, cores // len(ranks))
@@ -431,10 +421,6 @@ def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], th
     because = f" ({', '.join(f'{name}={fact.variables[name]}' for name in guilty)})" if guilty else ""
     names = guilty or ["OMP_NUM_THREADS"]
     return TOO_MANY_THREADS.found(f"{told}{because}.", f"export {' '.join(f'{name}={fitting}' for name in names)}")
-
-
-def _cores(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"
 
 
 BINDING = Check("binding", "the cores that each rank may run on", (OVERLAP, UNBOUND), gather_cores, judge_binding)
@@ -479,10 +465,10 @@ def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[Docto
     """Return one finding."""
     config = job.config
     if config is None:
-        return [fine("Not looked at: no configuration was given.")]
+        return [fine("Not checked: no configuration was given.")]
     if "grid" in config.automatic or "plan" in config.automatic:
         return [fine("Chosen when a training starts (auto).")]
-    ranks = job.launcher.expected_size or job.size  # where each is alone, the grid is not what is wrong
+    ranks = job.launcher.expected_size or job.size  # if each rank is alone, the grid is not at fault
     cols = columns(config, ranks)
     try:
         check_grid(config.grid.rows, cols, ranks)

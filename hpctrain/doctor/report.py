@@ -11,17 +11,17 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, plain_table
-from hpctrain.doctor.check import DoctorFinding, Severity, exit_code
+from hpctrain.doctor.check import Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.nodes import GPUS, GpuFacts
 from hpctrain.doctor.ranks import BINDING, CoreFacts
 from hpctrain.job.session import ranges
 
-_WIDTH = 80  # where there is no terminal, as under mpiexec
+_WIDTH = 80  # without a terminal, as under mpiexec
 _MOST_RANKS = 16
 _MOST_CONTAINED = 4  # GPUs of a rank, by name
 
-_STYLES = {Severity.OK: "green", Severity.REMARK: "cyan", Severity.WARNING: "yellow", Severity.FAULT: "bold red"}
+_STYLES = {Severity.OK: "", Severity.REMARK: "cyan", Severity.WARNING: "yellow", Severity.FAULT: "bold red"}
 
 
 def print_table(examination: Examination, *, strict: bool) -> None:
@@ -35,7 +35,7 @@ def print_table(examination: Examination, *, strict: bool) -> None:
     table.add_column(overflow="fold")
     for name, found in examination.findings.items():
         for number, finding in enumerate(found):
-            table.add_row(name if not number else "", finding.severity.value, finding.sentence, style=_style(finding))
+            table.add_row(name if not number else "", finding.severity.value, finding.sentence, style=_STYLES[finding.severity])
             if finding.mend:
                 table.add_row("", "mend", finding.mend)
     console.print(table)
@@ -45,10 +45,6 @@ def print_table(examination: Examination, *, strict: bool) -> None:
     console.print()
     console.print(conclusion(examination, strict=strict))
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().split("\n")[:-1]))
-
-
-def _style(finding: DoctorFinding) -> str:
-    return "" if finding.severity is Severity.OK else _STYLES[finding.severity]
 
 
 def conclusion(examination: Examination, *, strict: bool) -> str:
@@ -71,14 +67,11 @@ def _map_table(examination: Examination) -> Table:
     table = plain_table(*headings, left=len(headings))
     places = list(rank_map(examination))
     for place in places[:_MOST_RANKS]:
-        table.add_row(str(place["rank"]), place["host"], place["cpus"], str(place["threads"] or ""), _shortened(place["gpus"]))
+        gpus = ", ".join(place["gpus"]) if len(place["gpus"]) <= _MOST_CONTAINED else f"{len(place['gpus'])} GPUs"
+        table.add_row(str(place["rank"]), place["host"], place["cpus"], str(place["threads"] or ""), gpus)
     if len(places) > _MOST_RANKS:
         table.add_row("...", f"{len(places) - _MOST_RANKS} more ranks, which --json lists")
     return table
-
-
-def _shortened(gpus: list[str]) -> str:
-    return ", ".join(gpus) if len(gpus) <= _MOST_CONTAINED else f"{len(gpus)} GPUs"
 
 
 def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.doctor.check import OpenedFiles, OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
 
-#: by which another rank leaves rank 0 time to speak: launchers end a job with the first rank that fails
+#: time that other ranks leave rank 0 to report: launchers end a job with the first rank that fails
 LATER_SECONDS = 5.0
 _DEFAULT_DIRECTORY = Path("runs")
 
@@ -74,11 +74,11 @@ class DoctorRank:
         place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None, opened)
         configuration = _with_names_checked(configuration)
         if not self.launcher.starts_mpi:
-            _refuse(configuration)  # nobody waits for this rank
+            _refuse(configuration)  # no rank waits for this one
         from hpctrain.doctor import job, nodes
 
         notes = job.RankNotes(notebook, place.config)
-        notes.phase("looking at what it sees by itself")
+        notes.phase("examining what it sees by itself")
         if not isinstance(configuration, HpctrainError):
             notes.facts = job.gather_alone(place)
         if place.leads_job and nodes.from_start(str(notes.facts.get(nodes.GPUS.name))) is not None:
@@ -90,7 +90,7 @@ class DoctorRank:
         from hpctrain.comm import mpi
         from hpctrain.comm.base import raise_on_all_ranks
 
-        shared_segments.announce()  # where this rank is ended, a later training removes what it leaves in /dev/shm
+        shared_segments.announce()  # if this rank is killed, a later training removes its segments
         try:
             self.world, notes.library = mpi.world(2 * self.seconds), mpi.describe()
         except MissingLibraryError as error:
@@ -112,12 +112,12 @@ class DoctorRank:
 
         place = OwnPlace(self.launcher, None, self.directory or _DEFAULT_DIRECTORY)
         if isinstance(end.note, job.Progression) and end.note.concluded:
-            self._say(place, f"After its report, the doctor {end.in_words} while it was {end.note.phase}.")
+            self._say(place, f"After its report, the doctor {end.in_words} while {end.note.phase}.")
             return USER_ERROR
         found, examine = job.explained(place, end)
         if place.leads_job:
             return self._report(examine())
-        if end.code is not None:  # a rank whose time is over has waited longer than rank 0
+        if end.code is not None:  # a rank at its time limit has waited longer than rank 0
             time.sleep(LATER_SECONDS)
         self._say(place, f"{found.sentence} {found.mend}")
         return USER_ERROR
@@ -152,7 +152,7 @@ class DoctorRank:
 
         if place.leads_job:
             return self._report(job.examine_alone(place, notes.facts, error=error))
-        time.sleep(LATER_SECONDS)  # where rank 0 finds the same, it has ended the job by now
+        time.sleep(LATER_SECONDS)  # if rank 0 finds the same, it has ended the job by now
         self._say(place, error)
         return USER_ERROR
 

@@ -1,9 +1,7 @@
 """Findings from the flight records of all ranks: the first that went wrong, and where; one sentence each.
 
-A rank that waits points to those that have not posted what it waits for. Followed from rank to rank this ends at one that
-waits
-for nobody, which held all others up, or runs in a circle. Where all have posted, one that does not move any more is to blame:
-a
+A rank that waits points to those that have not posted what it waits for. Followed from rank to rank this ends at one that waits
+for nobody, which held all others up, or runs in a circle. Where all have posted, one that does not move any more is to blame: a
 message also needs the processor of those that have posted it.
 
 The rules are pure functions of records. `find_records` reads those of a directory; `rank_table` and `autopsy_json` show them.
@@ -24,8 +22,8 @@ from hpctrain.core.text import ranks_of, spans
 from hpctrain.flight.ring import FlightRecord, RecordedOperation, file_name, read
 from hpctrain.launch.process_end import End
 
-# A process that has been silent for so much longer than the latest one is taken for dead, or stopped: its heartbeat looks once a
-# second, and twenty times within a deadline that is short.
+# A process that was silent this much longer than the latest one counts as dead or stopped: its heartbeat looks once a second, and
+# twenty times within a short deadline.
 _SILENT_SECONDS = 3.0
 _SILENT_SHARE = 0.5
 
@@ -109,14 +107,15 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
     others lack none, the transport holds up the first of them.
     """
     awaited = awaited_operation(record)
-    if awaited is None:  # outside the queues: those that do not wait for the same
+    if awaited is None:  # outside of the queues: the ranks that do not wait for the same
         named = _OF_RANKS.search(record.wait)
         ranks = _ranks(named[1] if named else "", record, by_rank)
         return _Absence(None, tuple(rank for rank in ranks if rank not in by_rank or by_rank[rank].wait != record.wait))
     flying = [recorded for recorded in record.operations if recorded.started_ns and not recorded.done_ns]
     flying = [] if awaited.started_ns else sorted(flying, key=lambda recorded: recorded.started_ns)
     for operation in flying or [awaited]:
-        absent = _absent(operation, record, by_rank)
+        members = _ranks(operation.queue.rpartition(" of ")[2], record, by_rank)
+        absent = tuple(rank for rank in members if rank not in by_rank or not _has_started(by_rank[rank], operation))
         if absent:
             return _Absence(operation, absent)
     return _Absence(flying[0] if flying else awaited, ())
@@ -127,12 +126,6 @@ def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
     return (
         next((recorded for recorded in record.operations if recorded.number == record.wait_number), None) if record.wait else None
     )
-
-
-def _absent(operation: RecordedOperation, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
-    _, _, ranks = operation.queue.rpartition(" of ")
-    members = _ranks(ranks, record, by_rank)
-    return tuple(rank for rank in members if rank not in by_rank or not _has_started(by_rank[rank], operation))
 
 
 def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
@@ -165,7 +158,7 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
             continue
         other = by_rank[rank]
         silent = silent_seconds(other, latest)
-        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun, so that silence means nothing
+        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun: silence means nothing
             since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
             sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
             continue
@@ -200,9 +193,9 @@ def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRec
     posted = f"All ranks posted what {waited}, {_text(absence, record)}"
     still = [other for other in by_rank.values() if _is_still(other, record)]
     if not still:
-        return Autopsy((f"{posted}: the transport has not moved it, as where a link is cut.",))
+        return Autopsy((f"{posted}: the transport did not complete it; a link may be cut.",))
     ranks, latest = tuple(other.rank for other in still), latest_seconds([*by_rank.values()])
-    sentences = [f"{posted}; {named(ranks)} did not drive it any more."]
+    sentences = [f"{posted}; {named(ranks)} stopped driving it."]
     for other in still:
         silent = silent_seconds(other, latest)
         sentences.append(silence(other, silent) if silent else f"{_whereabouts(other)}.")
@@ -211,7 +204,7 @@ def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRec
 
 def _is_still(record: FlightRecord, waiting: FlightRecord) -> bool:
     """Return whether a rank has not moved for most of the time that another one waited: it computes, reads, or is stopped."""
-    watched = record.alive_ns > record.begun_ns  # else no heartbeat has told of moves, as waits are
+    watched = record.alive_ns > record.begun_ns  # otherwise no heartbeat has recorded moves, which waits are
     if record.wait and not watched:
         return False
     at = waiting.wall_seconds(waiting.last_ns)
@@ -247,14 +240,16 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
     # These come first: an MPI may end a rank for them, hang, or continue with wrong numbers.
     unlike = _parted(records) or _mismatch(records)
     if unlike is None and not missing and all(record.end is End.FINISHED for record in records):
-        return Autopsy((f"The job finished: {named(range(len(records)))} ended in good order.",))
+        return Autopsy((f"The job finished: {named(range(len(records)))} ended normally.",))
     findings = unlike or _failed(records)
     ahead: tuple[str, ...] = ()
     if findings is None:
         findings, ahead = held_up(records) or _silent(records) or _stuck(records), _ahead(records)
     sentences = [*findings.sentences, *ahead]
     if missing:
-        sentences.append(f"{named(missing).capitalize()} left no record here: never started, or on nodes that keep their own.")
+        sentences.append(
+            f"{named(missing).capitalize()} left no record here: they never started, or their nodes keep their own records."
+        )
     return Autopsy(tuple(sentences), findings.blamed)
 
 
@@ -273,7 +268,7 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
         alike = [record.rank for record in ended if (record.end, record.host) == (first.end, first.host)]
         did = "was stopped" if first.signal else "had ended"
         how = f"{'was' if len(alike) == 1 else 'were'} ended as the launcher's process on {first.host} {did}"
-    if first.end is End.FAILED:  # all ranks say what concerns all of them
+    if first.end is End.FAILED:  # all ranks report an error that concerns all of them
         alike = [record.rank for record in ended if record.sentence == first.sentence and record.end is End.FAILED]
         cause = f", because of {named(first.blamed)}" if first.blamed and first.blamed != tuple(sorted(alike)) else ""
         how = f"failed first{cause}: {first.sentence.rstrip('.')}"
@@ -298,8 +293,9 @@ def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
     others = [record for record in records if record.rank in latest and record.rank not in entered]
     if not others:
         return ()
-    were = ", ".join(dict.fromkeys(f"in {place(record)}" for record in others))
-    return (f"Only {named(entered)} entered {phase}; {named([record.rank for record in others])} {_were(others)} {were}.",)
+    places = ", ".join(dict.fromkeys(f"in {place(record)}" for record in others))
+    behind = f"{named([record.rank for record in others])} {'was' if len(others) == 1 else 'were'} {places}"
+    return (f"Only {named(entered)} entered {phase}; {behind}.",)
 
 
 def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
@@ -337,7 +333,10 @@ def _comparable(operation: RecordedOperation) -> tuple[str, str]:
 def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], texts: Mapping[int, tuple[str, str]]) -> Autopsy:
     """Return the finding for ranks that posted different operations. The smallest group is to blame, or the later of two."""
     ordered = _by_size(texts)
-    said = "; ".join(f"{named(ranks)} {_posted(posted[ranks[0]])}" for ranks in ordered)
+    said = "; ".join(
+        f"{named(ranks)} the {posted[ranks[0]].operation} for {posted[ranks[0]].purpose}{posted_at(posted[ranks[0]])}"
+        for ranks in ordered
+    )
     others = [rank for ranks in ordered[1:] for rank in ranks]
     return Autopsy((f"Ranks posted different operations as number {sequence} of {queue}: {said}.",), tuple(others))
 
@@ -348,10 +347,6 @@ def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:
     for rank, text in words.items():
         groups.setdefault(text, []).append(rank)
     return sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-
-
-def _posted(operation: RecordedOperation) -> str:
-    return f"the {operation.operation} for {operation.purpose}{posted_at(operation)}"
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
@@ -375,12 +370,10 @@ def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
     for of_phase in by_phase.values():
         longest = max((record.last_ns - record.phase_since_ns) * 1e-9 for record in of_phase)
         which = named([record.rank for record in of_phase])
-        sentences.append(f"{which.capitalize()} {_were(of_phase)} in {place(of_phase[0])} for {longest:.0f} s.")
+        sentences.append(
+            f"{which.capitalize()} {'was' if len(of_phase) == 1 else 'were'} in {place(of_phase[0])} for {longest:.0f} s."
+        )
     return Autopsy(tuple(sentences), tuple(record.rank for record in gave_up))
-
-
-def _were(records: Sequence[FlightRecord]) -> str:
-    return "was" if len(records) == 1 else "were"
 
 
 _ENDS = {
@@ -420,7 +413,7 @@ class FoundRecords:
         if len(self.damaged) > _MOST_NOTES:
             lines.append(f"{len(self.damaged) - _MOST_NOTES} more records cannot be read.")
         if self.others:
-            lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and left out.")
+            lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and was left out.")
         return lines
 
 

@@ -20,8 +20,8 @@ from hpctrain.launch.process_end import DEADLINE, End
 
 _LONGEST_TICK_SECONDS = 1.0
 _TICKS_OF_A_DEADLINE = 20
-# A thread that holds the interpreter's lock and hangs keeps this one from running. Then the pulse stands still, and the keeper
-# ends the process, a little later than this one would.
+# A thread that hangs and holds the interpreter's lock keeps this one from running. Then the pulse stands still, and the keeper
+# ends the process, a little later than this thread would.
 _LATER_SECONDS = 5.0
 
 
@@ -80,7 +80,7 @@ class Heartbeat:
         self._still_seconds = 0.0 if moved else before + self._tick_seconds
         self._recorder.looked(moved=moved)
         if self._reaches_half(before, self._still_seconds) or self._reaches_half(*self._waited()):
-            self._recorder.flush()  # others may soon want to know, on other nodes, too
+            self._recorder.flush()  # other nodes may soon read the record
         if self._still_seconds >= self._deadline_seconds:
             self._give_up()
         if self._pulse.look_at_keeper(self._tick_seconds):

@@ -22,10 +22,10 @@ from hpctrain.core.text import spans
 from hpctrain.flight.ring import Field, RingWriter, Word, file_name, phase_at, record_at
 from hpctrain.launch.process_end import End
 
-_PACKAGE = Path(__file__).parents[1]  # as code objects name it: links are not followed
+_PACKAGE = Path(__file__).parents[1]  # as in code objects: links are not followed
 # These post on behalf of others.
 _INSIDE = (_PACKAGE / "comm", _PACKAGE / "flight")
-# A program that makes its code while it runs has new places without end, for which the record has no room.
+# A program that makes code while it runs has new places without end; the record has no space for them.
 _MOST_PLACES = 4096
 
 
@@ -38,9 +38,9 @@ class SourceLines:
 
     def __init__(self, name: Callable[[str], int]) -> None:
         self._name = name
-        #: by code object and instruction; None: a place inside of the packages that post for others
+        #: by code object and instruction; None: a place in a package that posts for others
         self._known: dict[tuple[int, int], int | None] = {}
-        self._codes: dict[int, CodeType] = {}  # kept, so that no other one gets its number
+        self._codes: dict[int, CodeType] = {}  # kept alive, so that no other object gets its id
 
     def place(self, frame: FrameType | None) -> int:
         """Return the number of "file:line" of the first frame, from this one outwards, that posts for itself; 0 without one."""

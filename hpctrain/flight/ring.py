@@ -24,7 +24,7 @@ from hpctrain.launch import processes
 from hpctrain.launch.process_end import FINISHED, STOPPED, End
 
 MAGIC = int.from_bytes(b"hpcFLY02", "little")
-#: operations that a ring holds
+#: number of operations in a ring
 SLOTS = 2048
 
 _HEAD_WORDS = 32
@@ -37,7 +37,7 @@ _NAMES_AT = _SIZE - _NAME_BYTES
 _LONGEST_NAME = 4000
 #: more ranks than any job has; a larger number is a sign of damage
 _MOST_RANKS = 1 << 20
-#: the name that stands for those that find no room
+#: stands for names that do not fit
 _NO_ROOM = "(name left out: the table is full)"
 
 
@@ -52,7 +52,7 @@ class Word(IntEnum):
     HOST = 5  # a name's place in the table, as PHASE, WAIT, SENTENCE and BLAMED are
     ENDED = 6  # an `End`
     SIGNAL = 7  # or the exit code of a process that has left
-    CLOCK_AT = 8  # what the clock shows less what the wall clock does
+    CLOCK_AT = 8  # the clock minus the wall clock
     BEGUN = 9
     SEEN = 10  # when the heartbeat last looked
     ALIVE = 11  # when it last saw something move
@@ -60,14 +60,14 @@ class Word(IntEnum):
     PHASE_SINCE = 13
     EPOCH = 14
     STEP = 15
-    WAIT = 16  # 0: waits for nothing
+    WAIT = 16  # 0: does not wait
     WAIT_SINCE = 17
     WAIT_RECORD = 18  # the number of the operation that is waited for; 0: one outside the queues
     SENTENCE = 19
     POSTED = 20  # operations so far
     NAMES = 21  # bytes of the table
     DEADLINE = 22  # nanoseconds without progress after which the process gives up
-    BLAMED = 23  # ranks, as a name: those at which the cause of its end lies, as far as it knows
+    BLAMED = 23  # ranks, as a name: those that caused its end, as far as it knows
     PHASES = 24  # collective phases that the process has entered
     LATEST_PHASES = 25  # the names of the latest ones, phase n at n modulo `PHASES_KEPT` from here, up to the head's last word
 

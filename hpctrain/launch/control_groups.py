@@ -1,8 +1,7 @@
 """Memory and processor time that this process may use: what the machine has, and the limits of Linux's control groups.
 
 Containers and schedulers set such limits. `available_bytes` is the memory that may still be taken, `cpu_quota` the processor
-time,
-`MemoryGroup` says whether the kernel ended a process because memory ran out, and `resident_bytes` what this process holds.
+time, `MemoryGroup` says whether the kernel ended a process because memory ran out, and `resident_bytes` what this process holds.
 Nothing here starts a process.
 """
 
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
-# (what a line of /proc/self/cgroup has for controllers, where that hierarchy is, files of the limit and of the use, and the name
-# of the part of it that the kernel can take back at once)
+# (controllers in a line of /proc/self/cgroup, mount point, files of the limit and of the use, name of the part of the use that
+# the kernel can reclaim at once)
 _MEMORY_FILES = (
     ("memory", Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ("", Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
@@ -108,12 +107,12 @@ def _share(quota: int, period: int) -> Iterator[float]:
         yield quota / period
 
 
-# (what a line of /proc/self/cgroup has for controllers, where that hierarchy is, the files of counts and of the limit)
+# (controllers in a line of /proc/self/cgroup, mount point, files of the counts and of the limit)
 _KILL_FILES = (
     ("memory", Path("/sys/fs/cgroup/memory"), "memory.oom_control", "memory.limit_in_bytes"),
     ("", Path("/sys/fs/cgroup"), "memory.events", "memory.max"),
 )
-# Version 1 says "none" by a number of nearly 2^63.
+# Version 1 writes a number of nearly 2^63 for no limit.
 _LARGEST = 1 << 60
 
 

@@ -2,17 +2,13 @@
 
 A rank that some library ends by `_exit(0)` inside a step leaves nothing behind: MPICH's launcher kills the other ranks and
 reports success. Launchers count only the process that they have started, so that one becomes the keeper: it forks before MPI,
-NumPy and any thread exist, the child becomes the rank, and the keeper sleeps until the child ends. As it inherits the
-launcher's
+NumPy and any thread exist, the child becomes the rank, and the keeper sleeps until the child ends. As it inherits the launcher's
 descriptors, the launcher takes the rank for alive until the keeper has spoken. docs/adr/0005 weighs it against other ways.
 
-Rank and keeper share counters in memory (`Pulse`): one grows with the rank's heartbeat, the other with the keeper's looks. A
-rank
+Rank and keeper share counters in memory (`Pulse`): one grows with the rank's heartbeat, the other with the keeper's looks. A rank
 that is stopped, or in which a library never releases the interpreter's lock, cannot notice anything itself. Its keeper, a
-separate process, sees that the rank's counter stands still. A stopped keeper can neither end the rank nor report its end to
-the
-launcher; the rank's heartbeat sees that. Each side counts its own looks. So the time for which a whole job, keepers included,
-was
+separate process, sees that the rank's counter stands still. A stopped keeper can neither end the rank nor report its end to the
+launcher; the rank's heartbeat sees that. Each side counts its own looks. So the time for which a whole job, keepers included, was
 suspended does not count as standing still.
 """
 
@@ -116,19 +112,19 @@ class Pulse:
         return self._keeper_still_seconds >= self.deadline_seconds
 
 
-# A rank that leaves with these has said why. A run that a signal has stopped says that it has finished, too: STOPPED promises a
-# checkpoint, and jobs are queued again on it.
+# A rank that leaves with these has printed the reason. A run that a signal has stopped must also report that it finished: STOPPED
+# promises a checkpoint, and jobs are requeued on it.
 _EXPLAINED = (BUG, USER_ERROR, DEADLINE)
 _FINISHED = b"."
 _MOST_SAID = 1 << 14
 _STOPPED = "T"
-# A launcher that ends a whole job kills rank and keeper, in either order; only of a rank that was killed alone is there news.
+# A launcher that ends a whole job kills rank and keeper, in either order. Only a rank that was killed alone is reported.
 _ALONE_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
-# The deadline of a rank that has not read its configuration yet.
+# Deadline of a rank that has not read its configuration yet.
 _UNKNOWN_DEADLINE_SECONDS = 300.0
-# After the suspension of a whole job a rank may wake before its keeper, by this time at most.
+# After a whole job was suspended, a rank may wake at most this long before its keeper.
 _WAKE_SECONDS = 5.0
 # Longest wait for a reader of standard error.
 _SAY_SECONDS = 1.0
@@ -188,11 +184,9 @@ def current_keeper() -> Keeper:
     return _OF_PROCESS[-1] if _OF_PROCESS else Keeper()
 
 
-def _mark_nothing(path: Path, number: int, end: End, process: int) -> bool:
-    return False
-
-
-def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing, record: Path | None = None) -> Keeper:
+def keep(
+    rank: int | None, held: frozenset[Signals], mark: Mark = lambda path, number, end, process: False, record: Path | None = None
+) -> Keeper:
     """Fork; return the keeper in the child. The parent does not return.
 
     Has no effect if the process has threads (a child would lack them), if MPI has started, or if `child.SWITCH` is 0.
@@ -209,7 +203,7 @@ def keep(rank: int | None, held: frozenset[Signals], mark: Mark = _mark_nothing,
     heard, said = os.pipe()
     pulse = Pulse()
     pulse.keep()
-    # Before the child runs: the keeper of a launcher that ends meanwhile has another parent, and would watch nothing.
+    # Before the fork: if the launcher ends meanwhile, the keeper has another parent, and would watch nothing.
     watched = launchers(started_by(os.environ).rank_variable)
     child = fork_child()
     if child:
@@ -286,8 +280,11 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
             if child.pulse.look(_LOOK_SECONDS):
                 _end_hung(child)
             lost = child.lost_launcher()
-            if lost is not None:
-                _end_without_launcher(child, lost)
+            if lost is not None:  # the launcher would neither forward the rank's output nor react to the end of any rank
+                record, _ = child.words()
+                os.kill(child.process, signal.SIGKILL)
+                os.waitpid(child.process, 0)
+                _leave_without_launcher(child, record, lost)
 
 
 def _leave_as(child: _Rank, code: int) -> NoReturn:
@@ -310,7 +307,7 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
     if not finished and code not in _EXPLAINED and (lost := child.lost_launcher()) is not None and lost.gone:
         _leave_without_launcher(child, record, lost)  # MPI may notice first and call exit()
     marked = None if finished else child.mark_end(record, code, End.LEFT)
-    # A rank that has neither joined the others nor told them by MPI must end so that they notice at once, not at their deadline.
+    # A rank that has neither joined the others nor told them by MPI must end in a way that they notice at once.
     alone = not child.pulse.deadline_seconds and not child.pulse.told
     overlooked = alone and code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED
     if not finished and (code not in _EXPLAINED if marked is None else marked):
@@ -329,7 +326,7 @@ def _end_hung(child: _Rank) -> NoReturn:
     place = child.place(record)
     _say(
         child.rank,
-        f"the process is stopped, or hangs without letting go of Python's lock: it is ended, as its time is over.{place}",
+        f"the process is stopped, or hangs without releasing Python's lock: it is killed at its deadline.{place}",
     )
     os.kill(child.process, signal.SIGABRT)
     end = time.monotonic() + _STACKS_SECONDS
@@ -339,14 +336,6 @@ def _end_hung(child: _Rank) -> NoReturn:
         os.kill(child.process, signal.SIGKILL)
     _await_launcher(child, record)
     os._exit(DEADLINE)
-
-
-def _end_without_launcher(child: _Rank, lost: WatchedProcess) -> NoReturn:
-    """End a child whose launcher is gone or stopped, and would neither forward its output nor react to the end of any rank."""
-    record, _ = child.words()
-    os.kill(child.process, signal.SIGKILL)
-    os.waitpid(child.process, 0)
-    _leave_without_launcher(child, record, lost)
 
 
 def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProcess) -> NoReturn:

@@ -15,10 +15,10 @@ from pathlib import Path
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.text import place
 
-#: set by the user: how many ranks the job must have
+#: environment variable of the user: the number of ranks that the job must have
 EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"
 
-#: of launchers: without these variables a process is alone
+#: beginnings of the variables of launchers: without these variables a process is alone
 _VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MV2_")
 
 # `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
@@ -31,7 +31,7 @@ _LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
 _LISTENING_STATE = "0A"  # state of a listening socket in /proc/net/tcp
 
-# Slurm numbers the steps that are no srun from here: interactive shell, batch script, external.
+# Slurm numbers steps that srun did not start from here: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
 
 
@@ -73,7 +73,7 @@ class _Signature:
     local_rank: str
 
 
-# The first whose marker is set. Process managers that start through another one (hydra inside a Slurm job) stand before it.
+# The first one whose marker is set counts. A process manager that starts through another one (hydra in a Slurm job) precedes it.
 _SIGNATURES = (
     _Signature(
         "Open MPI mpiexec",
@@ -284,7 +284,7 @@ def _alone(asked: str, command: str) -> str:
     )
 
 
-# What srun must be given so that the ranks of an MPI find each other: a word of the library's name, its usual name, the option.
+# The option of srun with which the ranks of an MPI find each other: (word in the library's name, usual name, option).
 _SRUN_OPTIONS = (
     ("CRAY", "Cray MPICH", "--mpi=cray_shasta"),
     ("MPICH", "MPICH", "--mpi=pmi2"),

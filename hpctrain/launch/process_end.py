@@ -21,7 +21,7 @@ from hpctrain.launch.launcher import place_of
 FINISHED = 0
 BUG = 1
 USER_ERROR = 2
-#: a signal or the limit of time asked for the end, and a checkpoint to go on from was written: requeue on it
+#: a signal or the time limit stopped the run, and a checkpoint to resume from was written: requeue on it
 STOPPED = 85
 #: a wait among the ranks took longer than the deadline
 DEADLINE = 124
@@ -37,12 +37,12 @@ class End(IntEnum):
     DEADLINE = 3
     SIGNAL = 4
     LEFT = 5  # by something that called exit()
-    WENT_ON = 6  # the process itself did not: another rank was lost, and it has another record from there on
+    WENT_ON = 6  # the process continues: another rank was lost, and it has another record from there on
     LAUNCHER = 7  # by its keeper, since the launcher's process had ended or was stopped
     CLOSED = 8  # by its keeper, since the process had closed descriptors of other parts of the program
 
 
-# Until a job is ended that another rank has given up.
+# Time until a job ends after another rank has given up.
 _TURN_SECONDS = 1.0
 _LARGEST_SHARE = 0.25
 

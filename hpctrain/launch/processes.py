@@ -193,6 +193,6 @@ def process_place() -> str:
     try:
         numbered = process_namespace()
     except OSError:
-        numbered = os.urandom(16).hex()  # matches no other process, as none can be compared
+        numbered = os.urandom(16).hex()  # unlike every other mark, as processes cannot be compared
     host = re.sub(r"[^A-Za-z0-9._-]", "-", platform.node())[:_MOST_OF_HOST] or "host"
     return f"{host}-{hashlib.sha256(numbered.encode()).hexdigest()[:8]}"

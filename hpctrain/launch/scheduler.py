@@ -103,7 +103,7 @@ def _pbs_answer(done: subprocess.CompletedProcess[str]) -> bool | None:
     return False if done.returncode and _PBS_OVER.search(done.stdout + done.stderr) else None
 
 
-#: in the environment of Slurm's jobs since 22.05: the second of the wall clock at which the job will be ended
+#: environment variable of Slurm's jobs since 22.05: second of the wall clock at which Slurm ends the job
 SLURM_END = "SLURM_JOB_END_TIME"
 
 

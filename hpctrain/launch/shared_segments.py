@@ -5,8 +5,8 @@ is killed may leave them until the machine restarts. Whose the files there are c
 down those that it has mapped, in a file beside them, and the next job of the same user removes those of dead ranks alone.
 
 A rank that is killed while MPI starts has mapped segments that it could not write down. So it says before that MPI starts; where
-it is dead and has said no more, files that only MPIs call so, that were made in the time of such a start, and that no process
-has mapped, are its own.
+it is dead and has said no more, files that only MPIs call so, that were made in the time of such a start, and that no process has
+mapped, are its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.core.text import counted
 from hpctrain.launch.processes import process_namespace as _namespace
 from hpctrain.launch.processes import start_ticks as _begun
 
 MEMORY = Path("/dev/shm")
 
-#: begins of the names that MPICH, Open MPI, UCX, PSM and Intel MPI give to segments
+#: beginnings of the names of segments of MPICH, Open MPI, UCX, PSM and Intel MPI
 _OF_MPI = ("mpich", "sm_segment.", "vader_segment.", "ucx_shm_posix", "psm2_shm", "psm3_shm", "Intel_MPI")
-#: that MPI takes to start, with room to spare; later files are of others
+#: longest start of MPI, with a margin; later files belong to other processes
 _START_NS = 120 * 10**9
 _STARTS = "MPI starts"
 
@@ -39,9 +40,8 @@ class Removed:
     n_bytes: int = 0
 
     def __str__(self) -> str:
-        noun = "segment" if self.count == 1 else "segments"
         size = f"{self.n_bytes / 1e6:,.1f} MB"
-        return f"removed {self.count} {noun} of shared memory ({size}) that killed jobs of yours have left here"
+        return f"removed {counted(self.count, 'segment')} of shared memory ({size}) that killed jobs of yours have left here"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _entries(memory: Path) -> Iterator[_Entry]:
         return
     for file in folder.iterdir():
         namespace, *lines = file.read_text().splitlines() or [""]
-        if namespace == _namespace():  # of others, as in a container beside this one, nobody here can tell who lives
+        if namespace == _namespace():  # of others, such as another container's, it is unknown who is alive
             number, _, begun = file.name.removeprefix(".").partition("-")
             starts = [int(line.removeprefix(_STARTS)) for line in lines if line.startswith(_STARTS)]
             segments = tuple(Path(line) for line in lines if not line.startswith(_STARTS))

@@ -10,12 +10,12 @@ from signal import Signals
 
 #: ask for the end of the run with a checkpoint
 STOPS = (Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP)
-#: prints the stacks of all threads; the run goes on
+#: prints the stacks of all threads; the run continues
 STACKS = Signals.SIGUSR2
-# Mean nothing to a run, and must not end it either.
+# Mean nothing to a run, and must not end it.
 _DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 HELD = (*STOPS, STACKS, *_DROPPED)
-#: in a program of the user's own, to which the others may mean something
+#: in a user's own program, which may use the others
 OF_PROGRAMS = (*STOPS, STACKS)
 
 

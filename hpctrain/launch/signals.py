@@ -22,12 +22,12 @@ from hpctrain.launch.launcher import place_of
 from hpctrain.launch.process_end import SIGNALLED
 from hpctrain.launch.signal_mask import OF_PROGRAMS, STACKS, STOPS, hold
 
-# One request may arrive several times: from the terminal, the launcher, the parent process. What comes later is another one.
+# One request may arrive several times: from the terminal, the launcher and the parent process. A later signal is another request.
 AGAIN_SECONDS = 3.0
-# A person at a terminal asks again by this; schedulers and launchers send the others as often as they like.
+# A person at a terminal repeats a request by this signal. Schedulers and launchers may send the others any number of times.
 _AT_ONCE = Signals.SIGINT
 _STACKS_SECONDS = 1.0
-# A rank that is alone with its end is still there after this time.
+# A rank that ends alone is still alive after this time; otherwise rank 0 has ended the job.
 _ALONE_SECONDS = 0.5
 
 _OF_PROCESS: list[SignalWatch] = []
@@ -59,7 +59,7 @@ def taken_signals(rank: int) -> Iterator[SignalWatch]:
     finally:
         watch.close()
         for number in held:
-            if handlers[number] is not None:  # one that Python has not set
+            if handlers[number] is not None:  # None: not set by Python
                 signal.signal(number, handlers[number])
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -139,7 +139,7 @@ class SignalWatch:
             self._stop(number, now)
         elif number == STACKS and now - self._stacks_at >= _STACKS_SECONDS:
             self._stacks_at = now
-            process_end.say_last_words(self._rank, [f"{number.name} received, the run goes on; stacks of all threads:"])
+            process_end.say_last_words(self._rank, [f"{number.name} received, the run continues; stacks of all threads:"])
 
     def _run(self) -> None:
         while not self._closed:
@@ -158,7 +158,7 @@ class SignalWatch:
         if first:
             self._say(
                 f"{number.name} received: {self._answer}; SIGINT (Ctrl-C) after {AGAIN_SECONDS:g} s more ends it at once, "
-                f"without one."
+                f"without a checkpoint."
             )
         elif not self._patience_asked and now - self._since >= AGAIN_SECONDS:
             self._patience_asked = True
@@ -167,13 +167,13 @@ class SignalWatch:
     def _end(self, number: Signals) -> None:
         again = "" if self._at_once else " again"
         kept = "" if self._rank else self._kept()
-        if self._rank:  # all ranks get what a person at a terminal or a scheduler sends: rank 0 says it, and the job ends
+        if self._rank:  # all ranks get the signal of a person or a scheduler: rank 0 reports it, and the job ends
             time.sleep(_ALONE_SECONDS)
         self._say(f"{number.name} received{again}: this process ends at once and writes no checkpoint{kept}.")
         os._exit(SIGNALLED + number)
 
     def _say(self, sentence: str) -> None:
-        # Past Python's streams, whose locks a thread that hangs may hold. A progress bar may stand in the line: clear it.
+        # Bypasses Python's streams, whose locks a thread that hangs may hold. Clears a progress bar in the line.
         place = place_of(self._rank) if self._rank else ""
         clear = "\r\x1b[2K" if os.isatty(2) else ""
         with contextlib.suppress(OSError):

@@ -1,7 +1,6 @@
 """Standard streams of a process: open what its starter closed, survive a full disk, and flush before the end.
 
-A starter may close a descriptor (`>&-`; some batch systems close stdin). A standard output that is a file may be on a disk
-which
+A starter may close a descriptor (`>&-`; some batch systems close stdin). A standard output that is a file may be on a disk which
 is full or fails: a run does not end because of what it prints.
 """
 
@@ -47,7 +46,7 @@ def flush_to_reader(seconds: float = 1.0) -> None:
     A launcher that is told to end a job may not read what ranks wrote just before: the sentence with the reason.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # it has no reader, or it is closed
             stream.flush()
     end = time.monotonic() + seconds
     while any(_unread(descriptor) for descriptor in (1, 2)) and time.monotonic() < end:
@@ -90,7 +89,7 @@ class ForgivingFile(io.RawIOBase):
                 raise
             if not self._told:
                 self._told = True
-                said = f"hpctrain: the standard output cannot be written ({error.strerror}); the run goes on without it.\n"
+                said = f"hpctrain: the standard output cannot be written ({error.strerror}); the run continues without it.\n"
                 with contextlib.suppress(OSError):
                     os.write(2, said.encode())
             return len(data)

@@ -1,13 +1,10 @@
 """Restart a training that fails: from its newest checkpoint, after a pause that grows, on other nodes where one is bad.
 
-`TrainCommand` finds the training in a command line and makes the command of the next attempt. `SupervisedCommand` runs a
-command:
-it is told of requests to stop once, and leaves no process behind. The command is in a process group of its own, so that Ctrl-C
-at
+`TrainCommand` finds the training in a command line and makes the command of the next attempt. `SupervisedCommand` runs a command:
+it is told of requests to stop once, and leaves no process behind. The command is in a process group of its own, so that Ctrl-C at
 a terminal reaches the supervisor alone: launchers that get it twice kill their ranks. Processes whose parent ends before them
 become children of the supervisor, which ends those that stay. Where the supervisor is killed, the system sends the command
-SIGTERM. `Supervisor` decides after each attempt. It knows no MPI and no files: how an attempt is run, and what it has left,
-are
+SIGTERM. `Supervisor` decides after each attempt. It knows no MPI and no files: how an attempt is run, and what it has left, are
 told by others.
 """
 
@@ -29,6 +26,7 @@ from typing import Any, Protocol
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.child import end_with_parent
 from hpctrain.launch.process_end import FINISHED, SIGNALLED, STOPPED, USER_ERROR
+from hpctrain.launch.processes import status_of
 from hpctrain.launch.signal_mask import HELD, STOPS, release
 from hpctrain.launch.signals import AGAIN_SECONDS
 
@@ -59,7 +57,7 @@ class TrainCommand:
         if len(places) != 1:
             found = "no training" if not places else f"{len(places)} trainings"
             raise LaunchError(
-                f'The command "{" ".join(words)}" has {found} in it; it must have the words hpctrain train FILE once, as in '
+                f'The command "{" ".join(words)}" has {found} in it; it must contain the words hpctrain train FILE once, as in '
                 "mpiexec -n 4 python -m mpi4py -m hpctrain train FILE."
             )
         return cls(tuple(words), places[0])
@@ -76,16 +74,16 @@ class TrainCommand:
 
     def resumed(self, run: Path) -> TrainCommand:
         """Return the same command, resuming from the newest checkpoint of a run directory."""
-        before, rest = self.words[: self.train_at + 1], _without(self.training, (_RESUME,))
+        before, rest = self.words[: self.train_at + 1], _split(self.training, (_RESUME,))[0]
         return TrainCommand((*before, _RESUME, str(run), *rest), self.train_at)
 
     def excluding(self, nodes: Iterable[str]) -> TrainCommand:
         """Return the same command under `srun` without these nodes and without those it already leaves out."""
-        given = _values(self.words[1 : self.train_at], _EXCLUDE)
+        others, given = _split(self.words[1 : self.train_at], _EXCLUDE)
         names = list(dict.fromkeys((*given, *nodes)))
         if not names:
             return self
-        before = (self.words[0], f"{_EXCLUDE[0]}={','.join(names)}", *_without(self.words[1 : self.train_at], _EXCLUDE))
+        before = (self.words[0], f"{_EXCLUDE[0]}={','.join(names)}", *others)
         return TrainCommand((*before, *self.words[self.train_at :]), len(before))
 
 
@@ -105,20 +103,12 @@ def _split(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], lis
     return kept, values
 
 
-def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    return _split(words, options)[0]
-
-
-def _values(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    return _split(words, options)[1]
-
-
-#: the request that every launcher passes on to its ranks, and none takes for its own
+#: the request that every launcher passes on to its ranks, and that none acts on itself
 PASSED_ON = Signals.SIGUSR1
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_SECONDS = 1.0
-# That a command may take to end at an interrupt, and those whose parent is gone to end by themselves.
+# Time limits: of a command to end after an interrupt, and of processes whose parent is gone to end by themselves.
 _INTERRUPTED_SECONDS = 10.0
 _ORPHAN_SECONDS = 20.0
 
@@ -191,7 +181,7 @@ class SupervisedCommand:
         now = time.monotonic()
         if self.request is None:
             self.request, self._asked_at = number, now
-            self._say(f"{number.name} received: the training saves and ends, and is not started again")
+            self._say(f"{number.name} received: the training saves a checkpoint and ends, and is not restarted")
             self._send(process, PASSED_ON)
         elif number == Signals.SIGINT and now - self._asked_at >= AGAIN_SECONDS:
             self._say(f"{number.name} received again: the training ends at once")
@@ -226,17 +216,12 @@ class SupervisedCommand:
 
 def _children() -> list[int]:
     """Return the processes whose parent is this one, including zombies."""
-    this, children = os.getpid(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == this:
-                    children.append(int(entry.name))
-    return children
+    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [number for number in numbers if (status := status_of(number)) is not None and status.parent == os.getpid()]
 
 
 LONGEST_PAUSE_SECONDS = 300.0
-#: failures after which a node is left out
+#: number of failures after which a node is left out
 _BAD = 2
 
 
@@ -358,7 +343,7 @@ class Supervisor:
             if pause_seconds is None:
                 return attempt.code
             self._runner.pause(pause_seconds)
-            if self._runner.request is not None:  # nothing ran: what was saved is there to go on from
+            if self._runner.request is not None:  # nothing ran: the last checkpoint is still there to resume from
                 return STOPPED if self._state.run is not None else SIGNALLED + self._runner.request
 
     def _attempt(self) -> tuple[Attempt, float | None]:
@@ -387,12 +372,12 @@ class Supervisor:
         if self._runner.request is not None:
             return None, f"stopped by {self._runner.request.name}"
         if code == USER_ERROR:
-            return None, "its own words say what to mend; another start would fail alike"
+            return None, "its message says what to change; another start would fail the same way"
         if code == STOPPED and not self._rules.requeue:
             return None, "stopped with a checkpoint"
         if code == STOPPED and progress:
             self._state.failures = 0
-            return 0.0, "stopped with a checkpoint, and goes on"
+            return 0.0, "stopped with a checkpoint; continues"
         return self._failed(traces, progress=progress)
 
     def _failed(self, traces: AttemptOutcome, *, progress: bool) -> tuple[float | None, str]:
@@ -406,7 +391,7 @@ class Supervisor:
         pause_seconds = min(LONGEST_PAUSE_SECONDS, rules.pause_seconds * 2 ** (state.failures - 1))
         without = f" without {', '.join(state.excluded)}" if state.excluded else ""
         place = f"the newest checkpoint of {state.run}" if state.run is not None else "the beginning, as there is no checkpoint"
-        return pause_seconds, f"starts again in {pause_seconds:g} s{without} from {place}"
+        return pause_seconds, f"restarts in {pause_seconds:g} s{without} from {place}"
 
 
 def summary(attempts: Sequence[Attempt]) -> list[str]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.text import counted
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.processes import launcher_process
 
 _VARIABLE = "OMP_NUM_THREADS"
-#: in which thread pools read their number of threads
+#: environment variables in which thread pools read their number of threads
 VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -35,7 +36,7 @@ class ThreadPlan:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.threads} {'thread' if self.threads == 1 else 'threads'} per rank ({self.reason})"
+        return f"{counted(self.threads, 'thread')} per rank ({self.reason})"
 
 
 def set_threads(launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ) -> ThreadPlan:
@@ -61,7 +62,7 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
             environ[variable] = str(plan.threads)
         else:
             environ.setdefault(variable, str(plan.threads))
-    if "numpy" in sys.modules:  # its pools have started: tell them, the environment no longer can
+    if "numpy" in sys.modules:  # its pools have started, and do not read the environment any more
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(limits=plan.threads)
@@ -71,14 +72,14 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
 def _requested(requested: int, cores: int, how: str) -> ThreadPlan:
     if not 1 <= requested <= cores:
         raise LaunchError(
-            f"threads: {requested} does not fit: a rank here has {cores} {'core' if cores == 1 else 'cores'} ({how}); "
-            f"at most {cores} {'thread' if cores == 1 else 'threads'} and at least 1 can be asked for."
+            f"threads: {requested} does not fit: a rank here has {counted(cores, 'core')} ({how}); "
+            f"at most {counted(cores, 'thread')} and at least 1 can be asked for."
         )
     return ThreadPlan(requested, cores, f"as configured; {how}")
 
 
 def _from_environment(text: str, cores: int) -> ThreadPlan:
-    first = text.split(",")[0].strip()  # a list gives the counts of nested levels
+    first = text.split(",")[0].strip()  # a list has the counts of nested levels
     if not first.isdecimal() or int(first) < 1:
         raise LaunchError(f"{_VARIABLE} is {text!r}, it must be a number of threads; a rank here has {cores} cores.")
     threads = int(first)
@@ -118,7 +119,7 @@ def _within_quota(launcher: Launcher, cores: int, reason: str) -> tuple[int, str
     if quota is None or quota // ranks >= cores:
         return cores, reason
     shared = "" if ranks == 1 else f", shared by {ranks} ranks"
-    return max(1, quota // ranks), f"a control group allows the time of {quota} {'core' if quota == 1 else 'cores'}{shared}"
+    return max(1, quota // ranks), f"a control group allows the time of {counted(quota, 'core')}{shared}"
 
 
 def usable_cores(cpus: Iterable[int]) -> int:
@@ -132,7 +133,7 @@ def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[s
     cores = physical_cores(mask)
     local_size = launcher.local_size or 1
     if local_size == 1:
-        return cores, f"1 rank on {cores} {'core' if cores == 1 else 'cores'}"
+        return cores, f"1 rank on {counted(cores, 'core')}"
     if _is_bound(launcher, mask, environ):
         return cores, f"bound to {cores} of the node's cores by {launcher.name}"
     return max(1, cores // local_size), f"{local_size} ranks share {cores} cores"
@@ -151,8 +152,8 @@ def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, s
     outer = _launcher_mask(launcher.rank_variable)
     confined = outer is not None and mask < outer
     if launcher.name.startswith("Slurm"):
-        # A step's tasks may all be confined to the step's cores; srun says whether each was to be bound. Where Slurm has no
-        # plugin that binds, it says so too, and binds nothing.
+        # A step's tasks may all be confined to the step's cores; this variable tells whether each was to be bound. A Slurm
+        # without a plugin that binds sets it too, and binds nothing.
         return confined and environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
     return confined
 

@@ -167,6 +167,6 @@ def _differences(
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    """The end of a sentence about a name."""
+    """Return the end of a sentence about a name: the nearest name, if there is one."""
     near = nearest(name, names)
     return "" if near is None else f"; the nearest name is {near}"

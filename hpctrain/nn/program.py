@@ -56,10 +56,10 @@ class StepHooks:
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
-        """Forward: take x (N, in) of such a layer, whose memory is reused once this returns. Must not wait."""
+        """Take x (N, in) of such a layer in forward; its memory is reused once this returns. Must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
-        """Backward, before the input's gradient: take dy (N, out) of such a layer; its memory is reused. Must not wait."""
+        """Take dy (N, out) of such a layer in backward, before the input's gradient; its memory is reused. Must not wait."""
 
     def grad_ready(self, parameter: Parameter) -> None:
         """Take `parameter.grad`, which is final for this backward pass. Must not wait."""

@@ -1,8 +1,7 @@
 """Figures, drawn by matplotlib: as SVG for a page, whose colours are the page's, or as PNG files on white.
 
 Colours are names that a page gives a meaning for light and for dark, with values for pictures. Figures of curves show runs by
-colour, training as a thin line, evaluations as a strong one with a mark for each. Figures of traced runs show where the time
-of a
+colour, training as a thin line, evaluations as a strong one with a mark for each. Figures of traced runs show where the time of a
 step goes by layer, and the last step of every rank on one line of time.
 """
 
@@ -24,14 +23,14 @@ from hpctrain.core.files import json_object, read_bytes
 from hpctrain.runs.results import AVERAGED, TEST, TRAINING, Curve, Panel
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
-from hpctrain.trace.time_table import Row, TimeTable
+from hpctrain.trace.time_table import TimeTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-#: by name of the page's variable, what pictures on white have
+#: colours of pictures on white, by the name of the page's variable
 LIGHT = {
     "ink": "#1f2933",
     "faint": "#d5dbe1",
@@ -50,7 +49,7 @@ LIGHT = {
     "run6": "#1d8a99",
     "run7": "#7a5230",
 }
-#: the same on a dark ground
+#: the same on a dark background
 DARK = LIGHT | {
     "ink": "#e4e9ee",
     "faint": "#3a444e",
@@ -70,7 +69,7 @@ DARK = LIGHT | {
     "run7": "#c99a70",
 }
 RUN_COLOURS = 8
-#: stand for the names in a figure until it is written: no colour that anything else would have
+#: colours that stand for the names in a figure until it is written; nothing else has them
 _MARKERS = {name: f"#0f{number:02x}f0" for number, name in enumerate(LIGHT)}
 _HEX = re.compile(r"#0f[0-9a-f]{2}f0")
 
@@ -96,7 +95,7 @@ def css_variables(values: dict[str, str]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in values.items())
 
 
-#: so wide that letters are read where a page is 400 pixels wide
+#: letters of a figure of this width are readable on a page of 400 pixels
 WIDTH_INCHES = 4.8
 _DOTS_PER_INCH = 200
 _POINTS_PER_INCH = 72
@@ -221,7 +220,7 @@ def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str
         figure.draw_without_rendering()  # which lays it out
         if values is not None:
             values = {**values, **_place(figure.axes[0])}
-        figure.set_layout_engine("none")  # the place of the axes is told, and stays
+        figure.set_layout_engine("none")  # the page knows the place of the axes, so it must not change
         yield figure, values
 
 
@@ -243,7 +242,7 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
     TEST: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
     AVERAGED: {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
 }
-#: more evaluations than that have no marks
+#: largest number of evaluations with marks
 _MOST_MARKS = 40
 _DIGITS = 5
 
@@ -319,19 +318,21 @@ def _words(panel: Panel, names: Sequence[str]) -> str:
 _MOST_LAYERS = 20
 _MOST_RANKS = 16
 _LANE_INCHES = 0.32
-#: a longer trace is not read: a program of a page is none for it
+#: largest trace that is read for a picture
 LARGEST_TRACE_BYTES = 300 << 20
-#: shares of a step; shorter pieces are not seen
+#: share of a step; shorter pieces are invisible
 _SHORTEST = 1 / 1500
 
 
 def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
     """Return a figure of the time computed and waited, in milliseconds per step, of the layers and operations that took most."""
-    rows = sorted(table.rows, key=_weight, reverse=True)[:_MOST_LAYERS]
+    rows = sorted(table.rows, key=lambda row: row.compute_seconds + row.messages_seconds + row.exposed_seconds, reverse=True)[
+        :_MOST_LAYERS
+    ]
     left = len(table.rows) - len(rows)
     more = f", and {left} more that are not shown" if left else ""
     exposed = table.total.exposed_seconds / table.step_seconds if table.step_seconds else 0.0
-    words = f"Lines of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
+    words = f"Rows of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
 
     def draw(figure: Figure, style: Style) -> None:
         axes = figure.add_subplot()
@@ -340,7 +341,7 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
         axes.barh(places, computed, color=style.colour("forward"), label="computed")
         waited = [1e3 * row.exposed_seconds for row in rows]
         axes.barh(places, waited, left=computed, color=style.colour("waiting"), label="waited for messages")
-        axes.set_yticks(places, [_short(row.name) for row in rows])
+        axes.set_yticks(places, [row.name if len(row.name) <= 24 else f"{row.name[:9]}...{row.name[-12:]}" for row in rows])
         axes.invert_yaxis()
         axes.set_xlabel("ms of a step")
         axes.grid(visible=True, axis="x", linewidth=0.6)
@@ -408,11 +409,3 @@ def _coarse(intervals: Sequence[tuple[float, float]], shortest: float) -> list[t
         else:
             joined.append((first, last))
     return [(first, last) for first, last in joined if last - first >= shortest / 2]
-
-
-def _weight(row: Row) -> float:
-    return row.compute_seconds + row.messages_seconds + row.exposed_seconds
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:9]}...{name[-12:]}"

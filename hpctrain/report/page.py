@@ -27,11 +27,11 @@ from hpctrain.runs.results import UNKNOWN, RunRecord, panels, summary, summary_t
 from hpctrain.runs.state import means_text
 from hpctrain.version import __version__
 
-#: a table of more classes is not read by anybody; the largest confusions stand for it
+#: a table of more classes is unreadable; the largest confusions replace it
 MOST_CLASSES = 40
 _MOST_CONFUSIONS = 30
 _STRONGEST_PERCENT = 70
-#: the side of a picture on the page; larger images are made smaller
+#: side of a picture on the page; larger images are reduced
 _PIXELS = 160
 #: larger pictures are JPEG files, of which a hundred weigh half a megabyte; smaller ones are kept to the last bit
 _MOST_EXACT = 64
@@ -133,12 +133,11 @@ def _words(judgement: Judgement, *, whole: bool) -> str:
     if whole:
         return words
     mistakes = confusion.largest_confusions(_MOST_CONFUSIONS)
-    told = "; ".join(f"{names[label]} for {_taken_for(rival, names)} {count:,} times" for label, rival, count in mistakes)
-    return f"{words} Most often taken: {told}." if told else words
-
-
-def _taken_for(prediction: int, names: tuple[str, ...]) -> str:
-    return names[prediction] if prediction < len(names) else "no class"
+    told = "; ".join(
+        f"{names[label]} for {names[rival] if rival < len(names) else 'no class'} {count:,} times"
+        for label, rival, count in mistakes
+    )
+    return f"{words} Most frequent mistakes: {told}." if told else words
 
 
 def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
@@ -367,7 +366,7 @@ def _events(records: Sequence[RunRecord]) -> PagePart:
             lines.append(Line((when, event.text) if len(records) == 1 else (when, record.name, event.text)))
     headings = ("time", "event") if len(records) == 1 else ("time", "run", "event")
     tables = (Table("", headings, tuple(lines)),) if lines else ()
-    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("Nothing out of the ordinary was recorded.",))
+    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("No unusual events were recorded.",))
 
 
 def _checkpoints(records: Sequence[RunRecord]) -> PagePart:

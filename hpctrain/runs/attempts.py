@@ -12,7 +12,7 @@ from hpctrain.launch.supervisor import AttemptOutcome
 from hpctrain.runs.directory import RunDirectory, StoredCheckpoint, flight_directory, runs, stored_checkpoints
 from hpctrain.runs.owner import living_owner, owners
 
-# An attempt has one run: its own, or the one that it resumed, which is seldom an old one.
+# An attempt has one run: its own, or the one it resumed, which is seldom an old one.
 _MOST_RUNS = 8
 
 

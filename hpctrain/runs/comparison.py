@@ -13,7 +13,7 @@ from hpctrain.runs.records import read_hashes
 from hpctrain.runs.results import RunRecord, Summary, read_runs, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
 
-#: stands for a key that a run does not have
+#: stands for a key that a run lacks
 ABSENT = "-"
 
 
@@ -148,7 +148,7 @@ def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
             yield by_hashes or SameBits(
                 run,
                 None,
-                reason=f"no hashes and no checkpoint of a step that {records[0].name} has such of, so no bits are compared",
+                reason=f"no step has hashes or checkpoints both here and in {records[0].name}, so no bits were compared",
             )
             continue
         try:

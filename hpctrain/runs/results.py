@@ -129,7 +129,7 @@ def _tables(path: Path) -> tuple[TimeTable, ...]:
         return ()
 
 
-#: stands for a figure that is not known
+#: stands for an unknown figure
 UNKNOWN = "-"
 MOST_HOSTS = 2
 #: a longer silence between two records is a pause of the run, not work
@@ -181,7 +181,7 @@ def summary(record: RunRecord) -> Summary:
     epochs = record.state.of_kind("epoch")
     step, memory = record.state.latest("steps"), record.state.latest("memory")
     return Summary(
-        end=record.state.end or "goes on, or nobody knows",
+        end=record.state.end or "running, or unknown",
         epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
         steps=max((_whole(entry, "step") for entry in records), default=0),
         ranks=record.state.ranks[0].ranks if record.state.ranks else None,
@@ -214,7 +214,13 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("test loss", [UNKNOWN if figures.test_loss is None else loss_text(figures.test_loss) for figures in summaries]),
         ("test top-1", [_text(figures.top1, ".2%") for figures in summaries]),
         ("test top-5", [_text(figures.top5, ".2%") for figures in summaries]),
-        ("best test top-1", [_best(figures.best_top1, figures.best_epoch) for figures in summaries]),
+        (
+            "best test top-1",
+            [
+                f"{_text(figures.best_top1, '.2%')} (epoch {figures.best_epoch})" if figures.best_top1 is not None else UNKNOWN
+                for figures in summaries
+            ],
+        ),
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
@@ -251,10 +257,6 @@ def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     return [] if all(one is None for one in of_runs) else [("memory of a GPU", [_megabytes(one) for one in of_runs])]
 
 
-def _best(value: float | None, epoch: int | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2%} (epoch {epoch})"
-
-
 def _waits(share: float | None, most: float | None) -> str:
     return UNKNOWN if share is None else f"{share:.1%} of the time, at most {most or share:.1%} on a rank"
 
@@ -287,7 +289,7 @@ def _whole(entry: Record, key: str) -> int:
 
 
 TRAINING, TEST, AVERAGED = "training", "test", "test, averaged weights"
-#: of a curve; more cannot be seen
+#: largest number of points of a curve; more are invisible
 MOST_POINTS = 400
 
 

@@ -1,7 +1,7 @@
 """Jobs on a site: planned from sizes, account and queue that were asked for, rendered as a script, and submitted.
 
-The request is checked against the site's profile before anything is written. The script is made from one set of templates,
-the profile and the job. It is written next to the runs and handed to the scheduler; without a scheduler it is started in the
+The request is checked against the site's profile before anything is written. The script is made from one set of templates, the
+profile and the job. It is written next to the runs and handed to the scheduler; without a scheduler it is started in the
 background.
 """
 
@@ -31,9 +31,9 @@ from hpctrain.core.text import escaped, forbidden, shell_word, shortened
 from hpctrain.site.profile import Site
 from hpctrain.storage.atomic_write import write_text
 
-#: that a look at the nodes may take before a training; it ends itself within a minute, if its launcher does not hang
+#: time limit of the doctor before a training; it ends itself within a minute unless its launcher hangs
 DOCTOR_SECONDS = 80
-#: time that a script without the scheduler's signal leaves for a training to end, see templates/forwarded.j2
+#: time that a script without a scheduler's signal reserves for a training to end, see templates/forwarded.j2
 _LEAST_SECONDS = 60
 _HOSTFILE_BYTES = 1 << 24
 _PLAIN = re.compile(r"(?!-)[\w@%+=:.,/~^-]+")
@@ -165,7 +165,7 @@ def _time(site: Site, asked: str | None, *, least: int) -> str:
         )
     if seconds <= least:
         raise ConfigError(
-            f"{label} is {text!r}, which is {_clock(int(seconds))}, but a training is to save a checkpoint {least} s before the "
+            f"{label} is {text!r}, which is {_clock(int(seconds))}, but a training saves a checkpoint {least} s before the "
             f"end; the nearest legal value is {_clock(least + 1)}."
         )
     return _clock(int(seconds))
@@ -292,12 +292,12 @@ def check_backend(site: Site, backend: str, request: JobRequest) -> None:
 
 
 _TEMPLATES = {"slurm": "slurm.j2", "pbs": "pbs.j2", "hostfile": "mpiexec.j2", "local": "mpiexec.j2"}
-#: of a script's file name
+#: suffix of a script's file name
 ENDINGS = {"slurm": ".sbatch", "pbs": ".pbs", "hostfile": ".sh", "local": ".sh"}
 _COMMENT_AT = 32
 _COLUMNS = 130
 
-#: in scripts that are shipped, for people to replace
+#: placeholder in installed scripts, for people to replace
 ACCOUNT = "PROJECT"
 
 
@@ -310,13 +310,18 @@ def render(site: Site, job: SiteJob) -> str:
     for name, text in (("site", site.name), *_texts("", vars(job)), *_texts("profile.", site.profile.model_dump())):
         character = forbidden(text)
         if character is not None:
-            raise ConfigError(f"{name} is {shortened(text)}, which has {character} and cannot stand in a job script; remove it.")
+            raise ConfigError(
+                f"{name} is {shortened(text)}, which has {character} and is not allowed in a job script; remove it."
+            )
     template = _environment().get_template(_TEMPLATES[site.profile.scheduler])
 
     def line(setting: str, comment: str, edit: bool = True) -> str:
-        return _line(setting, comment, edit=edit and job.train is None)
+        """Return a setting followed by its comment, or below it if both are too long. Mark settings that a person is to edit."""
+        words = " ".join(word for word in ("<--" if edit and job.train is None else "", comment) if word)
+        text = f"{setting:{_COMMENT_AT}}  # {words}" if words else setting
+        return text if len(text) <= _COLUMNS else f"{_comment(words)}\n{setting}"
 
-    account = ACCOUNT if _needs_account(site) else ""
+    account = ACCOUNT if site.profile.account is not None and site.profile.account.needed else ""
     text = template.render(site=site.name, profile=site.profile, job=job, account=account, line=line)
     return "\n".join(each.rstrip() for each in text.strip().split("\n")) + "\n"
 
@@ -348,10 +353,6 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(name, item)
 
 
-def _needs_account(site: Site) -> bool:
-    return site.profile.account is not None and site.profile.account.needed
-
-
 def _directive(text: str) -> str:
     """Return a text quoted as one word of an #SBATCH line. Slurm reads quotes as a shell does, but removes backslashes in them.
 
@@ -359,20 +360,13 @@ def _directive(text: str) -> str:
         ConfigError: the text has a backslash, which in a path also disables Slurm's replacements, such as that of %j.
     """
     if "\\" in text:
-        raise ConfigError(f"output is {shortened(text)}, but Slurm takes backslashes away; choose a directory without one.")
+        raise ConfigError(f"output is {shortened(text)}, but Slurm removes backslashes; choose a directory without one.")
     return shell_word(text)
 
 
 def _comment(text: str) -> str:
     """Return lines of comment."""
     return "\n".join(textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False))
-
-
-def _line(setting: str, comment: str, *, edit: bool) -> str:
-    """Return a setting followed by its comment, or below it if both are too long; mark settings that a person is to edit."""
-    words = " ".join(word for word in ("<--" if edit else "", comment) if word)
-    line = f"{setting:{_COMMENT_AT}}  # {words}" if words else setting
-    return line if len(line) <= _COLUMNS else f"{_comment(words)}\n{setting}"
 
 
 _FOLDER = "jobs"
@@ -475,7 +469,7 @@ def _number(command: Sequence[str]) -> str:
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise LaunchError(f"{command[0]} refuses {command[-1]}: {words.rstrip('.')}.")
-    # Slurm puts the cluster's name behind a semicolon.
+    # Slurm appends the cluster's name after a semicolon.
     return done.stdout.strip().partition(";")[0]
 
 

@@ -1,7 +1,6 @@
 """Site profiles: all that a job script must know of a machine, as frozen data, each setting with its reason and its source.
 
-Profiles are files of YAML: those that are installed with hpctrain, and a user's own, which may extend one. `read_site` finds
-one
+Profiles are files of YAML: those that are installed with hpctrain, and a user's own, which may extend one. `read_site` finds one
 by name, and turns pydantic's errors into key paths and full sentences.
 """
 
@@ -62,7 +61,7 @@ class Sourced(Section):
     """One setting or several, with the public text that they follow."""
 
     source: Line = Field(
-        default=NOT_SAID, description='Address of the guide that says so, or "unverified" and why it is set all the same.'
+        default=NOT_SAID, description='Address of the guide with this setting, or "unverified" and the reason for it.'
     )
 
 
@@ -71,7 +70,7 @@ class NodeFields(Sourced):
 
     cores: Integer = Field(ge=1, description="Number of physical cores of a node that jobs may use.")
     cpus_per_core: Integer = Field(default=1, ge=1, description="Number of CPUs that the scheduler counts for a core.")
-    ranks: Integer = Field(ge=1, description="Number of ranks on each node where nothing else is asked for.")
+    ranks: Integer = Field(ge=1, description="Default number of ranks on each node.")
     most_ranks: Integer | None = Field(default=None, ge=1, description="Largest number of ranks on a node; null for its cores.")
 
     @model_validator(mode="after")
@@ -92,9 +91,7 @@ class QueueFields(Sourced):
     """The queue that jobs are put into; partition and quality of service are queues, too."""
 
     option: Line = Field(description="Option that names the queue, such as --partition.")
-    value: Line | None = Field(
-        default=None, description="Queue where nothing else is asked for; null leaves it to the scheduler."
-    )
+    value: Line | None = Field(default=None, description="Default queue; null leaves it to the scheduler.")
 
 
 class AccountFields(Sourced):
@@ -107,7 +104,7 @@ class AccountFields(Sourced):
 class ChunkFields(Sourced):
     """A node in PBS's terms."""
 
-    value: Line = Field(description="Rest of a chunk behind -l select=NODES:, such as system=polaris.")
+    value: Line = Field(description="Rest of a chunk after -l select=NODES:, such as system=polaris.")
 
 
 class DirectiveFields(Sourced):
@@ -120,13 +117,13 @@ class LaunchFields(Sourced):
     """How ranks are started."""
 
     options: tuple[Line, ...] = Field(default=(), description="List of options of srun or mpiexec, binding among them.")
-    mpi: Line | None = Field(default=None, description="Value of srun's --mpi; null leaves it as the site has set it.")
+    mpi: Line | None = Field(default=None, description="Value of srun's --mpi; null keeps the site's default.")
 
 
 class VariableFields(Sourced):
     """An environment variable of all ranks."""
 
-    value: Quoted = Field(description="Its value; variables such as $USER are filled in when the job runs.")
+    value: Quoted = Field(description="Value; variables such as $USER are expanded when the job runs.")
     why: Line = Field(description="Reason, for people who read the script.")
 
 
@@ -141,9 +138,9 @@ class GpuFields(Sourced):
     """The GPU that each rank of a node sees, chosen before Python starts."""
 
     vendor: Literal["nvidia", "amd"] = Field(description="Maker of the GPUs.")
-    variable: Identifier = Field(description="Environment variable that names the GPU which a rank may see.")
+    variable: Identifier = Field(description="Environment variable with the GPU that a rank may see.")
     order: tuple[Integer, ...] = Field(
-        min_length=1, description="List of GPUs: the one near the cores of the node's first rank first."
+        min_length=1, description="List of GPUs, first the one near the cores of the node's first rank."
     )
 
 
@@ -165,15 +162,15 @@ class ContainerFields(Sourced):
 class SiteProfile(Section):
     """A machine on which jobs run, and how to start them there."""
 
-    description: Line = Field(description="Words for people: the machine and its nodes.")
+    description: Line = Field(description="Description of the machine and its nodes, for people.")
     tested: Line = Field(description="Where the rendered script has been run.")
     scheduler: Scheduler = Field(description="Program that takes the job.")
     guide: Line = Field(default=NOT_SAID, description="Address of the site's guide to running jobs.")
-    time: Time = Field(default="01:00:00", description="Time limit where nothing else is asked for, as HH:MM:SS.")
+    time: Time = Field(default="01:00:00", description="Default time limit, as HH:MM:SS.")
     signal_seconds: Integer = Field(
-        default=120, ge=1, description="Number of seconds before the time limit at which ranks are told."
+        default=120, ge=1, description="Number of seconds before the time limit at which ranks get a signal."
     )
-    restarts: Integer = Field(default=20, ge=0, description="Number of times that a job which was stopped is queued again.")
+    restarts: Integer = Field(default=20, ge=0, description="Number of times that a stopped job is requeued.")
     node: NodeFields = Field(description="Cores of a node.")
     queue: QueueFields | None = Field(default=None, description="Queue.")
     account: AccountFields | None = Field(default=None, description="Account.")
@@ -182,7 +179,7 @@ class SiteProfile(Section):
     launch: LaunchFields = Field(default=LaunchFields(), description="Options of srun or mpiexec.")
     setup: tuple[SetupFields, ...] = Field(default=(), description="List of commands before all others.")
     environment: dict[Identifier, VariableFields] = Field(default={}, description="Environment variables by name.")
-    gpu: GpuFields | None = Field(default=None, description="Choice of GPUs; null where there are none.")
+    gpu: GpuFields | None = Field(default=None, description="Choice of GPUs; null without GPUs.")
     container: ContainerFields | None = Field(default=None, description="Image in which Python runs; null for none.")
     scratch: ScratchFields | None = Field(default=None, description="Node-local disk to unpack an environment on.")
 
@@ -192,7 +189,7 @@ class SiteProfile(Section):
         return self.scratch is not None and self.container is None
 
 
-# What patterns of the schema ask for, in words.
+# The patterns of the schema in words.
 _PATTERNS = {"time": "a time such as 06:00:00"}
 
 
@@ -323,7 +320,7 @@ def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -
     if not isinstance(base, str) or base not in known:
         raise ConfigError(f"{place}: extends is {base!r}, but must be the name of a site; {choices(str(base), known)}.")
     if known[base] in below:
-        raise ConfigError(f"{place}: extends is {base}, which extends this profile itself; take one of the two out.")
+        raise ConfigError(f"{place}: extends is {base}, which extends this profile itself; remove one of the two.")
     base_data, base_places = _extended(known[base], environ, (*below, path))
     return _merged(base_data, data), {**base_places, **places}
 

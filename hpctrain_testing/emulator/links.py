@@ -129,7 +129,8 @@ class EmulatedLinks:
         yield [self._peers.iallgather(mine, everybody, [mine.size] * self._peers.size)]
         self._check(everybody.reshape(self._peers.size, -1))
         for call in calls:
-            self._require(*(call.arrays[:1] if self._leaves_target(call) else call.arrays))
+            leaves_target = call.kind == "sum to one" and call.peer != self._peers.rank
+            self._require(*(call.arrays[:1] if leaves_target else call.arrays))
         parts: list[dict[int, np.ndarray]] = [{} for _ in calls]  # of sums, by rank
         yield self._messages(calls, parts)
         for call, arrived in zip(calls, parts, strict=True):
@@ -138,9 +139,6 @@ class EmulatedLinks:
                 for rank in range(1, self._peers.size):
                     total += arrived[rank]
                 on_host(call.arrays[-1])[...] = total
-
-    def _leaves_target(self, call: _Call) -> bool:
-        return call.kind == "sum to one" and call.peer != self._peers.rank
 
     def _description(self, calls: Sequence[_Call]) -> np.ndarray:
         """Return the words of collectives, and the bytes to and from each other rank."""

@@ -162,18 +162,10 @@ def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9, **op
         deadline_seconds=deadline_seconds,
         abort=comm.abort,
         clock=comm.now,
-        sleep=_no_sleep,
-        offer_core=_keep_core,
+        sleep=lambda seconds: None,
+        offer_core=lambda: None,
         **options,
     )
-
-
-def _no_sleep(seconds: float) -> None:
-    return None
-
-
-def _keep_core() -> None:
-    return None
 
 
 def wait(*handles: Handle) -> None:

@@ -186,7 +186,7 @@ def test_the_first_finding_and_the_node_of_who_is_to_blame(
     assert traces.look() == AttemptOutcome(None, None, 7, "Rank 1 was ended by SIGKILL (a training step, step 7).", node)
     assert traces.look() == AttemptOutcome()
     _record(run, 6, monkeypatch, hosts)
-    assert traces.look() == AttemptOutcome(None, None, 7, "The job finished: ranks 0-2 ended in good order.", "")
+    assert traces.look() == AttemptOutcome(None, None, 7, "The job finished: ranks 0-2 ended normally.", "")
 
 
 def test_the_node_of_a_damaged_rank_is_to_blame_for_the_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,5 +326,5 @@ def test_a_start_that_hangs_is_named_within_the_limit(folder: Path) -> None:
     assert outcome.code != 0
     assert outcome.seconds < 140
     words = " ".join(outcome.stdout.split())
-    assert "did not end while it was starting MPI." in words, outcome.output
+    assert "did not end while starting MPI." in words, outcome.output
     assert "directory ok" in words, "what the rank has found by itself is told"

@@ -283,7 +283,7 @@ def test_a_killed_rank_was_silent_and_a_finished_job_finished(job: Job, folder: 
     assert outcome.code == 0, outcome.output
     (run,) = (folder / "well").iterdir()
     result = CliRunner().invoke(cli, ["autopsy", str(run)])
-    assert result.output.startswith("The job finished: ranks 0-1 ended in good order.\n"), result.output
+    assert result.output.startswith("The job finished: ranks 0-1 ended normally.\n"), result.output
     assert max(map(len, result.output.splitlines())) <= 80
 
 
@@ -318,7 +318,7 @@ def test_words_name_all_and_none() -> None:
         ("0;3", "the nearest is all."),
         ("", "the nearest is all."),
         ("-1", "the nearest is all."),
-        ("3-1", "which begins behind its end; the nearest is 1-3."),
+        ("3-1", "whose first rank is above its last; the nearest is 1-3."),
         ("0,4", "names rank 4, but the job has 4 ranks; the largest number is 3."),
         ("0-99", "names rank 99, but the job has 4 ranks; the largest number is 3."),
     ],

@@ -306,7 +306,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     with (tmp_path / "sparse.jpg").open("wb") as file:
         file.truncate(1 << 40)
     for name, why in {
-        "pipe": "it is a named pipe, not a regular file",
+        "pipe": "it is a pipe, not a regular file",
         "zero": "it is a device, not a regular file",
         "sparse": "it has 1,099,511,627,776 bytes, more than the limit of ",
         "none": "No such file or directory",

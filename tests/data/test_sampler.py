@@ -20,8 +20,9 @@ from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, synthetic_
 from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_files
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import Reordering, Sampler, counts, share_of
+from hpctrain.data.sampler import Reordering, Sampler, counts
 from tests.support.data_files import cached
+from tests.support.one_rank import shares_of
 from tests.support.runs import write_pictures
 
 sizes = st.integers(1, 200)
@@ -39,7 +40,7 @@ def test_counts_are_even_and_larger_first(samples, ranks):
 @given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 5))
 def test_shares_make_up_the_whole_in_order(samples, groups, size):
     ids = np.arange(samples) * 3
-    shares = [share_of(ids, rank, groups * size, size) for rank in range(groups * size)]
+    shares = shares_of(ids, groups * size, size)
     assert np.array_equal(np.concatenate(shares), ids)
     assert tuple(len(share) for share in shares) == counts(samples, groups * size, size)
 

@@ -176,20 +176,20 @@ def test_checks_without_facts_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("end", "key", "words"),
     [
-        (RankEnd(None, "", Progression(STARTS, {})), "hangs", "did not end while it was starting MPI."),
+        (RankEnd(None, "", Progression(STARTS, {})), "hangs", "did not end while starting MPI."),
         (
             RankEnd(-11, "a\nlast words\n", Progression("looking at progress", {})),
             "ended",
-            "SIGSEGV while it was looking at progress: last",
+            "SIGSEGV while looking at progress: last",
         ),
-        (RankEnd(1, "", None), "ended", "left with exit code 1 while it was starting Python."),
+        (RankEnd(1, "", None), "ended", "left with exit code 1 while starting Python."),
         (RankEnd(255, "MPIDI_CRAY_init: ..., but GTL library is not linked\n", None), "no-gtl", "the GTL library is not linked."),
         (
             RankEnd(16, "PMIx", Progression(STARTS, {"MPI": MPICH})),
             "wrong-launcher",
             "Open MPI mpiexec has started these ranks, but",
         ),
-        (RankEnd(16, "", Progression("ending MPI", {"MPI": MPICH})), "ended", "left with exit code 16 while it was ending MPI"),
+        (RankEnd(16, "", Progression("ending MPI", {"MPI": MPICH})), "ended", "left with exit code 16 while ending MPI"),
     ],
 )
 def test_the_end_of_a_rank_is_explained(end: RankEnd, key: str, words: str) -> None:
@@ -313,7 +313,7 @@ def test_the_first_rank_of_each_other_node_says_how_it_ended(
 ) -> None:
     assert rank_of(rank).explain(RankEnd(-11, "", Progression(STARTS, {}))) == 2
     printed = capsys.readouterr()
-    assert printed.err.count("was ended by SIGSEGV while it was starting MPI") == spoken
+    assert printed.err.count("was ended by SIGSEGV while starting MPI") == spoken
     assert printed.out.count("A training would not run well here: 1 fault") == (rank == 0)
 
 
@@ -321,7 +321,7 @@ def test_an_end_after_the_report_leaves_the_report_alone(rank_of: Callable[..., 
     assert rank_of(0).explain(RankEnd(None, "", Progression("ending MPI", {}, concluded=True))) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"hpctrain: {place(0)}After its report, the doctor did not end while it was ending MPI.\n"
+    assert printed.err == f"hpctrain: {place(0)}After its report, the doctor did not end while ending MPI.\n"
 
 
 def test_a_fault_of_the_configuration_is_kept_until_all_ranks_can_say_it(rank_of: Callable[..., DoctorRank]) -> None:

@@ -220,7 +220,7 @@ def test_nodes_without_gpus_are_well() -> None:
 def test_gpus_are_counted_by_node() -> None:
     facts = [GpuFacts(("0", "1"), probe=AWARE), GpuFacts(("0", "1")), GpuFacts(("0",))]
     [found] = node_checks.judge_gpus(view(2, 1), facts)
-    assert (found.key, found.sentence) == ("", "GPUs per node: 1 to 2; MPI takes messages from their memory (transport mpi).")
+    assert (found.key, found.sentence) == ("", "GPUs per node: 1 to 2; MPI can send from their memory (transport mpi).")
 
 
 def test_crays_missing_library_is_named_with_its_cure() -> None:

@@ -106,7 +106,7 @@ def test_ranks_without_a_record_are_named() -> None:
 
 def test_a_job_that_finished() -> None:
     done = [record(rank, ranks=2, end=End.FINISHED) for rank in range(2)]
-    assert autopsy(done).sentences == ("The job finished: ranks 0-1 ended in good order.",)
+    assert autopsy(done).sentences == ("The job finished: ranks 0-1 ended normally.",)
     assert autopsy([]).sentences == ("No rank has left a record.",)
 
 
@@ -267,7 +267,7 @@ def test_where_all_have_posted_and_move_it_is_the_transport() -> None:
         (),
         (
             "All ranks posted what rank 0 waited 60 s for (a training step, step 812), the reduce-scatter of 64 float32 elements "
-            "for x, number 1 of data of 0-2 (averaging/some.py:7): the transport has not moved it, as where a link is cut.",
+            "for x, number 1 of data of 0-2 (averaging/some.py:7): the transport did not complete it; a link may be cut.",
         ),
     )
 
@@ -284,7 +284,7 @@ def test_a_turn_that_does_not_come_as_the_transport_moves_nothing_is_no_fault_of
     found = _held_up([ahead, waiting(1, behind, sums, **moves)])
     assert found.blamed == ()
     assert found.sentences[0].startswith("All ranks posted what rank 1 waited 60 s for")
-    assert found.sentences[0].endswith("number 1 of sums of 0-1: the transport has not moved it, as where a link is cut.")
+    assert found.sentences[0].endswith("number 1 of sums of 0-1: the transport did not complete it; a link may be cut.")
 
 
 STOPPED = {"seen_ns": 41 * SECOND, "alive_ns": 41 * SECOND}
@@ -307,7 +307,7 @@ def test_a_rank_that_does_not_move_what_it_has_posted_is_to_blame(state: dict[st
     """MPI moves a message only while both sides call it."""
     found = _held_up(_all_posted(MOVES, state))
     assert found.blamed == (2,)
-    assert found.sentences[0].endswith("of data of 0-2 (averaging/some.py:7); rank 2 did not drive it any more.")
+    assert found.sentences[0].endswith("of data of 0-2 (averaging/some.py:7); rank 2 stopped driving it.")
     assert found.sentences[1:] == (last,)
 
 

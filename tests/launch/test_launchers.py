@@ -445,7 +445,7 @@ def test_a_training_is_found(words: list[str]) -> None:
     ],
 )
 def test_other_commands_are_refused(command: str, found: str) -> None:
-    with pytest.raises(LaunchError, match=f'"{command}" has {found} in it; it must have the words hpctrain train FILE once'):
+    with pytest.raises(LaunchError, match=f'"{command}" has {found} in it; it must contain the words hpctrain train FILE once'):
         TrainCommand.find(command.split())
 
 

@@ -112,7 +112,7 @@ def test_a_node_that_failed_twice_is_left_out() -> None:
     _, attempts, said = _run(runner, traces, excludes=True)
     assert [attempt.excluded for attempt in attempts] == [(), (), (), ("n3",)]
     assert [words[1] for words in runner.ran] == ["-n", "-n", "-n", "--exclude=n3"]
-    assert "starts again in 5 s without n3 from the newest checkpoint of runs/a-1" in said[2]
+    assert "restarts in 5 s without n3 from the newest checkpoint of runs/a-1" in said[2]
 
 
 def test_nodes_stay_where_they_cannot_be_left_out() -> None:

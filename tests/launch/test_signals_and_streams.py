@@ -65,7 +65,7 @@ _PLACE = "def the_place(): send(signal.SIGUSR2); time.sleep(0.5)\nthe_place()\n"
     ("program", "at_once", "code", "said", "words"),
     [
         *((f"for _ in range(50): send({number:d}); time.sleep(1e-3)\n", False, 0, "False", ()) for number in _WITHOUT_MEANING),
-        (_PLACE, False, 0, "False", (f"{place(0)}SIGUSR2 received, the run goes on; stacks of all threads:", "in the_place")),
+        (_PLACE, False, 0, "False", (f"{place(0)}SIGUSR2 received, the run continues; stacks of all threads:", "in the_place")),
         ("send(15); time.sleep(60)", True, 143, "", ("SIGTERM received: this process ends at once and writes no checkpoint.",)),
         ("send(1); time.sleep(0.3); watch.end_at_once()", False, 129, "", ("SIGHUP received",)),
         # After the close signals stay pending.

@@ -86,7 +86,7 @@ def test_a_request_is_passed_on_once_as_one_that_all_launchers_pass_on(number: s
     heard = [line for line in outcome.stdout.splitlines() if line.startswith("heard")]
     assert heard == ["heard SIGUSR1"], outcome.output
     assert outcome.stdout.endswith(f"85 {number}\n")
-    assert f"{number} received: the training saves and ends, and is not started again" in outcome.stdout
+    assert f"{number} received: the training saves a checkpoint and ends, and is not restarted" in outcome.stdout
 
 
 def test_an_interrupt_behind_a_request_is_passed_on_too() -> None:

@@ -212,7 +212,7 @@ def test_the_records_until_the_loss_are_kept(job: Job, folder: Path) -> None:
     assert json.loads(before.output)["findings"][0].startswith("Rank 1 was ended by SIGKILL (")
     assert [rank["end"] for rank in json.loads(before.output)["ranks"]] == ["went on", "killed", "went on"]
     after = CliRunner().invoke(cli, ["autopsy", str(run.path), "--json"])
-    assert json.loads(after.output)["findings"] == ["The job finished: ranks 0-1 ended in good order."]
+    assert json.loads(after.output)["findings"] == ["The job finished: ranks 0-1 ended normally."]
 
 
 @pytest.mark.sample(1)

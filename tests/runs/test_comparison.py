@@ -143,7 +143,7 @@ def test_bits_are_compared_at_the_latest_step_that_both_have(tmp_path: Path) -> 
     sentences = [bits.sentence(names) for bits in comparison.bits]
     assert sentences[0] == f"{names[1]}: the same bits as {names[0]} at step 20"
     assert sentences[1] == f"{names[2]}: other bits than {names[0]} at step 10 in 2 tensors, parameters/b first"
-    assert "no checkpoint of a step" in sentences[2]
+    assert "no step has hashes or checkpoints" in sentences[2]
 
 
 def test_the_step_is_told_at_which_bits_part(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_runs_with_other_intervals_are_compared_at_common_steps(tmp_path: Path) 
     write_hashes(nothing, (5, "1", "1"))
     comparison = compared([run.path for run in (first, second, nothing)])
     assert comparison.bits[0].sentence(comparison.names).endswith(f"the same bits as {comparison.names[0]} up to step 6")
-    assert "no hashes and no checkpoint" in comparison.bits[1].reason
+    assert "no step has hashes or checkpoints" in comparison.bits[1].reason
 
 
 def test_checkpoints_tell_what_hashes_leave_open(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     assert "best test top-1   66.67% (epoch 2)  66.67% (epoch 2)" in text
     assert "Differences of configuration:" in text
     assert "No differences of versions." in text
-    assert "no bits are" in text
+    assert "no bits" in text
 
 
 def test_training_is_the_mean_of_each_stretch_alone(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.M
     assert result.confusion == ()
     assert "top-1 60.00%. The outputs for 5 images are not finite." in result.words
     assert result.words.endswith(
-        "Most often taken: class 0 for no class 5 times; class 2 for class 0 3 times; class 0 for class 1 2 times."
+        "Most frequent mistakes: class 0 for no class 5 times; class 2 for class 0 3 times; class 0 for class 1 2 times."
     )
 
 

@@ -159,7 +159,7 @@ def test_slurm_reads_the_name_of_the_log_as_it_was(tmp_path: Path) -> None:
     (line,) = [line for line in text.split("\n") if line.startswith("#SBATCH --output=")]
     (word,) = shlex.split(line.removeprefix("#SBATCH "))
     assert re.fullmatch(r"--output=it's 50%%A #1/jobs/run-[\d-]+-%j\.log", word)
-    with pytest.raises(ConfigError, match="Slurm takes backslashes away; choose a directory without one"):
+    with pytest.raises(ConfigError, match="Slurm removes backslashes; choose a directory without one"):
         render(found, plan_job(found, JobRequest(1), job_files(found, "run", Path("a\\b"), ("a.yaml",))))
 
 

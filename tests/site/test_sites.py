@@ -167,7 +167,7 @@ def test_a_fault_has_its_file_and_line(own: Path, text: str, sentence: str) -> N
 def test_profiles_that_extend_each_other_are_refused(own: Path) -> None:
     for one, other in (("a", "b"), ("b", "c"), ("c", "a")):
         (own / f"{one}.yaml").write_text(f"extends: {other}\n")
-    with pytest.raises(ConfigError, match=r"c.yaml:1: extends is a, which extends this profile itself; take one of the two out."):
+    with pytest.raises(ConfigError, match=r"c.yaml:1: extends is a, which extends this profile itself; remove one of the two."):
         _read(own, "a")
 
 

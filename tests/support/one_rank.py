@@ -17,7 +17,7 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.operators import MixedLabels, StepContext
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.data.sampler import Reordering, counts, share_of
+from hpctrain.data.sampler import Reordering, counts
 from hpctrain.nn.network import Network, layer_of
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.train.metrics import StepTotals
@@ -28,6 +28,11 @@ from tests.support.training import Result, Task, made_up
 Groups = tuple[tuple[int, ...], ...]
 
 
+def shares_of(ids: np.ndarray, ranks: int, split_size: int = 1) -> list[np.ndarray]:
+    """Return the samples of every rank, of those of a step."""
+    return np.split(ids, np.cumsum(counts(len(ids), ranks, split_size))[:-1])
+
+
 def groups_of(total: int, ranks: int, split_size: int, micro_batches: int, *, together: int) -> Groups:
     """How a step's samples fall into groups with batch statistics of their own.
 
@@ -35,7 +40,7 @@ def groups_of(total: int, ranks: int, split_size: int, micro_batches: int, *, to
         total: samples of the step. together: neighbouring ranks whose samples share statistics: 1, `split_size`, or all.
     """
     places = np.arange(total)
-    own = [share_of(places, position, ranks, split_size) for position in range(ranks)]
+    own = shares_of(places, ranks, split_size)
     parts = [np.split(mine, np.cumsum(counts(len(mine), micro_batches))[:-1]) for mine in own]
     found = (
         tuple(int(place) for part in parts[first : first + together] for place in part[micro])

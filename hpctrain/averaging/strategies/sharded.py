@@ -6,17 +6,13 @@ network training", MLHPC 2018. Moves what an allreduce moves, half of it under t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.averaging import slicing
 from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
-from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
 from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
-from hpctrain.averaging.slicing import Sizes, Slice
+from hpctrain.averaging.slicing import Sizes
 from hpctrain.averaging.sufficient_factors import FcExchange
-from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
 
 
@@ -73,14 +69,3 @@ class Sharded(ReduceScatterStrategy):
         chosen = self.options
         sizes = words_of_sizes(chosen.sizes)
         return f"sharded, bucket_bytes {chosen.bucket_bytes}, replan {chosen.replan}, window {chosen.window}{sizes}"
-
-    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        group = self.group
-        return slicing.slice_elements(self.options.bucket_bytes, group.layout, group.ranks, link)
-
-    @property
-    def urgency(self) -> Urgency:
-        return reductions_first
-
-    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        return self.options.window

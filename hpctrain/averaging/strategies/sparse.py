@@ -35,12 +35,12 @@ from hpctrain.averaging.base import (
     words_of_sizes,
 )
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
-from hpctrain.averaging.link_simulation import Times, Urgency, reductions_first
+from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
 from hpctrain.averaging.sufficient_factors import FcExchange
-from hpctrain.averaging.top_k import ErrorFeedback, Selection, TopK
+from hpctrain.averaging.top_k import Selection, TopK
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
 from hpctrain.comm.groups import Levels, within_node
 from hpctrain.comm.link import LinkModel
@@ -145,8 +145,7 @@ class SparsePart:
         seed: Sequence[int],
     ) -> None:
         self._size, self._compression, self._settings, self._comm = size, compression, settings, comm
-        self._feedback = ErrorFeedback(size, dtype)
-        self.residual = self._feedback.values
+        self.residual = np.zeros(size, dtype)
         self.velocity = np.zeros(size if settings.momentum_correction else 0, dtype)
         self._top = TopK(size, dtype, compression.kept(size, settings.largest_density), seed=seed, scratch=scratch)
         self._buffer = np.empty(comm.size * self._top.message_size, np.uint8)
@@ -159,24 +158,19 @@ class SparsePart:
         kept = self._compression.kept(self._size, self._settings.density_at(step))
         if kept != self._top.kept:
             self._top.keep(kept)
-        top, values = self._top, self._accumulate(gradient)
-        message = self._messages()[self._comm.rank]
-        top.begin_step(step)
-        top.compress(values, message)
-        top.subtract_from(message, values)
-        if self._settings.factor_masking and self.velocity.size:
-            top.subtract_from(message, self.velocity)
-        counts = [top.message_size] * self._comm.size
-        return self._comm.iallgather(None, self._buffer[: sum(counts)], counts)
-
-    def _accumulate(self, gradient: np.ndarray) -> np.ndarray:
-        """Add the gradient, or the momentum that it makes, to what was kept back."""
         if self.velocity.size:
             self.velocity *= self._settings.momentum_correction
             self.velocity += gradient
             gradient = self.velocity
-        self._feedback.add(gradient)
-        return self._feedback.values
+        self.residual += gradient
+        top, message = self._top, self._messages()[self._comm.rank]
+        top.begin_step(step)
+        top.compress(self.residual, message)
+        top.subtract_from(message, self.residual)
+        if self._settings.factor_masking and self.velocity.size:
+            top.subtract_from(message, self.velocity)
+        counts = [top.message_size] * self._comm.size
+        return self._comm.iallgather(None, self._buffer[: sum(counts)], counts)
 
     def receive(self, gradient: np.ndarray) -> None:
         """Write the sum of what all nodes sent, in their order, so that it has the same bits on all of them."""
@@ -553,17 +547,6 @@ class Sparse(ReduceScatterStrategy):
             f"sparse, density {chosen.density}, compress {chosen.compress}, least_elements {chosen.least_elements}, "
             f"bucket_bytes {chosen.bucket_bytes}, replan {chosen.replan}, window {chosen.window}{words_of_sizes(chosen.sizes)}"
         )
-
-    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        group = self.group
-        return slicing.slice_elements(self.options.bucket_bytes, group.layout, group.ranks, link)
-
-    @property
-    def urgency(self) -> Urgency:
-        return reductions_first
-
-    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        return self.options.window
 
     @property
     def nodes(self) -> int:

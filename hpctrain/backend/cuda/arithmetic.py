@@ -1,8 +1,8 @@
 """The arithmetic service of the cuda set: what `Arithmetic` says, enqueued on the stream of all computation.
 
-In order: copies between boxes, which pack and unpack halos; sums over the pixels of images, and values spread over them; sums
-of squares of many arrays, whether they are finite, their checksums and a guard of them, by one or two launches for all
-arrays; descents on flat memory, by one launch for all runs of an update; the service.
+In order: tables of arrays, and by one or two launches for all arrays of a table their sums of squares, whether they are finite,
+their checksums and a guard of them; descents on flat memory, by one launch for all runs of an update; the service, with copies
+between boxes (which pack and unpack halos) and sums over the pixels of images.
 """
 
 from __future__ import annotations

@@ -137,22 +137,16 @@ class CudaSoftmaxCrossEntropy(LossOperator):
         count, classes = logits.shape
         if count == 0:
             return CudaLossHandle(None, 0)
-        rows = self._rows_for(count)
-        rows.staging.upload(rows.labels[:count], checked_labels(labels, classes))
-        self._launch_rows(rows, logits, d_logits, 0.0 if d_logits is None else 1.0 / global_count)
-        arguments = (rows.losses, rows.ranks, self._sums, np.int32(self.spec.top), np.int64(count))
-        self._runtime.launch("loss", "sum_losses", (1,), (_MOST_THREADS,), *arguments)
-        return CudaLossHandle(self._fetches.fetch(self._sums), count)
-
-    def _launch_rows(self, rows: _Rows, logits: DeviceArray, d_logits: DeviceArray | None, scale: float) -> None:
-        count, classes = logits.shape
-        threads = min(_MOST_THREADS, -(-classes // _CLASSES_OF_A_WARP) * _WARP)
-        places = (logits, rows.labels, d_logits, rows.losses, rows.ranks)
-        scalars = (np.int32(classes), np.float64(self.spec.smoothing), np.float64(scale))
-        self._runtime.launch("loss", f"cross_entropy_{TAGS[logits.dtype]}", (count,), (threads,), *places, *scalars)
-
-    def _rows_for(self, count: int) -> _Rows:
         capacity = 1 << (count - 1).bit_length()
         if capacity not in self._rows:
             self._rows[capacity] = _Rows(self._runtime, capacity)
-        return self._rows[capacity]
+        rows = self._rows[capacity]
+        rows.staging.upload(rows.labels[:count], checked_labels(labels, classes))
+        threads = min(_MOST_THREADS, -(-classes // _CLASSES_OF_A_WARP) * _WARP)
+        places = (logits, rows.labels, d_logits, rows.losses, rows.ranks)
+        scale = 0.0 if d_logits is None else 1.0 / global_count
+        scalars = (np.int32(classes), np.float64(self.spec.smoothing), np.float64(scale))
+        self._runtime.launch("loss", f"cross_entropy_{TAGS[logits.dtype]}", (count,), (threads,), *places, *scalars)
+        arguments = (rows.losses, rows.ranks, self._sums, np.int32(self.spec.top), np.int64(count))
+        self._runtime.launch("loss", "sum_losses", (1,), (_MOST_THREADS,), *arguments)
+        return CudaLossHandle(self._fetches.fetch(self._sums), count)

@@ -92,7 +92,7 @@ class OnednnKernelSet(KernelSet):
         if isinstance(spec, WithRelu):
             kind = RectifiedLinearOperator if isinstance(operator, SufficientFactors) else RectifiedOperator
             operator = kind(self._engine, spec, operator)
-        operator.stands_in_because = chosen
+        operator.fallback_reason = chosen
         return operator
 
     def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:

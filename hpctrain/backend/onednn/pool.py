@@ -47,7 +47,8 @@ class PoolOperator(LibraryOperator):
         label = f"{spec.kind} pool of {x.shape}"
         self._x, self._y = images(engine, x), images(engine, plain, x.layout)
         geometry, _ = pooling_geometry(spec.window, x.shape[1:3], plain.shape[1:3])
-        algorithm = _algorithm(spec)
+        average = c.POOLING_AVERAGE_INCLUDE_PADDING if spec.count_include_pad else c.POOLING_AVERAGE_EXCLUDE_PADDING
+        algorithm = c.POOLING_MAX if spec.kind == "max" else average
         kind = c.FORWARD_TRAINING if training else c.FORWARD_INFERENCE
         defaults = Attributes(engine)
         self._forward_primitive = Primitive(
@@ -85,9 +86,3 @@ class PoolOperator(LibraryOperator):
     def backward_input(self) -> None:
         if self._backward is not None:
             self._backward()
-
-
-def _algorithm(spec: PoolSpec) -> int:
-    if spec.kind == "max":
-        return c.POOLING_MAX
-    return c.POOLING_AVERAGE_INCLUDE_PADDING if spec.count_include_pad else c.POOLING_AVERAGE_EXCLUDE_PADDING

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from hpctrain.core.intervals import Box, Interval, moved, relative, size_of, whole
+from hpctrain.core.intervals import Box, moved, relative, size_of, whole
 from hpctrain.data import opencv
 from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation, ResamplingAugmentation
+from hpctrain.data.resampling import reach, resample, resample_region
 
 _RESIZE_TRIES = 10
 
@@ -69,33 +69,27 @@ class RandomResizedCrop(ResamplingAugmentation):
         if not size_of(region):
             return region
         top, left, height, width = self._box(size, u)
-        rows, columns = _filtered(region[0], height, self.size), _filtered(region[1], width, self.size)
+        rows, columns = reach(region[0], height, self.size), reach(region[1], width, self.size)
         return moved((rows, columns), (top, left))
 
     def apply_region(
         self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
-        """Resize as `_resize`, each pass over its whole length, for the same weights; zeros lie where they do not reach."""
         top, left, height, width = self._box(size, u)
         rows, columns = relative(source, ((top, 0), (left, 0)))
-        (above, below), across = region[0], slice(*region[1])
         if min(height, width) <= self.size:
             window = np.zeros((height, width, part.shape[2]), np.uint8)
             window[rows, columns] = part
             whole_result = np.empty((self.size, self.size, part.shape[2]), np.uint8)
             self._resize(window, whole_result)
-            out[...] = whole_result[above:below, across]
+            out[...] = whole_result[slice(*region[0]), slice(*region[1])]
             return
-        wide = np.zeros((part.shape[0], width, part.shape[2]), np.uint8)
-        wide[:, columns] = part
-        high = np.zeros((height, out.shape[1], part.shape[2]), np.uint8)
-        high[rows] = _resized(wide, part.shape[0], self.size)[:, across]
-        out[...] = _resized(high, self.size, out.shape[1])[above:below]
+        resample_region(part, (rows, columns), (height, width), (self.size, self.size), region, out)
 
     def _resize(self, window: np.ndarray, out: np.ndarray) -> None:
         height, width = window.shape[:2]
         if max(height, width) > self.size:
-            window = _resized(window, min(height, self.size), min(width, self.size))
+            window = resample(window, min(height, self.size), min(width, self.size))
         if min(height, width) < self.size:
             opencv.enlarge(window, out)
         else:
@@ -126,34 +120,3 @@ class RandomResizedCrop(ResamplingAugmentation):
         h = max(1, min(height, round(width / aspect)))
         w = max(1, min(width, round(height * aspect)))
         return (height - h) // 2, (width - w) // 2, h, w
-
-
-def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return (h, w, C) uint8 resized bilinearly to (height, width, C): columns, then rows, rounded to uint8 after each.
-
-    Two calls, because one call for both leaves the order to Pillow, which takes the rows first where that is less work. The order
-    shows in the rounding, and a region of an image must get the pixels of the whole image.
-    """
-    if image.shape[2] == 3:
-        return _in_two_passes(image, height, width)
-    target = np.empty((height, width, image.shape[2]), np.uint8)
-    for channel in range(image.shape[2]):
-        target[..., channel] = _in_two_passes(image[..., channel], height, width)
-    return target
-
-
-def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the same for (h, w, 3), or for one channel (h, w)."""
-    made = Image.fromarray(np.ascontiguousarray(image))
-    for size in ((width, image.shape[0]), (width, height)):
-        if made.size != size:
-            made = made.resize(size, Image.Resampling.BILINEAR)
-    return np.asarray(made)
-
-
-def _filtered(interval: Interval, size: int, resized: int) -> Interval:
-    """Return the elements that the triangle filter may reach for `interval` of `resized` ones made of `size`, or a few more."""
-    scale = size / resized
-    reach = max(scale, 1.0) + 1.5
-    start, stop = (interval[0] + 0.5) * scale - reach, (interval[1] - 0.5) * scale + reach
-    return max(0, math.floor(start)), min(size, math.ceil(stop))

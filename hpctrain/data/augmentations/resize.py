@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.intervals import Box, size_of
 from hpctrain.data.augmentations.base import MOST_PIXELS, Augmentation, ResamplingAugmentation
-from hpctrain.data.augmentations.random_resized_crop import _filtered, _resized
+from hpctrain.data.resampling import reach, resample, resample_region
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Resize(ResamplingAugmentation):
             out[...] = images
             return
         for image, target in zip(images, out, strict=True):
-            target[...] = _resized(image, *out.shape[1:3])
+            target[...] = resample(image, *out.shape[1:3])
 
     def source_boxes(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
         return np.tile(np.array([0, 0, *size]), (len(u), 1))
@@ -51,20 +51,14 @@ class Resize(ResamplingAugmentation):
         height, width, _ = self.output_shape(*size, 0)
         if size == (height, width) or not size_of(region):
             return region
-        return _filtered(region[0], size[0], height), _filtered(region[1], size[1], width)
+        return reach(region[0], size[0], height), reach(region[1], size[1], width)
 
     def apply_region(
         self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
-        height, width, channels = self.output_shape(*size, part.shape[2])
+        height, width, _ = self.output_shape(*size, 0)
         if size == (height, width):
             out[...] = part
             return
-        # Each pass over its whole length, for the same weights; zeros where they do not reach.
         rows, columns = (slice(*interval) for interval in source)
-        (above, below), across = region[0], slice(*region[1])
-        wide = np.zeros((part.shape[0], size[1], channels), np.uint8)
-        wide[:, columns] = part
-        high = np.zeros((size[0], out.shape[1], channels), np.uint8)
-        high[rows] = _resized(wide, part.shape[0], width)[:, across]
-        out[...] = _resized(high, height, out.shape[1])[above:below]
+        resample_region(part, (rows, columns), size, (height, width), region, out)

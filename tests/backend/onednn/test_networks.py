@@ -322,7 +322,7 @@ def test_numpy_stands_in_for_plain_loops(
     computing = [s.operator for s in steps if not isinstance(s.operator, InputView | ReorderOperator)]
     assert len(computing) >= 4
     assert not any(isinstance(operator, LibraryOperator) for operator in computing)
-    assert {operator.stands_in_because.partition(" for its ")[0] for operator in computing} <= {
+    assert {operator.fallback_reason.partition(" for its ")[0] for operator in computing} <= {
         "oneDNN has only plain loops",
         "oneDNN has no such operation",
     }

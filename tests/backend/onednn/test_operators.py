@@ -135,8 +135,8 @@ FEW_PIXELS = {
 def test_few_pixels_and_many_weights_are_products(onednn: KernelSet, reference: KernelSet, name: str, relu: bool) -> None:
     inner = FEW_PIXELS[name]
     spec, shape = WithRelu(inner) if relu else inner, (5, 3, 2, inner.channels_in)
-    assert onednn.make(spec, (TensorSpec(shape),), training=True).stands_in_because == "it has few pixels and many weights"
-    assert not onednn.make(spec, (TensorSpec(shape),), training=False).stands_in_because, "evaluation copies weights once"
+    assert onednn.make(spec, (TensorSpec(shape),), training=True).fallback_reason == "it has few pixels and many weights"
+    assert not onednn.make(spec, (TensorSpec(shape),), training=False).fallback_reason, "evaluation copies weights once"
     x, parameters, dy = arrays(inner, shape)
     ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
     wanted = run(reference, inner, [x], parameters=parameters, output_grad=dy, dtype="float64")
@@ -155,7 +155,7 @@ def test_few_pixels_and_many_weights_are_products(onednn: KernelSet, reference: 
 )
 def test_other_convolutions_are_the_librarys(onednn: KernelSet, spec: Conv2dSpec, images: int) -> None:
     operator = onednn.make(spec, (TensorSpec((images, 1, 1, spec.channels_in)),), training=True)
-    assert not operator.stands_in_because
+    assert not operator.fallback_reason
 
 
 def linear_arrays(spec: LinearSpec, batch: int):
