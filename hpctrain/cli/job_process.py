@@ -1,8 +1,8 @@
-"""A process of a job, from its launcher to its end: what a command and a program of the user's know of it at any point.
+"""A process of a job, from its launcher to its end: what a command or a user's program knows of it at any point.
 
-`JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and goes from its launcher to a session; where
-ranks are lost and the configuration says so, it makes a new session over those that are left. Imports no NumPy: thread counts
-must be set before it loads.
+`JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and leads from its launcher to a session. If ranks
+are lost and the configuration says so, it makes a new session over the ranks that are left. Imports no NumPy: thread counts must
+be set before it loads. The order of the start is in `start.py`.
 """
 
 from __future__ import annotations

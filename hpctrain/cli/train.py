@@ -1,7 +1,6 @@
 """The commands whose process is a rank: `hpctrain train`, `hpctrain eval`, `hpctrain predict` and `hpctrain script`.
 
-Each sets threads, starts the communication, builds what it needs and runs it. `predict` turns pictures of any kind into class
-names and probabilities, by a checkpoint. `script` runs a program of the user's own, kept and ended as a run is.
+Each sets threads, starts the communication, builds what it needs and runs it.
 """
 
 from __future__ import annotations
