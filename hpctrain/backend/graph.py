@@ -96,7 +96,7 @@ class GraphBuilder:
         shared: bool = False,
         frozen: bool = False,
     ) -> int:
-        """Append a node; give the number of its output.
+        """Append a node and return the number of its output.
 
         Raises:
             ShapeError: the inputs do not fit the spec (the message is prefixed with the layer's name).

@@ -114,7 +114,8 @@ def nccl_fault(device: str) -> str | None:
     if library is None:
         return "CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12 or nvidia-nccl-cu13"
     if "MIG" in device and (version := int(library.get_version())) < _FIRST_WITH_SLICES:
-        return f"NCCL {version // 10000}.{version // 100 % 100} takes all slices of a GPU (MIG) for one device (2.30 is needed)"
+        number = f"{version // 10000}.{version // 100 % 100}"
+        return f"NCCL {number} treats all slices of a GPU (MIG) as one device (2.30 or later is required)"
     return None
 
 
