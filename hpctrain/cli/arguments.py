@@ -1,7 +1,7 @@
-"""Arguments that several commands take: paths, configurations with overrides, ranks that keep a log, and words for completion.
+"""Arguments shared by several commands: paths, configurations with overrides, ranks that keep a log, and words for completion.
 
-`load_config` is how every command reads its configuration: an unknown name is told before what follows from it. Nothing heavy is
-imported before it is asked for.
+Every command reads its configuration with `load_config`, which reports an unknown name before the errors that follow from it.
+Nothing heavy is imported at the top.
 """
 
 from __future__ import annotations

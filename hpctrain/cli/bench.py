@@ -1,8 +1,4 @@
-"""`hpctrain bench`: measure how fast images become batches, how fast a model's steps are, and how a training scales.
-
-`data` says what limits the way of images to batches. `engine` times one model's training steps, and their memory, without MPI and
-data. `scaling` runs the same training on several numbers of ranks.
-"""
+"""`hpctrain bench`: measure how fast images become batches, how fast a model's steps are, and how a training scales."""
 
 from __future__ import annotations
 

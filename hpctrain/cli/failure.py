@@ -1,6 +1,7 @@
-"""How a command ends when it fails: a user's error in its own sentences, once a job; a bug in a traceback; the job always ended.
+"""How a command ends when it fails: a user's error in sentences, once per job; a bug in a traceback; the job always ended.
 
-This is the one place where an exception becomes text. Commands and what they call raise; they neither catch nor print.
+This is the only place where an exception becomes text. Commands and what they call raise errors; they neither catch nor print
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`hpctrain doctor` and `hpctrain calibrate`: jobs that examine the machine they run on.
 
-The doctor says within seconds whether a training would run well here. Calibration measures the machine, and writes it to a file
-that planners read.
+The doctor reports within seconds whether a training would run well here. Calibration measures the machine, and writes it to a
+file for planners.
 """
 
 from __future__ import annotations

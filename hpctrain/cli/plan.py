@@ -1,7 +1,7 @@
-"""`hpctrain plan`: what a configuration means on a grid of ranks, before it runs. Needs no MPI, and only the data's header.
+"""`hpctrain plan`: what a configuration means on a grid of ranks, before it runs. Needs no MPI, and only the header of the data.
 
-`search` finds the grid, plan and averager that cost least on a machine, by simulation. `simulate` shows how a training would
-scale on a machine, from one simulated step for each number of ranks.
+`search` finds the grid, plan and averager that cost least on a machine, by simulation. `simulate` shows how a training scales on
+a machine, from one simulated step for each number of ranks.
 """
 
 from __future__ import annotations

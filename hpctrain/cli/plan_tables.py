@@ -1,4 +1,4 @@
-"""How plans and schedules are printed: a table of layers, lines, and everything as plain data for JSON."""
+"""Print plans and schedules: a table of layers, lines, and everything as plain data for JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Print evaluations, predictions and comparisons of runs, as text for people or as JSON for programs.
-
-An evaluation is a line, the accuracy of each class, and which class was taken for which. Predictions are a table of 80 columns
-that grows while they are computed, or a line of JSON for each picture.
-"""
+"""Print evaluations, predictions and comparisons of runs, as text for people or as JSON for programs."""
 
 from __future__ import annotations
 

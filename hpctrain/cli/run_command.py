@@ -1,4 +1,4 @@
-"""`hpctrain run`: start a training again where it fails. Needs no MPI and no NumPy, which the training alone loads."""
+"""`hpctrain run`: restart a training that fails. Needs neither MPI nor NumPy, which only the training loads."""
 
 from __future__ import annotations
 

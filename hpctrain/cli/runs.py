@@ -1,10 +1,6 @@
 """The commands that read run directories: `hpctrain autopsy`, `watch`, `trace`, `report` and `compare`.
 
 Only `report --test` needs MPI.
-
-`autopsy` says what a job that died or hung did last, and who held the others up. `watch` follows a run from another shell and
-writes nothing. `trace` prints the time table of a traced run once more. `report` makes one HTML page of runs, and `compare` shows
-runs side by side.
 """
 
 from __future__ import annotations

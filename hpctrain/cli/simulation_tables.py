@@ -1,6 +1,6 @@
-"""Print predictions and the result of a search: tables whose figures are labelled as simulated, and sentences below them.
+"""Print predictions and the result of a search, as tables in which every figure is marked as simulated, with sentences below.
 
-A search shows the best choices, their plans in words, and why each next one loses.
+A search shows the best choices, their plans in words, and why each later one loses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The screen of `hpctrain watch`: where a run is, its curves, its ranks and what happened to it, in any width.
+"""The screen of `hpctrain watch`: the progress of a run, its curves, its ranks and its events, in any width.
 
-Curves are of braille dots, small enough for a terminal; of plain signs where it has no others.
+Curves are drawn with braille dots, or with ASCII if the terminal has no others.
 """
 
 from __future__ import annotations

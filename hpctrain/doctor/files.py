@@ -1,8 +1,8 @@
 """Checks of directories and files: the run directory, HDF5 and its locks, data files, and the nodes' own disks and memory.
 
-The run directory must take files as checkpoints are written, and all nodes must see it. MPI and a run also write to /dev/shm, the
-temporary directory, and a directory of flight records. For each check, `gather_...` takes the facts of a rank, and `judge_...` is
-a pure function of the facts of all ranks.
+Checkpoints must be writable in the run directory, and all nodes must see it. MPI and a run also write to /dev/shm, the temporary
+directory, and a directory of flight records. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure
+function of the facts of all ranks.
 """
 
 from __future__ import annotations
@@ -260,18 +260,18 @@ def _probe(directory: Path) -> str:
 
 def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFinding]:
     """Return a finding for each data file that cannot be opened on a node, and one for locks."""
-    found: dict[str, DoctorFinding] = {}
+    findings: dict[str, DoctorFinding] = {}
     for rank, fact in present(facts):
         where = f" on {job.hosts[rank]}" if len(job.nodes) > 1 else ""
         for path, sentence, locked in fact.data:
             switch = f" ({_SWITCH} is {fact.switch})" if fact.switch else ""
             text = f"HDF5 cannot lock the data file {path}{where}{switch}."
-            found.setdefault(path, LOCKED.found(text) if locked else DATA.from_error(sentence))
+            findings.setdefault(path, LOCKED.found(text) if locked else DATA.from_error(sentence))
         if fact.failure:
             text = f"HDF5 cannot lock a file in {fact.directory}{where}: {fact.failure}."
-            found.setdefault(fact.directory, NO_LOCKS.found(text))
-    if found:
-        return list(found.values())
+            findings.setdefault(fact.directory, NO_LOCKS.found(text))
+    if findings:
+        return list(findings.values())
     count = facts[0].files if facts[0] is not None else 0
     files = "" if not count else "; the data file can be opened" if count == 1 else f"; {count} data files can be opened"
     return [fine(f"Locks work in the run directory{files}.")]
@@ -390,14 +390,14 @@ def look(directory: Path, variable: str) -> ScratchFacts:
 
 def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> list[DoctorFinding]:
     """Return a finding for each directory with a fault, of the first node that has the fault."""
-    found: dict[str, DoctorFinding] = {}
+    findings: dict[str, DoctorFinding] = {}
     for rank, places in present(facts):
         where = f" of {job.hosts[rank]}" if len(job.nodes) > 1 else ""
         for fact in places:
             if (finding := _finding(fact, where)) is not None:
-                found.setdefault(fact.path, finding)
-    if found:
-        return list(found.values())
+                findings.setdefault(fact.path, finding)
+    if findings:
+        return list(findings.values())
     least: dict[str, int] = {}
     for _, places in present(facts):
         for fact in places:

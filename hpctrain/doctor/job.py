@@ -1,6 +1,6 @@
-"""The job of the doctor: each rank gathers facts, alone and then together, and rank 0 judges them all.
+"""The job of the doctor: each rank gathers facts, first alone and then together, and rank 0 judges all of them.
 
-`CHECKS` has all checks in the order of the table. Those that need all ranks are made in this order on each of them.
+`CHECKS` contains all checks in the order of the table. Those that need all ranks run in this order on each rank.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Examination:
     @property
     def all_findings(self) -> list[DoctorFinding]:
         """Return all findings in the order of the checks."""
-        return [finding for found in self.findings.values() for finding in found]
+        return [finding for findings in self.findings.values() for finding in findings]
 
 
 def gather_alone(place: OwnPlace, checks: Sequence[Check] = CHECKS) -> dict[str, Any]:

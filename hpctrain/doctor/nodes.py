@@ -1,6 +1,6 @@
-"""Checks of the nodes: memory, GPUs, kernels, versions, the time to start, clocks, and whether messages move during compute.
+"""Checks of the nodes: memory, GPUs, kernels, versions, start-up time, clocks, and whether messages move while layers compute.
 
-For each check, `gather_...` takes the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
+For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     assert node is not None
     count = ranks_of.get(worst, 1)
     need = count * rank_bytes / 1e9
-    told = (
+    sentence = (
         f"{counted(count, 'rank')} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
         f"{need:{'.1f' if need >= 0.1 else '.2g'}} GB by the plan of a step; it has {node.node_bytes / 1e9:.1f} GB."
     )
     if shares[worst] <= _TIGHT:
-        return [fine(told)]
+        return [fine(sentence)]
     kind = TOO_LITTLE if shares[worst] > 1 else TIGHT
-    return [kind.found(told, _mend_memory(job.config, planned, count, node.node_bytes))]
+    return [kind.found(sentence, _mend_memory(job.config, planned, count, node.node_bytes))]
 
 
 def _mend_memory(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
@@ -204,15 +204,15 @@ def from_start(text: str) -> DoctorFinding | None:
 def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
     """Return all faults of GPUs, or a finding on what there is."""
     aborted = next((finding for fact in facts if (finding := from_start(fact.probe)) is not None), None)
-    found = [] if aborted is None else [aborted]
+    findings = [] if aborted is None else [aborted]
     if job.config is not None and job.config.backend == "cuda":
-        found += _cuda(job, facts)
+        findings += _cuda(job, facts)
     unaware = [rank for rank, fact in enumerate(facts) if fact.probe.startswith(UNAWARE)]
     if unaware:
         reason = facts[unaware[0]].probe.partition(": ")[2]
-        found.append(HOST_MEMORY.found(f"MPI cannot send from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
-    if found:
-        return found
+        findings.append(HOST_MEMORY.found(f"MPI cannot send from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
+    if findings:
+        return findings
     counts = [_gpus_of(facts, ranks) for ranks in job.nodes.values()]
     if not any(counts):
         return [fine("No node shows a GPU.")]
@@ -226,9 +226,9 @@ def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
     for ranks in job.nodes.values():
         gpus = _gpus_of(facts, ranks)
         if gpus < len(ranks):
-            told = f"{job.hosts[ranks[0]]} has {counted(gpus, 'GPU')} for {len(ranks)} ranks"
+            sentence = f"{job.hosts[ranks[0]]} has {counted(gpus, 'GPU')} for {len(ranks)} ranks"
             most = f"at most {gpus} ranks on a node, or ask for {len(ranks)} GPUs" if gpus else "on nodes with GPUs"
-            return [FEW_GPUS.found(f"{told}, and backend is cuda.", f"Start {most}: --gpus-per-task=1.")]
+            return [FEW_GPUS.found(f"{sentence}, and backend is cuda.", f"Start {most}: --gpus-per-task=1.")]
     return []
 
 
@@ -465,8 +465,8 @@ def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> 
     if measured is None:
         return [fine("One rank: no messages.")]
     shares = {mode: measured.hidden(mode) for mode in measured.by_round}
-    told = "; ".join(f"{mode.in_words}: {_share(shares[mode])}" for mode in sorted(shares, key=list(ProgressMode).index))
-    sentence = f"Of {measured.wire_seconds * 1e3:.0f} ms of messages, hidden under as much computing: {told}."
+    by_mode = "; ".join(f"{mode.in_words}: {_share(shares[mode])}" for mode in sorted(shares, key=list(ProgressMode).index))
+    sentence = f"Of {measured.wire_seconds * 1e3:.0f} ms of messages, hidden under as much computing: {by_mode}."
     if max(shares.values()) >= _LITTLE:
         return [fine(sentence)]
     return [NOTHING_HIDES.found(sentence)]

@@ -1,7 +1,8 @@
-"""Checks of how the ranks were started: launcher, MPI library, cores and threads, and the configuration's grid on them.
+"""Checks of how the ranks were started: launcher, MPI library, cores and threads, and the configuration's grid.
 
-N processes that are each alone are the usual fault, and a silent one. Cores that are shared slow a training more than anything
-else. For each check, `gather_...` takes the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
+The most common fault, and one without a message, is N processes that are each alone. Shared cores slow a training more than
+anything else. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all
+ranks.
 """
 
 from __future__ import annotations
@@ -256,8 +257,8 @@ def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFin
     library = job.library or first.library
     if first.error or not library:
         return [NO_LIBRARY.from_error(first.error or "mpi4py loads no MPI library that is known here.")]
-    found = [*_other_launcher(first, family(library)), *_thread_level(library, first, job.config)]
-    return found or [fine(f"{library}.")]
+    findings = [*_other_launcher(first, family(library)), *_thread_level(library, first, job.config)]
+    return findings or [fine(f"{library}.")]
 
 
 def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
@@ -367,18 +368,18 @@ def judge_binding(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
     """Return whether ranks of a node have cores of their own."""
     described = describe_cores([fact.cpus for fact in facts], job.node_of)
     sentence = f"{described[0].upper()}{described[1:]}"
-    found = []
+    findings = []
     for ranks in job.nodes.values():
         masks = [facts[rank].cpus for rank in ranks]
         distinct = set(masks)
         shared = sum(map(len, masks)) > len(frozenset().union(*masks))
         if len(ranks) > 1 and len(distinct) == 1 and len(facts[ranks[0]].cores) > 1:
-            found.append((UNBOUND, len(facts[ranks[0]].cores) // len(ranks)))
+            findings.append((UNBOUND, len(facts[ranks[0]].cores) // len(ranks)))
         elif shared and len(distinct) > 1:
-            found.append((OVERLAP, len(frozenset().union(*(facts[rank].cores for rank in ranks))) // len(ranks)))
-    if not found:
+            findings.append((OVERLAP, len(frozenset().union(*(facts[rank].cores for rank in ranks))) // len(ranks)))
+    if not findings:
         return [fine(f"{sentence}.")]
-    kind, cores = min(found, key=lambda one: one[0] is not OVERLAP)
+    kind, cores = min(findings, key=lambda one: one[0] is not OVERLAP)
     return [kind.found(f"{sentence}{': they overlap' if kind is OVERLAP else ''}.", bind_line(job, max(1, cores)))]
 
 
@@ -413,14 +414,14 @@ def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], th
     most = max(ranks, key=lambda rank: facts[rank].most_threads)
     fact = facts[most]
     place = f"on {job.hosts[most]} " if len(job.nodes) > 1 else ""
-    told = f"{counted(len(ranks), 'rank')} {place}compute with {threads} threads on {counted(cores, 'core')}"
+    sentence = f"{counted(len(ranks), 'rank')} {place}compute with {threads} threads on {counted(cores, 'core')}"
     if fact.most_threads == 1:
-        return TOO_MANY_RANKS.found(f"{told}.", f"Start at most {cores} on a node, or ask for more cores per rank.")
+        return TOO_MANY_RANKS.found(f"{sentence}.", f"Start at most {cores} on a node, or ask for more cores per rank.")
     fitting = max(1, cores // len(ranks))
     guilty = [name for name, value in fact.variables.items() if value.isdecimal() and int(value) > fitting]
     because = f" ({', '.join(f'{name}={fact.variables[name]}' for name in guilty)})" if guilty else ""
     names = guilty or ["OMP_NUM_THREADS"]
-    return TOO_MANY_THREADS.found(f"{told}{because}.", f"export {' '.join(f'{name}={fitting}' for name in names)}")
+    return TOO_MANY_THREADS.found(f"{sentence}{because}.", f"export {' '.join(f'{name}={fitting}' for name in names)}")
 
 
 BINDING = Check("binding", "the cores that each rank may run on", (OVERLAP, UNBOUND), gather_cores, judge_binding)

@@ -1,4 +1,4 @@
-"""The doctor's report: a table for people, 80 characters wide, and the same for programs."""
+"""The doctor's report: a table for people, 80 characters wide, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def print_table(examination: Examination, *, strict: bool) -> None:
     for _ in range(2):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, found in examination.findings.items():
-        for number, finding in enumerate(found):
+    for name, findings in examination.findings.items():
+        for number, finding in enumerate(findings):
             table.add_row(name if not number else "", finding.severity.value, finding.sentence, style=_STYLES[finding.severity])
             if finding.mend:
                 table.add_row("", "mend", finding.mend)
@@ -51,10 +51,10 @@ def conclusion(examination: Examination, *, strict: bool) -> str:
     """Return the last line: whether a training would run well here."""
     counts = {severity: sum(one.severity is severity for one in examination.all_findings) for severity in Severity}
     faults, warnings = counts[Severity.FAULT], counts[Severity.WARNING]
-    told = f"{_count(faults, 'fault')} and {_count(warnings, 'warning')}"
+    total = f"{_count(faults, 'fault')} and {_count(warnings, 'warning')}"
     if not exit_code(examination.all_findings, strict=strict):
-        return "A training would run well here." if not warnings else f"A training would run here: {told}."
-    return f"{'A training would not run well here' if faults else 'Warnings count here'}: {told}."
+        return "A training would run well here." if not warnings else f"A training would run here: {total}."
+    return f"{'A training would not run well here' if faults else 'Warnings count here'}: {total}."
 
 
 def _count(number: int, noun: str) -> str:
@@ -92,8 +92,8 @@ def print_json(examination: Examination, *, strict: bool) -> None:
     """Print everything as one JSON object."""
     findings = [
         {"check": name, "severity": one.severity.value, "key": one.key, "sentence": one.sentence, "mend": one.mend}
-        for name, found in examination.findings.items()
-        for one in found
+        for name, of_check in examination.findings.items()
+        for one in of_check
     ]
     job = examination.job
     content = {

@@ -1,4 +1,4 @@
-"""The course of `hpctrain doctor` on one rank: what it finds alone, MPI's start, what it finds with the others, the report."""
+"""The course of `hpctrain doctor` on a rank: checks it makes alone, MPI's start, checks it makes with the others, the report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Findings from the flight records of all ranks: the first that went wrong, and where; one sentence each.
+"""Findings from the flight records of all ranks: the first rank that went wrong, and where; one sentence each.
 
-A rank that waits points to those that have not posted what it waits for. Followed from rank to rank this ends at one that waits
-for nobody, which held all others up, or runs in a circle. Where all have posted, one that does not move any more is to blame: a
-message also needs the processor of those that have posted it.
+A rank that waits points to the ranks that have not posted what it waits for. Following these pointers ends at a rank that does
+not wait, which held up all others, or runs in a circle. If all ranks have posted, a rank that no longer moves is to blame: a
+message also needs the processor of the ranks that posted it.
 
 The rules are pure functions of records. `find_records` reads those of a directory; `rank_table` and `autopsy_json` show them.
 """
@@ -333,12 +333,12 @@ def _comparable(operation: RecordedOperation) -> tuple[str, str]:
 def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], texts: Mapping[int, tuple[str, str]]) -> Autopsy:
     """Return the finding for ranks that posted different operations. The smallest group is to blame, or the later of two."""
     ordered = _by_size(texts)
-    said = "; ".join(
+    groups = "; ".join(
         f"{named(ranks)} the {posted[ranks[0]].operation} for {posted[ranks[0]].purpose}{posted_at(posted[ranks[0]])}"
         for ranks in ordered
     )
     others = [rank for ranks in ordered[1:] for rank in ranks]
-    return Autopsy((f"Ranks posted different operations as number {sequence} of {queue}: {said}.",), tuple(others))
+    return Autopsy((f"Ranks posted different operations as number {sequence} of {queue}: {groups}.",), tuple(others))
 
 
 def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:

@@ -1,9 +1,9 @@
-"""A thread that never computes, and ends the job where nothing moves any more: a data read, a kernel, an evaluation that hangs.
+"""A thread that never computes, and ends the job if nothing moves any more, as in a data read, a kernel or an evaluation.
 
-Waits among the ranks have a deadline of their own; but where all ranks hang alike, or one of them before it posts what the others
-wait for, nobody waits, or only those that are not to blame. Time is counted in ticks of the thread, so a job that a scheduler has
-suspended for an hour is an hour older, but has not been stuck for one. The thread also watches the keeper: a stopped keeper could
-not report the end of this rank to the launcher.
+Waits among ranks have their own deadline. But if all ranks hang alike, or one hangs before it posts what the others wait for,
+then no rank waits, or only ranks that are not to blame. Time is counted in ticks of the thread: a job that a scheduler suspended
+for an hour has not been stuck for an hour. The thread also watches the keeper, because a stopped keeper could not report the end
+of this rank to the launcher.
 """
 
 from __future__ import annotations

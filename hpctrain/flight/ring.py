@@ -1,7 +1,8 @@
-"""The file of a rank's flight record: a head, a ring of operations, and a table of names, in memory that the system keeps.
+"""The file of a rank's flight record: a head, a ring of operations and a table of names, in memory that the system keeps.
 
-The file is mapped, so what is written survives the process, however it ends: the system writes it to the disk. All numbers are
-little-endian words of 8 bytes. A record's first word, its number, is written last, so a torn record is one of no operation.
+The file is mapped, so its content survives any end of the process: the system writes it to the disk. All numbers are
+little-endian words of 8 bytes. The first word of an operation's record, its number, is written last, so a torn record belongs to
+no operation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The flight record of a process from its start until the run has a directory, in a directory shared by the ranks of one start.
+"""The flight record of a process until the run has a directory, in a directory shared by the ranks of one start.
 
-HPCTRAIN_RECORDS may name the directory, which all nodes may share. By default it lies on the node's own disk and is named after
-the launcher's process there, so that the ranks of a node share it. The run directory takes the record over. Records of starts
-that came to no run directory stay for `hpctrain autopsy`, those of the latest starts only.
+HPCTRAIN_RECORDS may name a directory, which nodes may share. By default it is on the node's own disk and is named after the
+launcher's process there, so that the ranks of a node share it. The run directory takes over the record. Records of starts without
+a run directory are kept for `hpctrain autopsy`, those of the latest starts only.
 """
 
 from __future__ import annotations

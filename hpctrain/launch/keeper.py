@@ -1,15 +1,15 @@
 """A small parent process, the keeper, that reports how its rank ended, and turns an unexplained end into a failure.
 
-A rank that some library ends by `_exit(0)` inside a step leaves nothing behind: MPICH's launcher kills the other ranks and
-reports success. Launchers count only the process that they have started, so that one becomes the keeper: it forks before MPI,
-NumPy and any thread exist, the child becomes the rank, and the keeper sleeps until the child ends. As it inherits the launcher's
-descriptors, the launcher takes the rank for alive until the keeper has spoken. docs/adr/0005 weighs it against other ways.
+A rank that a library ends by `_exit(0)` inside a step leaves nothing behind: MPICH's launcher kills the other ranks and reports
+success. Launchers watch only the process that they started, so that process becomes the keeper: it forks before MPI, NumPy and
+any thread exist, the child becomes the rank, and the keeper sleeps until the child ends. The keeper inherits the launcher's
+descriptors, so the launcher takes the rank for alive until the keeper has reported. docs/adr/0005 compares this with
+alternatives.
 
 Rank and keeper share counters in memory (`Pulse`): one grows with the rank's heartbeat, the other with the keeper's looks. A rank
-that is stopped, or in which a library never releases the interpreter's lock, cannot notice anything itself. Its keeper, a
-separate process, sees that the rank's counter stands still. A stopped keeper can neither end the rank nor report its end to the
-launcher; the rank's heartbeat sees that. Each side counts its own looks. So the time for which a whole job, keepers included, was
-suspended does not count as standing still.
+that is stopped, or in which a library never releases the interpreter's lock, cannot notice anything itself; its keeper sees that
+the rank's counter stands still. A stopped keeper can neither end the rank nor report its end; the rank's heartbeat sees that.
+Each side counts its own looks, so the time for which a whole job, including keepers, was suspended does not count.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Pulse:
 # promises a checkpoint, and jobs are requeued on it.
 _EXPLAINED = (BUG, USER_ERROR, DEADLINE)
 _FINISHED = b"."
-_MOST_SAID = 1 << 14
+_MESSAGE_BYTES = 1 << 14
 _STOPPED = "T"
 # A launcher that ends a whole job kills rank and keeper, in either order. Only a rank that was killed alone is reported.
 _ALONE_SECONDS = 0.1
@@ -139,31 +139,31 @@ class Keeper:
     """The keeper as its rank sees it.
 
     Attributes:
-        said: descriptor that the rank writes to; None without a keeper. pulse: shows the keeper that the rank is alive.
+        sender: descriptor that the rank writes to; None without a keeper. pulse: shows the keeper that the rank is alive.
     """
 
-    said: int | None = None
+    sender: int | None = None
     pulse: Pulse = field(default_factory=Pulse)
 
     def record(self, path: Path | None) -> None:
         """Tell the keeper where the rank's flight record is, in which the keeper marks the rank's end. None: nowhere."""
-        if self.said is not None:
+        if self.sender is not None:
             with contextlib.suppress(OSError):  # a program may have closed all descriptors
-                os.write(self.said, (b"" if path is None else os.fsencode(path.absolute())) + b"\n")
+                os.write(self.sender, (b"" if path is None else os.fsencode(path.absolute())) + b"\n")
 
     def finished(self) -> None:
         """Tell the keeper that the rank's end needs no explanation. End a keeper that stays stopped, and this process with it."""
-        if self.said is not None:
+        if self.sender is not None:
             with contextlib.suppress(OSError):
-                os.write(self.said, _FINISHED)
-                os.close(self.said)
+                os.write(self.sender, _FINISHED)
+                os.close(self.sender)
             if self.stays_stopped():
                 self.end()
 
     def stays_stopped(self) -> bool:
         """Return whether the keeper is stopped and stays so for a few seconds. A suspended job wakes it sooner."""
         end = time.monotonic() + _WAKE_SECONDS
-        while self.said is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
+        while self.sender is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
             if time.monotonic() > end:
                 return True
             time.sleep(_ALONE_SECONDS)
@@ -171,7 +171,7 @@ class Keeper:
 
     def end(self) -> None:
         """End the keeper, and with it this process: the launcher notices that and ends the job."""
-        if self.said is not None:
+        if self.sender is not None:
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(_WAKE_SECONDS)
 
@@ -200,17 +200,17 @@ def keep(
         return Keeper()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    heard, said = os.pipe()
+    receiver, sender = os.pipe()
     pulse = Pulse()
     pulse.keep()
     # Before the fork: if the launcher ends meanwhile, the keeper has another parent, and would watch nothing.
     watched = launchers(started_by(os.environ).rank_variable)
     child = fork_child()
     if child:
-        os.close(said)
-        _watch(_Rank(child, rank, heard, pulse, mark, record, MemoryGroup.own(), watched), held)
-    os.close(heard)
-    _OF_PROCESS.append(Keeper(said, pulse))
+        os.close(sender)
+        _watch(_Rank(child, rank, receiver, pulse, mark, record, MemoryGroup.own(), watched), held)
+    os.close(receiver)
+    _OF_PROCESS.append(Keeper(sender, pulse))
     return current_keeper()
 
 
@@ -219,13 +219,13 @@ class _Rank:
     """The rank as its keeper sees it.
 
     Attributes:
-        process: its number. heard: descriptor of its messages. mark, record: see `keep`. memory: of its control group.
+        process: its number. receiver: descriptor of its messages. mark, record: see `keep`. memory: of its control group.
         launchers: processes of the launcher on this node.
     """
 
     process: int
     rank: int | None
-    heard: int
+    receiver: int
     pulse: Pulse
     mark: Mark
     record: Path | None
@@ -234,12 +234,12 @@ class _Rank:
 
     def words(self) -> tuple[Path | None, bool]:
         """Return the rank's latest flight record, and whether its end needs no explanation."""
-        os.set_blocking(self.heard, False)
+        os.set_blocking(self.receiver, False)
         try:
-            said = os.read(self.heard, _MOST_SAID)
+            messages = os.read(self.receiver, _MESSAGE_BYTES)
         except BlockingIOError:  # a process that the rank has forked still holds the other end
-            said = b""
-        *records, last = said.split(b"\n")
+            messages = b""
+        *records, last = messages.split(b"\n")
         latest = self.record if not records else Path(os.fsdecode(records[-1])) if records[-1] else None
         return latest, last == _FINISHED
 

@@ -1,4 +1,4 @@
-"""The launcher's request, read from the environment: before MPI starts, and whether or not it does.
+"""Read from the environment what the launcher asked for: before MPI starts, and whether or not it starts.
 
 Imports neither NumPy nor mpi4py.
 """

@@ -1,7 +1,7 @@
-"""How a process ends: the exit codes of a job, the kinds of an end, and the last words of a process that gives up.
+"""How a process ends: the exit codes of a job, the kinds of an end, and the last output of a process that gives up.
 
-Exit codes are the same on every rank; 128 + n stands for an end by signal n that left no checkpoint. Last words are written in
-whole lines with the rank's place, in its log file, too, and by few ranks of a job.
+Exit codes are the same on every rank; 128 + n means an end by signal n without a checkpoint. Last words are written in whole
+lines with the rank's place, also to its log file, and by only a few ranks of a job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler's job of this process: its number, whether a job is alive, its age here and the time that it has left."""
+"""The scheduler's job of this process: its number, whether a job is alive, its age, and the time it has left."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ SLURM_END = "SLURM_JOB_END_TIME"
 
 def age_seconds() -> float:
     """Return the seconds since the launcher started this rank, or its keeper if it has one; 0 if the system does not tell."""
-    process = os.getpid() if keeper.current_keeper().said is None else os.getppid()
+    process = os.getpid() if keeper.current_keeper().sender is None else os.getppid()
     status = status_of(process)
     if status is None:
         return 0.0

@@ -1,12 +1,12 @@
-"""Segments of shared memory that dead processes of one's own jobs have left on this machine: remembered by name, and removed.
+"""Remove segments of shared memory that dead processes of the user's own jobs left on this machine.
 
-MPIs keep messages between ranks of a node in files of /dev/shm, which are memory. A job that ends in order removes them; one that
-is killed may leave them until the machine restarts. Whose the files there are cannot be told from outside; so each rank writes
-down those that it has mapped, in a file beside them, and the next job of the same user removes those of dead ranks alone.
+MPI libraries keep messages between ranks of a node in files of /dev/shm, which are memory. A job that ends in order removes them;
+one that is killed may leave them until the machine restarts. The files do not show who made them. So each rank records the
+segments it has mapped, in a file next to them, and the next job of the same user removes those of dead ranks only.
 
-A rank that is killed while MPI starts has mapped segments that it could not write down. So it says before that MPI starts; where
-it is dead and has said no more, files that only MPIs call so, that were made in the time of such a start, and that no process has
-mapped, are its own.
+A rank that is killed while MPI starts has mapped segments that it could not record. So it first records that MPI starts. If such
+a rank is dead and has recorded nothing else, files with MPI's names that were made during such a start, and that no process has
+mapped, are taken to be its segments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The signals that a process that computes holds back, and the mask that does it.
+"""The signals that a process that computes holds back, and the mask for them.
 
-Imports next to nothing: until the mask is set, a signal ends the process without a word.
+Imports almost nothing: until the mask is set, a signal ends the process without a word.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Signals of a process that computes: blocked in every thread, and taken by one thread that sleeps in the kernel.
+"""Take the signals of a process that computes: they are blocked in every thread, and one thread sleeps in the kernel for them.
 
-No handler may run on a thread that computes. The kernels that oneDNN generates use the stack pointer as a register, so the frame
-of a handler is written wherever it points, and the process dies. The mask is set before NumPy, MPI or any thread exists, so that
-every thread inherits it. A thread that waits in `sigwaitinfo` costs a step nothing, and still answers while the others hang.
+No handler may run on a thread that computes. The kernels that oneDNN generates use the stack pointer as a register, so a
+handler's frame would be written to any address, and the process would die. The mask is set before NumPy, MPI or any thread
+exists, so every thread inherits it. A thread that waits in `sigwaitinfo` costs a step nothing, and still answers while other
+threads hang.
 """
 
 from __future__ import annotations

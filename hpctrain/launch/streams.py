@@ -1,7 +1,7 @@
 """Standard streams of a process: open what its starter closed, survive a full disk, and flush before the end.
 
-A starter may close a descriptor (`>&-`; some batch systems close stdin). A standard output that is a file may be on a disk which
-is full or fails: a run does not end because of what it prints.
+A starter may close a descriptor (`>&-`; some batch systems close stdin). Standard output may be a file on a disk that is full or
+fails: a run does not end because of what it prints.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class ForgivingFile(io.RawIOBase):
                 raise
             if not self._told:
                 self._told = True
-                said = f"hpctrain: the standard output cannot be written ({error.strerror}); the run continues without it.\n"
+                sentence = f"hpctrain: the standard output cannot be written ({error.strerror}); the run continues without it.\n"
                 with contextlib.suppress(OSError):
-                    os.write(2, said.encode())
+                    os.write(2, sentence.encode())
             return len(data)
 
 

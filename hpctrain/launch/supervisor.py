@@ -1,11 +1,10 @@
-"""Restart a training that fails: from its newest checkpoint, after a pause that grows, on other nodes where one is bad.
+"""Restart a training that fails: from its newest checkpoint, after a growing pause, and without nodes that failed repeatedly.
 
 `TrainCommand` finds the training in a command line and makes the command of the next attempt. `SupervisedCommand` runs a command:
-it is told of requests to stop once, and leaves no process behind. The command is in a process group of its own, so that Ctrl-C at
-a terminal reaches the supervisor alone: launchers that get it twice kill their ranks. Processes whose parent ends before them
-become children of the supervisor, which ends those that stay. Where the supervisor is killed, the system sends the command
-SIGTERM. `Supervisor` decides after each attempt. It knows no MPI and no files: how an attempt is run, and what it has left, are
-told by others.
+it passes on a request to stop once, and leaves no process behind. The command has a process group of its own, so Ctrl-C at a
+terminal reaches only the supervisor: launchers that get it twice kill their ranks. Processes whose parent ends before them become
+children of the supervisor, which ends those that stay. If the supervisor is killed, the system sends the command SIGTERM.
+`Supervisor` decides after each attempt. It knows neither MPI nor files: the caller runs attempts and reports what they left.
 """
 
 from __future__ import annotations

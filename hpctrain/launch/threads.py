@@ -1,4 +1,4 @@
-"""Threads per rank: the rank's cores, set before NumPy is imported. Imports no NumPy."""
+"""Set the number of threads per rank: by default the rank's cores. Runs before NumPy is imported, and does not import it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Figures, drawn by matplotlib: as SVG for a page, whose colours are the page's, or as PNG files on white.
+"""Figures, drawn by matplotlib: as SVG for a page, with the page's colours, or as PNG files on white.
 
-Colours are names that a page gives a meaning for light and for dark, with values for pictures. Figures of curves show runs by
-colour, training as a thin line, evaluations as a strong one with a mark for each. Figures of traced runs show where the time of a
-step goes by layer, and the last step of every rank on one line of time.
+Colours are names, for which a page defines values in light and dark. Figures of curves distinguish runs by colour; training is a
+thin line, evaluations are a strong line with marks. Figures of traced runs show the time of a step by layer, and the last step of
+every rank on one time line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A report on runs as one HTML file that needs nothing else: tables, figures, styles and a small program.
 
-`report_page` decides what stands in each part, `result_of` turns the judgement of a test set into a table of confusions and
+`report_page` decides the content of each part, `result_of` turns the judgement of a test set into a table of confusions and
 pictures, and `html` renders the page.
 """
 

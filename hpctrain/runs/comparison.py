@@ -1,4 +1,4 @@
-"""Runs side by side: results, differences of settings and versions, and the step at which their bits part."""
+"""Compare runs: results, differences of settings and versions, and the step at which their bits begin to differ."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All that a run's directory tells for a report: settings, versions, checkpoints, the results in a few figures, and curves.
+"""Read what a run's directory contains for a report: settings, versions, checkpoints, the main results, and curves.
 
-`read_runs` reads directories, `summary` the results of one run, and `panels` what was measured in training and in evaluations,
-over the epochs.
+`read_runs` reads directories, `summary` returns the results of one run, and `panels` the measures of training and evaluations
+over epochs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Jobs on a site: planned from sizes, account and queue that were asked for, rendered as a script, and submitted.
+"""Plan a job on a site, render its script, and submit it.
 
-The request is checked against the site's profile before anything is written. The script is made from one set of templates, the
-profile and the job. It is written next to the runs and handed to the scheduler; without a scheduler it is started in the
-background.
+The request (sizes, account, queue) is checked against the site's profile before anything is written. The script is made from
+templates, the profile and the job. It is written next to the runs and passed to the scheduler; without a scheduler it is started
+in the background.
 """
 
 from __future__ import annotations
@@ -238,20 +238,20 @@ def _cores(site: Site, request: JobRequest, ranks: int) -> int:
 def _directives(site: Site, request: JobRequest) -> Sequence[tuple[str, str]]:
     """Return account, queue and the profile's own options. Refuse what was asked for and has no option."""
     profile = site.profile
-    found = []
+    directives = []
     for word, field, asked in (("--account", profile.account, request.account), ("--queue", profile.queue, request.queue)):
         if asked is not None and field is None:
             raise ConfigError(f"{word} is {asked}, but site {site.name} has none; leave it out.")
     if profile.account is not None and profile.account.needed and request.account is None:
         raise ConfigError(f"Site {site.name} refuses jobs without an account; give --account.")
     if profile.account is not None and request.account is not None:
-        found.append((_with_value(profile.account.option, _word("--account", request.account)), ""))
+        directives.append((_with_value(profile.account.option, _word("--account", request.account)), ""))
     queue = profile.queue.value if profile.queue is not None else None
     if request.queue is not None:
         queue = _word("--queue", request.queue)
     if profile.queue is not None and queue is not None:
-        found.append((_with_value(profile.queue.option, queue), ""))
-    return [*found, *((option, directive.why) for option, directive in profile.directives.items())]
+        directives.append((_with_value(profile.queue.option, queue), ""))
+    return [*directives, *((option, directive.why) for option, directive in profile.directives.items())]
 
 
 def _word(option: str, text: str) -> str:

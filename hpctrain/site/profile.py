@@ -1,7 +1,7 @@
-"""Site profiles: all that a job script must know of a machine, as frozen data, each setting with its reason and its source.
+"""Site profiles: everything a job script must know of a machine, as frozen data, each setting with its reason and its source.
 
-Profiles are files of YAML: those that are installed with hpctrain, and a user's own, which may extend one. `read_site` finds one
-by name, and turns pydantic's errors into key paths and full sentences.
+Profiles are YAML files, installed with hpctrain or written by users, and may extend each other. `read_site` finds one by name,
+and turns pydantic's errors into key paths and full sentences.
 """
 
 from __future__ import annotations

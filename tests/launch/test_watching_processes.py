@@ -171,7 +171,7 @@ _TELLS = ({"OMPI_MCA_mpi_ft_enable": "1"}, {"MPI_LOCALNRANKS": "1"})
         (_RECORDS + "os._exit(1)", {}, 1, f"/latest: 1\nhpctrain: {_UNSAID.format(1)}"),
         (_RECORDS + "os._exit(130)", {}, 130, "/latest: 2\n"),
         (_RECORDS + "finished()", {}, 0, ""),
-        (_RECORDS + "finished(); sys.exit(keeper.said)", {"HPCTRAIN_KEEPER": "0"}, 0, ""),
+        (_RECORDS + "finished(); sys.exit(keeper.sender)", {"HPCTRAIN_KEEPER": "0"}, 0, ""),
         ("os.kill(started, signal.SIGSTOP); time.sleep(0.1); finished(); print('never')", {}, -9, ""),
     ],
 )

@@ -62,8 +62,8 @@ class CudaBatchNorm(InPlace, CudaOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
     Statistics and coefficients are in the dtype of parameters, made in float64 from sums over parts of the rows. Backward reads
-    only x and dy. It computes from x again what the ReLU has stopped; after an addition, forward keeps one bit per element for
-    this. `backward_parameters` makes coefficients that `backward_input` reads, so it comes first.
+    only x and dy. It computes from x again where the ReLU was inactive; after an addition, forward keeps one bit per
+    element for this. `backward_parameters` makes coefficients that `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
@@ -154,7 +154,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
 
     @property
     def _kind(self) -> str:
-        """Return the part of kernels' names that says how backward finds what the ReLU has stopped."""
+        """Return the part of kernels' names that says how backward finds where the ReLU was inactive."""
         return "_mask" if self._stores_mask else "_relu" if self.norm.relu else ""
 
     @property

@@ -27,7 +27,7 @@ from hpctrain.backend.specs import LinearSpec, SoftmaxCrossEntropySpec, TensorSp
 class CudaLinear(SufficientFactors, CudaOperator):
     """y (N, out) = x (N, in) @ weight (in, out) + bias (out); weight in the dtype of activations, bias in that of parameters.
 
-    All products sum in the dtype of parameters, and so are the gradients of weight and bias written. Beside bfloat16 the product
+    All products sum in the dtype of parameters, and the gradients of weight and bias are written in it. For bfloat16 the product
     goes to scratch in float32, so that the sum with the bias is rounded once.
     """
 

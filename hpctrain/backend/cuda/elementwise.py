@@ -108,7 +108,7 @@ class SamplePlace:
 
     @property
     def run(self) -> int:
-        """The largest number so that all aligned runs of that many elements are neighbours there, at a multiple of it."""
+        """The largest number of elements such that all aligned runs of that many are contiguous there, at multiples of it."""
         return math.gcd(self.shape[2], self.first, self.step0, self.step1)
 
 

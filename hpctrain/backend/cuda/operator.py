@@ -113,7 +113,7 @@ class ColumnSums:
         """Enqueue the sums over x's rows; `partial` is of the shape and dtype of `scratch`.
 
         Args:
-            relu: the output of a ReLU, of the shape of x, its output's gradient: x becomes that of its input first, in place.
+            relu: the output of a ReLU, of the shape of x. x is its output's gradient, and first becomes its input's, in place.
         """
         arrays = (x,) if relu is None else (x, relu)
         if self._blocks == 1:

@@ -20,7 +20,7 @@ from hpctrain.backend.cuda.runtime import CudaRuntime, host_dtype
 
 
 class EventPool:
-    """Events for reuse, after the last question about them: a stream that waits for an event waits for what it marked then."""
+    """Events for reuse by the host. A stream that waits for one waits for what it marked then, so it may be recorded again."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
@@ -31,7 +31,7 @@ class EventPool:
         return self._free.pop() if self._free else self._runtime.device.event()
 
     def give_back(self, event: DeviceEvent) -> None:
-        """Let the next one have it."""
+        """Return an event to the pool."""
         self._free.append(event)
 
 
@@ -50,67 +50,68 @@ class CudaTransit:
 
 
 @dataclass
-class _Place:
-    """The mirror of the memory of an array, and the event after the latest copies from it, if any.
+class _Mirror:
+    """Pinned memory for an array and all arrays inside of it.
 
-    pointer: where the array begins on the device. memory: pinned, uint8, as long as the array.
+    pointer: where the array begins on the device. memory: uint8, as long as the array.
+    copied_back: after the latest copies from it; None if there are none.
     """
 
     pointer: int
     memory: np.ndarray
-    read: DeviceEvent | None = None
+    copied_back: DeviceEvent | None = None
 
-    def has(self, array: Array) -> bool:
-        """Return whether the whole array lies in this one."""
+    def covers(self, array: Array) -> bool:
+        """Return whether the array lies inside of the mirrored one."""
         return bool(self.pointer <= array.pointer and array.pointer + array.nbytes <= self.pointer + self.memory.size)
 
-    def mirror(self, array: Array) -> np.ndarray:
-        """Return the part of the mirror that is an array's, flat."""
+    def view(self, array: Array) -> np.ndarray:
+        """Return the part of the memory that mirrors an array, flat."""
         begin = array.pointer - self.pointer
         part: np.ndarray = self.memory[begin : begin + array.nbytes].view(host_dtype(array))
         return part
 
 
 class CudaMirrors:
-    """Implements `HostMirrors` on one device. Events are used again by later operations."""
+    """Implements `HostMirrors` on one device. Later operations reuse events."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.copied, self.pinned_bytes = StagedBytes(), 0
         self._runtime = runtime
         self._to_host = runtime.device.stream("to the host")
         self._from_host = runtime.device.stream("from the host")
-        self._places: dict[tuple[int, int], _Place] = {}  # by address and bytes of an array
-        self._covered: list[_Place] = []
+        self._mirrors: dict[tuple[int, int], _Mirror] = {}  # by address and bytes of an array
+        self._covering: list[_Mirror] = []
         self._pool = EventPool(runtime)
 
     def mirror(self, array: Array) -> np.ndarray:
         key = array.pointer, array.nbytes
-        if key not in self._places:
-            covered = next((place for place in self._covered if place.has(array)), None)
-            self._places[key] = self._place(array) if covered is None else covered
-        place = self._places[key]
-        if place.read is not None:
-            place.read.synchronize()
-            self._pool.give_back(place.read)
-            place.read = None
-        return place.mirror(array)
+        if key not in self._mirrors:
+            covering = next((mirror for mirror in self._covering if mirror.covers(array)), None)
+            self._mirrors[key] = self._make(array) if covering is None else covering
+        mirror = self._mirrors[key]
+        if mirror.copied_back is not None:
+            mirror.copied_back.synchronize()
+            self._pool.give_back(mirror.copied_back)
+            mirror.copied_back = None
+        return mirror.view(array)
 
     def cover(self, array: Array, instead_of: Array | None = None) -> None:
-        old = [] if instead_of is None else [place for place in self._covered if place.pointer == instead_of.pointer]
-        for place in old:
-            self._forget(place)
-        self._covered.append(self._place(array))
+        old = [] if instead_of is None else [mirror for mirror in self._covering if mirror.pointer == instead_of.pointer]
+        for mirror in old:
+            self._forget(mirror)
+        self._covering.append(self._make(array))
 
-    def _forget(self, place: _Place) -> None:
-        if place.read is not None:
-            place.read.synchronize()  # its memory must not be freed while it is copied from
-        self._covered.remove(place)
-        self._places = {key: other for key, other in self._places.items() if other is not place}
-        self.pinned_bytes -= place.memory.nbytes
+    def _forget(self, mirror: _Mirror) -> None:
+        if mirror.copied_back is not None:
+            mirror.copied_back.synchronize()  # its memory must not be freed while it is copied from
+        self._covering.remove(mirror)
+        self._mirrors = {key: other for key, other in self._mirrors.items() if other is not mirror}
+        self.pinned_bytes -= mirror.memory.nbytes
 
-    def _place(self, array: Array) -> _Place:
+    def _make(self, array: Array) -> _Mirror:
         self.pinned_bytes += array.nbytes
-        return _Place(array.pointer, self._runtime.device.pinned(array.nbytes))
+        return _Mirror(array.pointer, self._runtime.device.pinned(array.nbytes))
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> CudaTransit:
         begun = self._pool.take()
@@ -131,14 +132,14 @@ class CudaMirrors:
         if intervals:
             if transit.copied is None:  # else the host has seen that the work before the operation is done
                 self._from_host.wait(transit.begun)
-            place, flat, arrived = self._places[array.pointer, array.nbytes], array.reshape(-1), self._pool.take()
-            mirror = place.mirror(array)
+            mirror, flat, arrived = self._mirrors[array.pointer, array.nbytes], array.reshape(-1), self._pool.take()
+            values = mirror.view(array)
             for begin, end in intervals:
-                self._runtime.device.upload(self._from_host, flat[begin:end], mirror[begin:end])
+                self._runtime.device.upload(self._from_host, flat[begin:end], values[begin:end])
                 self.copied.from_host += (end - begin) * array.itemsize
             self._from_host.record(arrived)
             self._runtime.stream.wait(arrived)
-            place.read = arrived
+            mirror.copied_back = arrived
         self._pool.give_back(transit.begun)
         if transit.copied is not None:
             self._pool.give_back(transit.copied)
