@@ -54,7 +54,7 @@ class LinkWork:
     waiting: list[Any] = field(default_factory=list)
 
     def advance(self) -> bool:
-        """Go on as far as messages allow; True at the end."""
+        """Do the steps that messages allow; return whether all are done."""
         while True:
             self.waiting = [handle for handle in self.waiting if not handle.test()]
             if self.waiting:

@@ -41,7 +41,7 @@ def _protect(address: int, size_bytes: int, rights: int) -> None:
 
 
 class GuardedMemory:
-    """So many zeroed bytes, aligned to ALIGNMENT_BYTES, between canaries and then pages on which every access is a fault.
+    """Zeroed bytes, aligned to ALIGNMENT_BYTES, between canaries and then pages on which every access is a fault.
 
     In front of the bytes are at least ALIGNMENT_BYTES of canary, after them the canary continues to the next multiple of it.
     """
@@ -69,7 +69,7 @@ class GuardedMemory:
         return ""
 
     def take_away(self) -> None:
-        """Make every access a fault, and give the memory back."""
+        """Make every access a fault, and free the memory."""
         self.pages.madvise(mmap.MADV_DONTNEED)
         _protect(self.begin, self.end - self.begin, _NO_ACCESS)
 
@@ -190,7 +190,7 @@ _NOBODY_HAS_WRITTEN = 0xFF
 
 
 class PinnedMemory:
-    """All of it that a device has given out."""
+    """All pinned memory of a device."""
 
     def __init__(self) -> None:
         self._ends: dict[int, int] = {}  # begin -> end

@@ -99,8 +99,8 @@ class Work:
 
     Args:
         after: it is done after this. keep_alive: arrays whose memory stays in use until it is done.
-        reads, writes: host memory. goes_on: is asked while the piece is the next one, as it needs other devices; True once it can
-            be done.
+        reads, writes: host memory. goes_on: polled while the piece is the next one, because it needs other devices; returns
+            whether it can be done.
     """
 
     text: str
