@@ -74,7 +74,7 @@ def start(
         threads: that this rank computes with; by default OMP_NUM_THREADS, else its share of the cores.
         progress: how messages move while kernels run: "auto" (measured), "none", "test", "thread" or "posting".
         deadline_seconds: that a rank waits for the others before it ends the job; and, under a launcher or with `flight`, that it
-            may go on with nothing of hpctrain moving in it.
+            may continue with nothing of hpctrain moving in it.
         automatic: a network for which the grid is chosen now; rows and cols do not count then.
         flight: a directory in which each rank keeps its flight record, for `hpctrain autopsy`; None: nothing is kept.
         signals: a request to stop (INT, TERM, USR1, HUP) sets `Job.stop_requested` instead of ending the process.
@@ -129,7 +129,7 @@ class _Asked:
         return {name: getattr(self, name) for name in alike} | {"automatic": self.automatic is not None}
 
     def check(self, watch: SignalWatch | None) -> None:
-        """Raise what is wrong, alike on all ranks. watch: of signals, where there is one."""
+        """Raise what is wrong, alike on all ranks. watch: of signals, if there is one."""
         if self.progress not in _PROGRESS:
             raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
         if self.deadline_seconds <= 0:
@@ -175,7 +175,7 @@ def _finishing(job: Job) -> Iterator[None]:
             job.progress.drain()
         job.checkpoints.finish()
     except BaseException as error:
-        # These two are of all ranks, and the checkpoint on its way is what a user goes on from; of other errors the rest may not
+        # These two are of all ranks, and the checkpoint on its way is what a user resumes from; of other errors the rest may not
         # know. One rank can wait in any case, and has to: Python may crash where it ends under a thread that writes.
         if job.size == 1 or isinstance(error, DivergedError | CorruptedStateError):
             job.checkpoints.finish_after_error()
@@ -185,7 +185,7 @@ def _finishing(job: Job) -> Iterator[None]:
 
 
 def _program() -> Path | None:
-    """Return the file of the program, where it is one."""
+    """Return the file of the program, if it is one."""
     name = getattr(sys.modules["__main__"], "__file__", None)
     return Path(name) if name is not None and Path(name).is_file() else None
 
@@ -223,7 +223,7 @@ def model(name: str, **options: Any) -> Layer:
 def schedule(
     name: str, *, base_lr: float, epochs: int, steps_per_epoch: int, warmup_epochs: float = 0.0, **options: Any
 ) -> LearningRateSchedule:
-    """Return a learning-rate schedule, such as "cosine": `lr(step)` gives the rate of a step.
+    """Return a learning-rate schedule, such as "cosine": `lr(step)` returns the rate of a step.
 
     Raises:
         ConfigError: no such name, or an option that is wrong.

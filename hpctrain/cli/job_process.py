@@ -149,7 +149,7 @@ class ConfiguredProcess(JobProcess):
         smoke: whether sessions only try the configuration out. options: of the command; they must be equal on all ranks.
 
     Attributes:
-        world: all ranks, once MPI has started, and later those that are left. memory: of the run, if ranks are lost.
+        world: all ranks, once MPI has started, and later those that are left. shrink_state: what outlives lost ranks.
         flight: the record of the process in the present world.
     """
 
@@ -162,7 +162,7 @@ class ConfiguredProcess(JobProcess):
         self._trial: SmokeTrial | None = None
         from hpctrain.job.lost_ranks import ShrinkState  # here: `hpctrain --help` loads this module and does not need it
 
-        self.memory, self._watch = ShrinkState(), watch
+        self.shrink_state, self._watch = ShrinkState(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
         self._asked = False  # this rank was at the end of the run, and has asked the others
@@ -170,11 +170,11 @@ class ConfiguredProcess(JobProcess):
         self._device_messages: str | None = None
 
     def end_mpi(self) -> None:
-        if not self.memory.shrunk:  # MPI cannot always end after a loss: see `leave`
+        if not self.shrink_state.shrunk:  # MPI cannot always end after a loss: see `leave`
             super().end_mpi()
 
     def leave(self, code: int) -> NoReturn:
-        if self.memory.shrunk and self.world is not None:
+        if self.shrink_state.shrunk and self.world is not None:
             from hpctrain.comm import mpi
 
             keeper.current_keeper().finished()
@@ -222,17 +222,19 @@ class ConfiguredProcess(JobProcess):
                     raise
                 self.flight.ended(End.WENT_ON, str(error))
             except HpctrainError as error:
-                if self.memory.lost:  # the loss, which the user has not seen, caused the error; another start may succeed
-                    raise RankLostError(f"{self.memory.loss()}, and without it the run cannot go on.\n{error}") from error
+                if self.shrink_state.lost:  # the loss, which the user has not seen, caused the error; another start may succeed
+                    raise RankLostError(
+                        f"{self.shrink_state.loss()}, and without it the run cannot continue.\n{error}"
+                    ) from error
                 raise
             self.watched.close()
             repeated = None
             self._shrink(self._config)
 
     def _attempt(self, work: Training, resume: str | None, repeated: str | None) -> bool:
-        if self.memory.shrunk:
-            self.memory.agree(self._joined)
-            resume = self.memory.resume(resume)
+        if self.shrink_state.shrunk:
+            self.shrink_state.agree(self._joined)
+            resume = self.shrink_state.resume(resume)
         return work(self._session(resume, repeated, goes_on=True), resume, repeated, self._complete)
 
     def _goes_on(self) -> bool:
@@ -260,13 +262,14 @@ class ConfiguredProcess(JobProcess):
             mpi.all_done(before, done=False)
         self._asked = False
         self.world, lost = mpi.shrunk(before, self.flight)
-        self.memory.loses(before.size, lost, step)
+        self.shrink_state.loses(before.size, lost, step)
         if self._watch is not None:
             self._watch.renumber(self.world.rank)
         gc.collect()  # replica, loaders and groups of the old world, and the errors that hold them, refer to each other
         if self.world.size < config.on_lost_rank.least:
             raise RankLostError(
-                f"{self.memory.loss()}, which leaves {self.world.size}, but on_lost_rank.least is {config.on_lost_rank.least}; "
+                f"{self.shrink_state.loss()}, which leaves {self.world.size}, "
+                f"but on_lost_rank.least is {config.on_lost_rank.least}; "
                 "start again with --resume."
             )
 

@@ -113,7 +113,7 @@ def train(
             steps=steps,
             schedule_from=repeated,
             style=style,
-            state=job.memory,
+            state=job.shrink_state,
             complete=complete,
         )
 
@@ -134,7 +134,7 @@ def train(
         if job.rank() == 0:
             stopped_file.touch()
         stopped = False
-    if stopped or job.memory.shrunk:
+    if stopped or job.shrink_state.shrunk:
         job.leave(STOPPED if stopped else FINISHED)
 
 
@@ -156,10 +156,10 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
 
 def _remove_trial(job: ConfiguredProcess) -> None:
     """Remove the run directory of a trial that passed, on rank 0, and print that. No rank writes to it any more."""
-    if job.rank() == 0 and job.memory.directory is not None:
+    if job.rank() == 0 and job.shrink_state.directory is not None:
         from hpctrain.run.smoke import remove_run
 
-        print(remove_run(job.memory.directory), flush=True)
+        print(remove_run(job.shrink_state.directory), flush=True)
 
 
 @click.command()

@@ -33,7 +33,7 @@ from hpctrain.core.intervals import ShardsOfRank, even
 
 
 class Compressor(ABC):
-    """Messages of arrays of one size and dtype.
+    """An interface that turns arrays of one size and dtype into messages and back.
 
     An array that holds something that is not finite has a message that does too, so that its receivers learn of it.
 
@@ -131,7 +131,7 @@ class MessageParts:
 
 
 class MessageBuffers:
-    """Parts and buffers of messages, made once for each size: the same few serve step after step."""
+    """Parts and buffers of messages, made once for each size and used step after step."""
 
     def __init__(self, caster: Caster) -> None:
         self._caster = caster

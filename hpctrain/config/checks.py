@@ -76,12 +76,12 @@ def transport_fault(transport: str) -> str:
 
 
 def sparse_fault() -> str:
-    """Return the sentence that refuses NCCL beside an averager that chooses what travels on the host."""
+    """Return the sentence that refuses NCCL with an averager that chooses what travels on the host."""
     return "transport is nccl, but averager sparse chooses on the host what travels; set transport to auto, staged or mpi."
 
 
 def shrink_fault() -> str:
-    """Return the sentence that refuses NCCL where a run is to go on without lost ranks."""
+    """Return the sentence that refuses NCCL where a run is to continue without lost ranks."""
     return (
         "transport is nccl, whose operations do not end when a rank is lost, and on_lost_rank is shrink; set transport to "
         "staged, or on_lost_rank to stop."
@@ -89,7 +89,7 @@ def shrink_fault() -> str:
 
 
 def mixing_fault(kernels: str) -> str:
-    """Return the sentence that refuses mixed images beside a kernel set whose loss takes one label of each sample."""
+    """Return the sentence that refuses mixed images with a kernel set whose loss takes one label of each sample."""
     return (
         f"data.mixing mixes the labels of images, which the loss of backend {kernels} does not take so far; set "
         f"data.mixing.mixup and data.mixing.cutmix to 0, {_HOST_SETS}."
@@ -97,7 +97,7 @@ def mixing_fault(kernels: str) -> str:
 
 
 def progress_fault(mode: str) -> str:
-    """Return the sentence that refuses a thread for messages beside a device, whose work one thread enqueues."""
+    """Return the sentence that refuses a thread for messages with a device, whose work one thread enqueues."""
     return (
         f"progress is {mode}, but one thread enqueues the work of backend cuda, copies of what travels included, and its kernels "
         f"need no core; set progress to auto or test, {_HOST_SETS}."
@@ -105,7 +105,7 @@ def progress_fault(mode: str) -> str:
 
 
 def wire_fault(wire: str) -> str:
-    """Return the sentence that refuses parameters in 16 bits beside a device."""
+    """Return the sentence that refuses parameters in 16 bits with a device."""
     return (
         f"averager.wire_parameters is {wire}, but on backend cuda parameters travel as they are so far; set it to float32, "
         f"{_HOST_SETS}."
@@ -156,7 +156,7 @@ def check_names(config: Config, source: Source) -> None:
 
 
 def refusal(path: KeyPath, name: str) -> str | None:
-    """Return the sentence that refuses the name of a section; None where its registry has it."""
+    """Return the sentence that refuses the name of a section; None if its registry has it."""
     try:
         choice(kind_of(path), name)
     except ConfigError as error:
@@ -279,7 +279,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     else:
         yield from _fault(("averager",), config.averager, lambda: _make_strategy(config))
     for path, kind in LISTS.items():
-        # A reporter may open files or connections where it is made.
+        # A reporter may open files or connections when it is made.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
             yield from _fault((*path, index), item, partial(make, item.name, item.options))
@@ -310,7 +310,7 @@ def _automatic_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _optimizer(config: Config) -> Optimizer:
-    """Return the configured one; any, where that has a fault, which is told at its own place."""
+    """Return the configured optimiser; any other if that has a fault, which is reported at its own place."""
     try:
         return OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
     except HpctrainError:

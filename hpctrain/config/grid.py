@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def model_options(config: Config, classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Return those of the configuration, with what the data and the batch_norm section say where it is silent.
+    """Return the options of the configured model, completed by the data and the section batch_norm.
 
     classes, image_shape: of the data, (H, W, C).
     """
@@ -63,7 +63,7 @@ def layer_names(config: Config) -> tuple[str, ...]:
 
 
 def splits_parameters(config: Config) -> bool:
-    """Return whether each rank of a split group holds a part of some parameters; False where model or plan have a fault."""
+    """Return whether each rank of a split group holds a part of some parameters; False if model or plan have a fault."""
     graph = model_graph(config)
     if graph is None or config.grid.rows == 1:
         return False
@@ -78,7 +78,7 @@ def splits_parameters(config: Config) -> bool:
 
 
 def model_graph(config: Config, side: int | None = None, *, refuses: bool = False) -> Graph | None:
-    """Return the model for one image of its usual size, or of side x side; None where the model has a fault.
+    """Return the model for one image of its usual size, or of side x side; None if the model has a fault.
 
     Raises:
         HpctrainError: the fault, where `refuses`.

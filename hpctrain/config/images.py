@@ -89,7 +89,7 @@ def _steps(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 def _least(config: Config, refused: int) -> int | None:
-    """Return the smallest side above a refused one that the model takes, by halving; None where its own images are no larger."""
+    """Return the smallest side above a refused one that the model takes, by halving; None if its own images are no larger."""
     least = min(catalogue.image_shape(config.model.name)[:2])
     if least <= refused:
         return None

@@ -23,7 +23,7 @@ from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 
 def dump(config: Config) -> str:
-    """Return the whole configuration, defaults included, as YAML; `parse(dump(config))` gives an equal one."""
+    """Return the whole configuration, defaults included, as YAML; `parse(dump(config))` returns an equal one."""
     # Not allow_unicode: PyYAML would write U+0085 and its like as line breaks, which fold to spaces when read.
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
 
@@ -40,7 +40,7 @@ NAMED_LISTS = (("data", "augment"), ("data", "evaluate_augment"), ("metrics", "r
 
 
 def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the schema of the mapping at a path; None where there is none."""
+    """Return the schema of the mapping at a path; None if there is none."""
     kind: Any = Config
     for part in path:
         if isinstance(part, int):
@@ -62,7 +62,7 @@ def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
 def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tuple[KeyPath, str]]:
     """Return (key path, sentence) of each fault, in the order of the schema.
 
-    A key that is missing because it is misspelt beside is one fault, not two. What a section lacks is not told where its name
+    A key that is missing because it is misspelt is one fault, not two. What a section lacks is not reported if its name
     is unknown.
 
     Args:
@@ -144,7 +144,7 @@ def _items(path: KeyPath) -> int:
 
 
 def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
-    """Return the rule that a value breaks, with the nearest legal one where there is one."""
+    """Return the rule that a value breaks, with the nearest legal one if there is one."""
     context, section = item.get("ctx", {}), section_at(path)
     if item["type"] == "model_type" and section is not None:
         name = "a name or " if issubclass(section, Named) else f"{AUTO} or " if issubclass(section, OpenSection) else ""
@@ -193,7 +193,7 @@ def _digits(text: str) -> list[str]:
     return sorted(character for character in text if character.isdigit())
 
 
-#: (path of a section, its name) -> the sentence that refuses the name; None where a registry has it
+#: (path of a section, its name) -> the sentence that refuses the name; None if a registry has it
 Refusal = Callable[[KeyPath, str], str | None]
 
 
@@ -204,7 +204,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     gives those who check them the places for their messages.
 
     Args:
-        refusal: asked about every name once there is a fault, so that an unknown name is told before what follows from it.
+        refusal: asked about every name once there is a fault, so that an unknown name is reported before what follows from it.
 
     Raises:
         ConfigError: one sentence for each fault, each with its file and line or its override.
@@ -257,7 +257,7 @@ def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
 
 
 def _at(data: Any, path: KeyPath) -> Mapping[str, Any]:
-    """Return the mapping at a path of plain data; an empty one where there is something else."""
+    """Return the mapping at a path of plain data; an empty one if there is something else."""
     for key in path:
         data = data[key]
     return data if isinstance(data, Mapping) else {}

@@ -1,4 +1,4 @@
-"""The differences that a checkpoint and the run that goes on from it may have: one table of rules, and the comparison by it.
+"""The differences that a checkpoint and the run that resumes from it may have: one table of rules, and the comparison by it.
 
 Pure functions of values; nothing is read or written, and nothing communicates. `docs/checkpoint.md` shows the table to users.
 """

@@ -85,7 +85,7 @@ class MixingConfig(Section):
 
     @property
     def mixes(self) -> bool:
-        """True where any step may be mixed."""
+        """True if any step may be mixed."""
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
 
@@ -341,7 +341,7 @@ class AveragerConfig(Named):
 
     @property
     def automatic(self) -> bool:
-        """True where the strategy is still to be chosen."""
+        """True if the strategy is still to be chosen."""
         return self.name == AUTO
 
 
@@ -553,7 +553,7 @@ class MetricsConfig(Section):
 
     @property
     def all_reporters(self) -> tuple[ReporterConfig, ...]:
-        """The reporters, and that of `tensorboard` where it is switched on."""
+        """The reporters, and that of `tensorboard` if it is switched on."""
         named = {reporter.name for reporter in self.reporters}
         board = (ReporterConfig(name="tensorboard"),) if self.tensorboard and "tensorboard" not in named else ()
         return (*board, *self.reporters)

@@ -182,7 +182,7 @@ class Named(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords beside the declared fields; a fresh dict, lists as tuples."""
+        """The keywords other than the declared fields; a fresh dict, lists as tuples."""
         return dict(self.__pydantic_extra__ or {})
 
 
@@ -302,7 +302,7 @@ class OpenSection(BaseModel):
 
     @property
     def automatic(self) -> bool:
-        """True where the values are still to be chosen."""
+        """True if the values are still to be chosen."""
         return self._automatic
 
     @model_validator(mode="wrap")

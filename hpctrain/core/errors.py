@@ -36,7 +36,7 @@ class ConfigError(HpctrainError):
 class OptionError(ConfigError):
     """An option that is unknown, missing, reserved, of the wrong type or outside its range.
 
-    `option` is its name; empty where the error was raised on another rank.
+    `option` is its name; empty if the error was raised on another rank.
     """
 
     def __init__(self, sentence: str, option: str = "", *, ranks: Sequence[int] = ()) -> None:

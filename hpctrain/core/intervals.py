@@ -49,7 +49,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Return the length of a box in every dimension; 0 where it is empty."""
+    """Return the length of a box in every dimension; 0 if it is empty."""
     return tuple(max(0, stop - start) for start, stop in box)
 
 
@@ -59,13 +59,13 @@ def size_of(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements of both boxes; None where there are none."""
+    """Return the elements of both boxes; None if there are none."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def clip(box: Box, shape: Sequence[int]) -> Box:
-    """Return the elements of a box that a tensor of that shape has; an empty box at the tensor's edge where there are none."""
+    """Return the elements of a box that a tensor of that shape has; an empty box at the tensor's edge if there are none."""
     starts = [min(max(start, 0), size) for (start, _), size in zip(box, shape, strict=True)]
     stops = [min(stop, size) for (_, stop), size in zip(box, shape, strict=True)]
     return tuple((start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
@@ -77,7 +77,7 @@ def moved(box: Box, offsets: Sequence[int]) -> Box:
 
 
 def hull(boxes: Iterable[Box]) -> Box | None:
-    """Return the smallest box that holds all of these; empty ones do not count, and None where there are no others."""
+    """Return the smallest box that holds all of these; empty ones do not count, and None if there are no others."""
     intervals = list(zip(*(box for box in boxes if size_of(box)), strict=True))
     return tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in intervals) or None
 
@@ -151,7 +151,7 @@ def additions(nodes: Sequence[Interval], size: int) -> tuple[TreeAddition, ...]:
 
 
 def _add_up(node: Interval, places: dict[Interval, int], terms: Interval, steps: list[TreeAddition]) -> tuple[int, int] | None:
-    """Append the additions inside of a node; give the places of its sum and of its last part, None where a part is missing."""
+    """Append the additions inside of a node; give the places of its sum and of its last part, None if a part is missing."""
     if node in places:
         return places[node], places[node]
     if node[1] <= terms[0] or terms[1] <= node[0]:

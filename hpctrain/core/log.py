@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class RankLog(logging.Handler):
     """Takes records of the log and other lines from any thread, without waiting for a disk.
 
-    Lines wait until `keep_in` names the file. What cannot be written is told once, and tried again.
+    Lines wait until `keep_in` names the file. What cannot be written is reported once, and tried again.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class RankLog(logging.Handler):
         """Append all lines that wait, in writes of whole lines.
 
         Raises:
-            OSError: the disk refuses one; it and those behind it wait.
+            OSError: the disk refuses one; it and those after it wait.
         """
         assert self._path is not None
         if not self._waiting:
@@ -131,18 +131,18 @@ def begin_rank_log() -> RankLog:
 
 
 def current_rank_log() -> RankLog | None:
-    """Return the log file of this process; None where it keeps none."""
+    """Return the log file of this process; None if it keeps none."""
     return _OF_PROCESS[-1] if _OF_PROCESS else None
 
 
 def end_rank_log() -> None:
-    """Close the log file of this process, where there is one."""
+    """Close the log file of this process, if there is one."""
     if _OF_PROCESS:
         _OF_PROCESS.pop().close()
 
 
 def tee(text: str, level: int = logging.ERROR, *, last: bool = False) -> None:
-    """Keep what was said past the log in this process's log file, too, where there is one. From any thread.
+    """Keep what was said past the log in this process's log file, too, if there is one. From any thread.
 
     last: the process is about to end; wait for the disk, for a second at most.
     """

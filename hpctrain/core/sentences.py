@@ -15,7 +15,7 @@ _MOST_COMPARED = 200
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the most similar of `names`; None where none is similar."""
+    """Return the most similar of `names`; None if none is similar."""
     if len(name) > _MOST_COMPARED:  # no name is similar to it, and the comparison would be slow
         return None
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=_CUTOFF)), None)

@@ -63,7 +63,7 @@ def is_reference(name: str) -> bool:
 
 
 def search_beside(file: Path) -> None:
-    """Look for modules and files beside this configuration file, too."""
+    """Look for modules and files next to this configuration file, too."""
     _beside[:] = [file.parent]
 
 
@@ -169,7 +169,7 @@ def _from_file(reference: str, place: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    _extend_path(path.parent)  # for modules beside the file
+    _extend_path(path.parent)  # for modules next to the file
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)

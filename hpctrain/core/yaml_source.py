@@ -75,7 +75,7 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
     """Return the one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
 
     Raises:
-        ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank behind its colon, an alias that
+        ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank after its colon, an alias that
             contains itself, a tag of its own, more than `TEXT_BYTES` characters, or more than 10,000 values with aliases
             expanded.
     """

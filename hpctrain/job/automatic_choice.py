@@ -1,4 +1,4 @@
-"""The choice of a run for what its configuration leaves open: as data, kept beside the run, put into its configuration."""
+"""The choice of a run for what its configuration leaves open: as data, kept next to the run, put into its configuration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AutomaticChoice:
     Attributes:
         sections: section ("grid", "plan", "averager") -> its values as plain data, as a configuration has them.
         ranks: that it was made for. model_digest: of the model's layers and parameters.
-        prediction: of a step. next_best: the candidate that came second, in words, with its step's seconds; empty where there
+        prediction: of a step. next_best: the candidate that came second, in words, with its step's seconds; empty if there
             was none.
     """
 
@@ -118,7 +118,7 @@ class AutomaticChoice:
 class Resolved:
     """A configuration with nothing left to be chosen; the same on every rank.
 
-    choice: what was chosen; None where nothing was left to it. machine: that was measured for it; None: none was.
+    choice: what was chosen; None if nothing was left to it. machine: that was measured for it; None: none was.
     lines: for people.
     """
 

@@ -128,7 +128,7 @@ def missing(target: Path, error: OSError) -> str:
 
 
 def missing_on(world: Communicator, sentence: str | None) -> str | None:
-    """Return one sentence for all ranks whose records cannot be kept, with their numbers; None where all can. Collective.
+    """Return one sentence for all ranks whose records cannot be kept, with their numbers; None if all can. Collective.
 
     sentence: of this rank; None: its records are kept, or nobody wants them.
     """

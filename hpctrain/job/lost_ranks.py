@@ -85,7 +85,7 @@ class RunOwnership:
         """Release the run at the end of the block, and after an error that all ranks raise.
 
         After any other error a rank may still be writing, so that the run stays owned until the process has ended. After a loss
-        of ranks the remaining ranks go on with the run.
+        of ranks the remaining ranks continue with the run.
         """
         try:
             yield
@@ -183,7 +183,7 @@ class ShrinkState:
         return f"{named(self.lost)} {were} lost {f'in step {self.step}' if self.step else 'before the first step'}"
 
     def tell(self, reporter: Reporter, position: Position, ranks: int) -> None:
-        """Say and record, once, who was lost and where the run goes on. ranks: that go on."""
+        """Say and record, once, who was lost and where the run continues. ranks: that continue."""
         if not self.lost:
             return
         at = f"step {position.global_step}" if position.global_step else "the beginning"
@@ -199,7 +199,7 @@ def check_offered(config: Config, launcher: Launcher) -> None:
     """Raise if the run is to continue without lost ranks and cannot.
 
     Raises:
-        ConfigError: it cannot: neither MPI nor its launcher goes on when a rank dies.
+        ConfigError: it cannot: neither MPI nor its launcher continues when a rank dies.
     """
     if not config.on_lost_rank.shrinks:
         return

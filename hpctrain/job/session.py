@@ -61,7 +61,7 @@ def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
 
 
 def describe_cores(cpus: Sequence[Cpus], node_of: Sequence[int]) -> str:
-    """Return one line from each rank's logical CPUs; nodes whose ranks have the same ones are told once."""
+    """Return one line from each rank's logical CPUs; nodes whose ranks have the same ones are reported once."""
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         ranks_of.setdefault(node, []).append(rank)
@@ -134,7 +134,7 @@ class StartedRank:
 
     @property
     def threads_may_communicate(self) -> bool:
-        """True where a second thread of this process may drive messages."""
+        """True if a second thread of this process may drive messages."""
         if not self.launcher.starts_mpi:
             return True
         from hpctrain.comm import mpi
@@ -183,7 +183,7 @@ class Session(StartedRank):
         """Make the groups and the progress engine over a started world. Collective.
 
         Args:
-            flight: is told of all operations and waits. device_messages: as in the session.
+            flight: is notified of all operations and waits. device_messages: as in the session.
 
         Raises:
             ShapeError: a grid that does not multiply to it.
@@ -233,7 +233,7 @@ def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
 def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecorder | None = None) -> Communicator:
     """Return MPI's world under a launcher or if HPCTRAIN_EXPECT_RANKS asks for several ranks, else one process without MPI.
 
-    flight: is told of waits during start-up.
+    flight: is notified of waits during start-up.
 
     Raises:
         LaunchError: the launcher is gone, or the world's size differs from what the launcher or HPCTRAIN_EXPECT_RANKS requested.

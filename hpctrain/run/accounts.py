@@ -2,7 +2,7 @@
 
 The account of steps compares how long they took with a simulation or the run's own choice. What is simulated are messages, and
 waits
-for them; the times of operators are those of a few early steps of the run itself. Hashes are taken after every so many steps
+for them; the times of operators are those of a few early steps of the run itself. Hashes are taken every few steps
 and
 appended to a file of the run directory by rank 0.
 """
@@ -199,7 +199,7 @@ class WaitsOfRanks:
 
     @property
     def share(self) -> float:
-        """Share of the time of steps; 0 where there was none."""
+        """Share of the time of steps; 0 if there was none."""
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     @property
@@ -309,7 +309,7 @@ class ReadReport(Observer):
 
 
 def read_lines(total: Mapping[str, int]) -> list[str]:
-    """Return the counts of a run in words, in short lines; none where nothing was read from a file."""
+    """Return the counts of a run in words, in short lines; none if nothing was read from a file."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
         for name, text in _WORDS.items()
@@ -338,7 +338,7 @@ class RunHashes(Observer):
         self._records = PatientRecords(directory.bookkeeping, "hashes", HashFile(directory.hashes_path).append)
 
     def begin(self, position: Position) -> None:
-        """Record the hashes of a new run, so that runs with other first weights are told from those that differ later."""
+        """Record the hashes of a new run, so that runs with other first weights are known from those that differ later."""
         if self._every and not position.global_step:
             self.read_state(position)
 
@@ -394,7 +394,7 @@ class RunAccount:
             self._prediction = StepPrediction(session, setup, mode, sample)
 
     def finish(self, outcome: Outcome, reporter: Reporter) -> None:
-        """Say and record the account, where there are steps enough."""
+        """Say and record the account, if there are steps enough."""
         if not self._wanted:
             return
         measured = steps_over_ranks(self._session.world, self._step_times.measured())

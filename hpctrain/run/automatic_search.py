@@ -55,7 +55,7 @@ _TIMING_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class BestCandidate:
-    """The outcome of a search. next_best: the second one in words, with its step's seconds; empty where there was none.
+    """The outcome of a search. next_best: the second one in words, with its step's seconds; empty if there was none.
 
     machine: that was measured for the search; None: none was.
     """
@@ -210,7 +210,7 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 def _stored(
     config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
-    """Return the choice that an earlier run keeps, or None where it does not apply, and lines that say so."""
+    """Return the choice that an earlier run keeps, or None if it does not apply, and lines that say so."""
     stored = _of_checkpoint(source) or _of_run(repeated)
     if stored is None:
         return None, ()

@@ -66,7 +66,7 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
     """Choose what the configuration leaves open, as an earlier run keeps it or by a search. Collective over the world.
 
     Args:
-        resume: what the run goes on from, as `find_start` takes it; None: it starts again. repeated: a run, a directory or a
+        resume: what the run resumes from, as `find_start` takes it; None: it starts again. repeated: a run, a directory or a
             checkpoint, whose averaging is repeated.
 
     Raises:
@@ -171,7 +171,7 @@ def _put(replica: Replica, entries: Mapping[str, StateEntry], state: Mapping[str
 
 
 def describe_start(config: Config, network: Network) -> Iterator[str]:
-    """Yield sentences about what a training starts from and leaves as it is; none where all is drawn by the seed and trained."""
+    """Yield sentences about what a training starts from and leaves as it is; none if all is drawn by the seed and trained."""
     init = config.init
     if init.weights is not None:
         left_out = f", without {', '.join(init.ignore)}" if init.ignore else ""

@@ -55,7 +55,7 @@ _LOSS = "loss"
 EMA = "ema_"
 _LABELS = {"top1": "test accuracy", "top5": "top5 test accuracy", _LOSS: "test loss"}
 _LABELS |= {f"{EMA}{measure}": f"{label} of the averaged weights" for measure, label in _LABELS.items()}
-#: keys whose change gives the same parameters another evaluation
+#: keys whose change alters the evaluation of the same parameters
 _OTHER_EVALUATION = ("data.test", "data.evaluate_augment")
 _OTHER_LOSS = "loss.label_smoothing"
 
@@ -150,7 +150,7 @@ class BestCheckpoint:
     """Keeps the best checkpoint of a run, on the one rank that writes files. Nothing here communicates.
 
     Args:
-        directory: of checkpoints. reporter: is told what cannot be kept.
+        directory: of checkpoints. reporter: receives what cannot be kept.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig, reporter: Reporter) -> None:
@@ -194,7 +194,7 @@ class BestCheckpoint:
             self._retain(tuple(self._evaluations.values()))
 
     def go_on(self, start: Path, meta: Mapping[str, Any], changed: Collection[str] = (), *, evaluates: bool = False) -> None:
-        """Go on from a checkpoint, once those behind it are set aside. Reads the best one, to see whether it is whole.
+        """Resume from a checkpoint, once those after it are set aside. Reads the best one, to see whether it is whole.
 
         Args:
             start: the checkpoint, which is known to be whole. meta: its metadata. changed: keys that have other values now.
@@ -211,7 +211,7 @@ class BestCheckpoint:
         self._write_record(tuple(self._evaluations.values()))
 
     def line(self) -> str | None:
-        """Return the best checkpoint, for the end of a run; None where there is none."""
+        """Return the best checkpoint, for the end of a run; None if there is none."""
         paths = dict(checkpoint.checkpoints(self._directory))
         best = best_of(self._evaluations.values(), self._measure, paths)
         return None if best is None else f"best {best.text(self._measure)} after epoch {best.epoch}: {paths[best.step]}"
@@ -233,7 +233,7 @@ class BestCheckpoint:
             self._reporter.say(f"warning: {what} {lost}; the best of the others is kept")
 
     def _fault(self, step: int, start: Path) -> str | None:
-        """Return the end of a sentence on the checkpoint of a step that cannot be used; None where it can."""
+        """Return the end of a sentence on the checkpoint of a step that cannot be used; None if it can."""
         path = dict(checkpoint.checkpoints(self._directory)).get(step)
         if path is None:
             return "is not there any more"
@@ -330,7 +330,7 @@ class RunCheckpoints(Observer):
         raise_on_all_ranks(self._session.world, _nothing if self.best is None else self.best.settle)
 
     def save(self, position: Position) -> None:
-        """Write a checkpoint, or begin to, where the configuration says so. Collective.
+        """Write a checkpoint, or begin to, if the configuration says so. Collective.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -420,7 +420,7 @@ def one_file(
 
     Args:
         meta: additional metadata. written: called on rank 0 after the checkpoint is written. prepare: called on rank 0 before.
-        copied: training may go on while it is being written.
+        copied: training may continue while it is being written.
     """
     is_root = world.rank == 0
     content = replica.state(position, meta, keep=is_root, copied=copied)
@@ -470,7 +470,7 @@ class Rollback:
     """Takes a run back; `Trainer` calls it with the error. Every call is collective.
 
     Args:
-        directory: of the run, which has a checkpoint from its first step on. reporter: is told of each time.
+        directory: of the run, which has a checkpoint from its first step on. reporter: is notified of each time.
         checkpoints: of the run; the one that is being written is waited for.
         most: times that the run may go back to one checkpoint.
     """
@@ -490,7 +490,7 @@ class Rollback:
         self._step, self._times = -1, 0
 
     def __call__(self, error: DivergedError, position: Position) -> Position:
-        """Return the position to go on from, with all tensors of it in place.
+        """Return the position to resume from, with all tensors of it in place.
 
         Args:
             position: where the error came.

@@ -214,7 +214,7 @@ def give_levels(
 ) -> DataCache:
     """Put the configured levels between loaders and their files. Collective.
 
-    Made-up images are left as they are: to make one takes no longer than to copy it.
+    Synthetic images are left as they are: to make one takes no longer than to copy it.
 
     Args:
         loaders: in the order in which they are served where memory is short. auto_share: of the free memory of a node.

@@ -42,7 +42,7 @@ class Evaluation:
         path: of the checkpoint. notes: what a user should know of the data, a sentence each. sums: over all samples.
         class_names: by label. averaged: they are those of the averaged weights.
         flip: the mean over images and their mirror images counts.
-        confusion: which class was taken for which; None where nobody has asked.
+        confusion: which class was taken for which; None if it was not requested.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """A rank's share of an evaluation. mirror: gives the mirror images; None where they do not count."""
+    """A rank's share of an evaluation or a prediction. mirror: returns the mirror images; None if they do not count."""
 
     images: Images
     replica: Replica
@@ -201,7 +201,11 @@ def _build(
     data, place = known_data(config, path, content, opened)
     images = evaluation_images(config, opened["test"], data, place)
     replica = trained_replica(session, content, data, images, averaged=averaged)
-    batch = config.evaluate.batch or config.batch
+    return with_loaders(session, images, replica, config.evaluate.batch or config.batch, flip=flip)
+
+
+def with_loaders(session: Session, images: Images, replica: Replica, batch: int, *, flip: bool) -> EvaluationSetup:
+    """Return a replica and images with this rank's loaders of them. batch: images that all ranks compute at once."""
 
     def loader(of: Images) -> Loader:
         return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)

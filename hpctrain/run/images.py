@@ -30,7 +30,7 @@ SKIP = "skip"
 
 
 def set_policy(session: Session, file: ImageFile) -> None:
-    """Have a file read as the configuration says. Made-up images can always be read.
+    """Have a file read as the configuration says. Synthetic images can always be read.
 
     Raises:
         ConfigError: samples are to be skipped, and ranks share samples: one of them alone cannot take another.

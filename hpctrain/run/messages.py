@@ -51,7 +51,7 @@ def choose_transport(
         found: by this rank's `tried`.
 
     Raises:
-        ConfigError: a way between GPUs where there are none. BackendError: one that MPI, NCCL or the GPUs do not have.
+        ConfigError: a transport between GPUs without GPUs. BackendError: one that MPI, NCCL or the GPUs do not have.
         Both on every rank.
     """
     messages = arithmetic.messages()
@@ -96,7 +96,7 @@ class ChosenProgress:
     """The mode, why, and the measurement, if any, with the time that it took.
 
     Attributes:
-        matters: False where nothing travels that could be hidden: then nobody needs to be told.
+        matters: False if nothing travels that could be hidden, so that the choice need not be printed.
     """
 
     mode: ProgressMode

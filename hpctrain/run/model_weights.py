@@ -48,7 +48,7 @@ class ModelWeights:
     Attributes:
         model: whose weights they are. image_shape: (H, W, C) that it is meant for; None: that is not known.
         state: in torchvision's names, layouts and order, counters of batch norms included where the source had them.
-        metadata: what a file of them says beside them.
+        metadata: of a file of these weights.
     """
 
     model: Layer
@@ -104,7 +104,7 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
     """Return the weights in a checkpoint of any layout and grid, every checksum verified.
 
     Args:
-        name: of the model, which must be given where it is code of the user's: nothing else has that imported.
+        name: of the model, which must be given if it is code of the user's: nothing else has that imported.
         averaged: the average of the weights in place of them.
 
     Raises:
@@ -149,7 +149,7 @@ def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None
     return None if foreign else training_shape(config, data)
 
 
-#: facts of a file that go on to the next one
+#: facts of a file that are passed on to the next one
 _KEPT = ("classes", "image_shape", "mean", "std", "step", "averaged")
 
 
@@ -159,7 +159,7 @@ def _metadata(name: str, options: Mapping[str, Any], facts: Mapping[str, str]) -
 
 
 def _options_in(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return the options of the model that a file of ours keeps, where it is of this model."""
+    """Return the options of the model that a file of ours keeps, if it is of this model."""
     if metadata.get("model") != name:
         return {}
     options: dict[str, Any] = json.loads(metadata.get("model_options", "{}"))

@@ -10,14 +10,20 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.base import raise_on_all_ranks
-from hpctrain.config.images import EVALUATION_IMAGES, Images, mirrored, pictures
+from hpctrain.config.images import EVALUATION_IMAGES, pictures
 from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split
-from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_facts, picture_files
 from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session
-from hpctrain.run.evaluation import existing_checkpoint, known_data, trained_replica, unknown_splits
-from hpctrain.run.images import make_loader, open_alike
+from hpctrain.run.evaluation import (
+    EvaluationSetup,
+    existing_checkpoint,
+    known_data,
+    trained_replica,
+    unknown_splits,
+    with_loaders,
+)
+from hpctrain.run.images import open_alike
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.train.evaluation import predict
 from hpctrain.train.replica import Replica
@@ -92,17 +98,6 @@ class Predictions:
         return replace(self, answers=answers())
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """A rank's share of a prediction."""
-
-    data: DataFacts
-    images: Images
-    replica: Replica
-    loader: Loader
-    mirror: Loader | None
-
-
 def run_prediction(session: Session, source: str, request: PredictionRequest) -> Predictions:
     """Load a checkpoint, and predict the classes of pictures. Collective.
 
@@ -120,8 +115,8 @@ def run_prediction(session: Session, source: str, request: PredictionRequest) ->
         compare(session.world, Subject("other pictures", "give all nodes the same files", picture_facts(files), partial=True))
     opened = open_alike(session.world, session.config, unknown_splits(content))
     setup = raise_on_all_ranks(session.world, lambda: _build(session, path, content, opened, files, request))
-    answers = _answers(session, setup, files, min(request.top, len(setup.data.class_names)))
-    return Predictions(path, request.averaged, setup.data.class_names, files, answers)
+    names = setup.images.file.class_names
+    return Predictions(path, request.averaged, names, files, _answers(session, setup, files, min(request.top, len(names))))
 
 
 def _build(
@@ -131,20 +126,17 @@ def _build(
     opened: Mapping[Split, ImageFile],
     files: Sequence[Path],
     request: PredictionRequest,
-) -> _Setup:
-    data, _ = known_data(session.config, path, content, opened)
+) -> EvaluationSetup:
+    config = session.config
+    data, _ = known_data(config, path, content, opened)
     form = _form(content, data)
     if request.fit is not None:
         form = replace(form, fit=request.fit)
-    images = pictures(session.config, data, form, files, session.threads.threads, request.max_pixels)
+    images = pictures(config, data, form, files, session.threads.threads, request.max_pixels)
     replica = trained_replica(session, content, data, images, averaged=request.averaged)
     replica.parameters_written()
-    batch = request.batch or _usual_batch(session)
-
-    def loader(of: Images) -> Loader:
-        return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
-
-    return _Setup(data, images, replica, loader(images), loader(mirrored(images)) if request.flip else None)
+    usual = min(config.evaluate.batch or config.batch, MOST_OF_A_RANK * session.world.size)
+    return with_loaders(session, images, replica, request.batch or usual, flip=request.flip)
 
 
 def _form(content: CheckpointContent, data: DataFacts) -> ImageForm:
@@ -153,13 +145,8 @@ def _form(content: CheckpointContent, data: DataFacts) -> ImageForm:
     return ImageForm.of(data) if stored is None else ImageForm.from_meta(stored)
 
 
-def _usual_batch(session: Session) -> int:
-    config = session.config
-    return min(config.evaluate.batch or config.batch, MOST_OF_A_RANK * session.world.size)
-
-
-def _answers(session: Session, setup: _Setup, files: Sequence[Path], top: int) -> Iterator[PredictedPicture]:
-    names, comm, decoded = setup.data.class_names, setup.replica.groups.all_ranks, setup.images.file.pixels
+def _answers(session: Session, setup: EvaluationSetup, files: Sequence[Path], top: int) -> Iterator[PredictedPicture]:
+    names, comm, decoded = setup.images.file.class_names, setup.replica.groups.all_ranks, setup.images.file.pixels
     assert isinstance(decoded, DecodedPictures)
     for batch in predict(setup.replica.network, setup.loader, comm, session.progress, top, mirrored=setup.mirror):
         numbers = range(batch.first, batch.first + len(batch.labels))

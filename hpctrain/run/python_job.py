@@ -112,7 +112,7 @@ class LoopCheckpoints:
         """Write a checkpoint, or begin to; a path that ends with .shards is a directory with a shard of each rank.
 
         Raises:
-            CheckpointError: it cannot be written; in the background that is told, and raised by `finish`.
+            CheckpointError: it cannot be written; in the background that is reported, and raised by `finish`.
             DivergedError, CorruptedStateError: it would hold what is not finite, or what ranks do not hold alike.
         """
         replica.settle()
@@ -185,9 +185,9 @@ class Job(StartedRank):
     """A started rank of a job, from which replicas and their data are made. All methods are collective but `print`.
 
     Attributes:
-        batch: samples of a step over all ranks. progress_mode: as `start` was told.
-        checkpoints: writes and reads them. watch: of signals; None where `start` was not asked to take them.
-        best: what `start` chose, with its prediction; None where it was not asked to.
+        batch: samples of a step over all ranks. progress_mode: as `start` was given.
+        checkpoints: writes and reads them. watch: of signals; None if `start` was not asked to take them.
+        best: what `start` chose, with its prediction; None if it was not asked to.
         loops: of the replicas that were made.
     """
 
@@ -471,11 +471,11 @@ class Job(StartedRank):
 
         Args:
             path: of a file, which rank 0 writes; or one that ends with .shards, a directory to which each rank writes its share.
-            background: go on with a copy being written. The next `save` or `load`, and the end of the block, wait for it.
-            notes: kept beside the tensors, as far as JSON can hold them.
+            background: continue with a copy being written. The next `save` or `load`, and the end of the block, wait for it.
+            notes: kept next to the tensors, as far as JSON can hold them.
 
         Raises:
-            CheckpointError: it cannot be written; in the background that is told, tried again, and raised at the block's end.
+            CheckpointError: it cannot be written; in the background that is reported, tried again, and raised at the block's end.
             DivergedError: a parameter is not finite. CorruptedStateError: ranks hold something differently. Nothing is written.
         """
         self.checkpoints.save(replica, self._path(path), notes, background=background)

@@ -1,4 +1,4 @@
-"""What the bits of a run follow from beside its configuration: agreed by all ranks, kept, compared at a resume.
+"""What the bits of a run follow from besides its configuration: agreed by all ranks, kept, compared at a resume.
 
 These are the averagers' schedules, kept in the run's directory and in its checkpoints, and, with `exact`, the kernels, NumPy
 and the
@@ -133,7 +133,7 @@ def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirecto
 def _key(group: str, split_rank: int) -> str:
     """Return the name of a parameter group's schedule: each rank of a split group has split parameters of other sizes.
 
-    Whole parameters have one schedule on all ranks. Under one name, a run that goes on with larger split groups finds it.
+    Whole parameters have one schedule on all ranks. Under one name, a run that continues with larger split groups finds it.
     """
     return group if group == ALL or split_rank == 0 else f"{group}-row{split_rank}"
 
@@ -206,7 +206,7 @@ def check_same_record(world: Communicator, present: Mapping[str, str]) -> None:
 
 
 def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Mapping[str, str], place: str) -> None:
-    """Make sure that a run goes on with what its checkpoint was made with. Collective.
+    """Make sure that a run continues with what its checkpoint was made with. Collective.
 
     Args:
         meta: of the checkpoint, of a run with `exact`. place: of the checkpoint, for messages.

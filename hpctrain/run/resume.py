@@ -67,7 +67,7 @@ class _Candidates:
 def find_checkpoint(
     world: Communicator, output: str, name: str, source: str, take: Callable[[Path], bool] | None = None
 ) -> tuple[Path, CheckpointContent] | None:
-    """Return the newest whole checkpoint that a source stands for; None where there is none and the source is "auto". Collective.
+    """Return the newest whole checkpoint that a source stands for; None if there is none and the source is "auto". Collective.
 
     All ranks find the same one. A damaged one is passed over, with one line in the log.
 
@@ -155,7 +155,7 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
         refusal = f"The run {source} holds no valid checkpoint; train one without --resume first."
         return _Candidates(_newest_first(RunDirectory.open(Path(source))), False, refusal)
     job = own_job(os.environ)
-    # A requeued job goes on with its own run, even if a newer run of this name exists.
+    # A requeued job continues with its own run, even if a newer run of this name exists.
     by_owner = sorted(runs(Path(output), name), key=lambda run: not was_owned_by_job(run.path, job))
     having = {run.path: paths for run in by_owner if (paths := _newest_first(run))}
     if not having:
@@ -197,8 +197,8 @@ class Start:
     """A checkpoint that fits what is asked for, before anything is made from it.
 
     Args:
-        directory: the run that goes on; None: the checkpoint lies outside its run, and a new run begins with its state.
-        path: the file. position: where training goes on, in the data of now.
+        directory: the run that continues; None: the checkpoint lies outside its run, and a new run begins with its state.
+        path: the file. position: where training continues, in the data of now.
         changes: from the checkpoint's values to those of now. data: the training file as the checkpoint knows it, if it does.
     """
 
@@ -215,7 +215,7 @@ class Start:
 
 
 def find_start(session: Session, source: str, ownership: RunOwnership | None = None) -> Start | None:
-    """Return the checkpoint that training goes on from; None where it is "auto" and no run of this name has one. Collective.
+    """Return the checkpoint that training resumes from; None if the source is "auto" and no run of this name has one. Collective.
 
     Args:
         source: "auto", "best", a run directory or a checkpoint file. ownership: takes the run; None: it is owned already.
@@ -300,7 +300,7 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
 def stored_config(content: CheckpointContent, config: Config) -> Config | None:
     """Return the configuration that a checkpoint was written with.
 
-    None where an earlier hpctrain wrote what this one refuses, or where it names code that `config`, that of now, does not.
+    None if an earlier hpctrain wrote what this one refuses, or where it names code that `config`, that of now, does not.
     """
     with suppress(HpctrainError):
         stored = parse(str(content.meta["config"]))[0]
@@ -334,7 +334,7 @@ def _data_values(data: DataFacts) -> dict[str, str]:
 
 
 def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
-    """Return the value that a key has where it is not given."""
+    """Return the value that a key has if it is not given."""
     height, width, channels = data.shape
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
     options = model_options(silent, len(data.class_names), (height, width, channels))
@@ -350,7 +350,7 @@ def describe(position: Position, samples: int | None) -> str:
 
 
 def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
-    """Say where the run goes on, and each change; record both."""
+    """Say where the run continues, and each change; record both."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:

@@ -1,4 +1,4 @@
-"""A trial of a configuration before it is queued: everything that it names, for a few steps on images that are made up.
+"""A trial of a configuration before it is queued: everything that it names, for a few steps on synthetic images.
 
 Model, augmentations, mixing, optimiser, schedule with its warm-up, averager, average of weights, evaluation and checkpoints are
 those of the configuration. Only numbers that cost time are smaller: images, their size, the batch and the epochs.
@@ -23,7 +23,7 @@ from hpctrain.models import catalogue
 from hpctrain.planner.planned_run import Image
 from hpctrain.run.automatic_search import with_default_plan
 
-#: behind the name of the configuration, so that neither `--resume auto` nor another run of that name takes one for the other
+#: after the name of the configuration, so that neither `--resume auto` nor another run of that name takes one for the other
 SUFFIX = "-smoke"
 EPOCHS = 2
 STEPS = 2  # of an epoch
@@ -171,7 +171,7 @@ def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
 
 
 def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
-    """Return a sentence on the sizes by epoch, where there are any."""
+    """Return a sentence on the sizes by epoch, if there are any."""
     if not config.data.sizes:
         return ()
     sizes, stand_ins = (", ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
@@ -186,7 +186,7 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 
 
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
-    """Return whether a model takes the smaller images, and no parameter has another shape for them; False where it is refused."""
+    """Return whether a model takes the smaller images, and no parameter has another shape for them; False if it is refused."""
     try:
         shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).specs.items()} for one in (small, full)]
     except HpctrainError:  # which the run itself will tell of the images as they are

@@ -44,7 +44,7 @@ _REPEATS = 5
 def without_communication(session: Session) -> Session:
     """Return the same session with gradients, batch statistics and messages that stay in its split group.
 
-    Collective. The ranks of a split group go on exchanging activations: without them there is nothing to compute on.
+    Collective. The ranks of a split group continue exchanging activations: without them there is nothing to compute on.
     """
     config = session.config.model_copy(
         update={
@@ -60,7 +60,7 @@ def without_communication(session: Session) -> Session:
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """A reduce-scatter and an allgather of all gradients with nothing beside them, on the slowest rank; medians.
+    """A reduce-scatter and an allgather of all gradients with nothing else running, on the slowest rank; medians.
 
     In two levels where nodes have several ranks: in one they would take longer than an averager does.
 
@@ -113,7 +113,7 @@ def report_compute_only(
     of_ranks = session.world.allgather_object((table.median_step_seconds, table.total.messages_seconds))
     per_rank = [float(seconds) for seconds, _ in of_ranks]
     slowest = int(np.argmax(per_rank))
-    # One core computes and moves messages, so what the exchange costs it adds to the compute; the wire works beside both.
+    # One core computes and moves messages, so the exchange costs compute time; the wire works at the same time as both.
     limit = max(per_rank[slowest] + exchange.cpu_seconds, exchange.seconds)
     if not session.is_root:
         return []
@@ -174,7 +174,7 @@ class TraceReport:
         A disk that refuses them is among the lines.
 
         Args:
-            about: versions, machine, configuration: goes into both files. width: of the terminal; None where there is none.
+            about: versions, machine, configuration: goes into both files. width: of the terminal; None if there is none.
         """
         events = self._trace.events()
         groups = self._groups()

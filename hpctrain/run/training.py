@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaxTime:
-    """The limit, and the words for it. sentence: for the start of a run; "" where there is no limit."""
+    """The limit, and the words for it. sentence: for the start of a run; "" if there is no limit."""
 
     limit: TimeLimit = field(default_factory=TimeLimit)
     name: str = ""
@@ -130,7 +130,7 @@ def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = Non
 
 
 def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Path, checkpoint: Path) -> list[str]:
-    """Return how the run ended and how to go on."""
+    """Return how the run ended and how to continue."""
     position = outcome.position
     return [
         f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
@@ -140,7 +140,7 @@ def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Pat
 
 
 def kept_clause(directory: RunDirectory) -> str:
-    """Return the end of a sentence on a run that ends at once: the checkpoint to go on from, by names alone."""
+    """Return the end of a sentence on a run that ends at once: the checkpoint to resume from, by names alone."""
     try:
         written = checkpoints(directory.checkpoints)
     except OSError:
@@ -340,7 +340,7 @@ def _train(
     except RankLostError:
         checkpoints.saver.wait_own_part()
         raise
-    except HpctrainError:  # of all ranks; the checkpoint on its way is what a user goes on from
+    except HpctrainError:  # of all ranks; the checkpoint on its way is what a user resumes from
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
@@ -411,7 +411,7 @@ def _remove_left(config: Config, directory: RunDirectory) -> None:
 
 
 def _directory(session: Session, setup: TrainingSetup, start: Start | None, state: ShrinkState) -> RunDirectory:
-    """Return the directory of the run, without what lies behind its start. Collective."""
+    """Return the directory of the run, without what lies after its start. Collective."""
     ownership = state.ownership
     directory = None if start is None else start.directory
     if directory is None and state.directory is not None:  # ranks were lost before its first checkpoint
@@ -576,7 +576,7 @@ def _end(
 
 
 def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
-    """Return how a run with --steps ended, and how to go on: it evaluates at ends of epochs only."""
+    """Return how a run with --steps ended, and how to continue: it evaluates at ends of epochs only."""
     position = outcome.position
     end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"

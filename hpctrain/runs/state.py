@@ -115,7 +115,7 @@ class RunState:
 
     Args:
         now: seconds of the wall clock. records: lines of its metrics that can be read. ranks: records of the latest start.
-        checkpoint: path of the newest one, without a look into it. end: a sentence on how it ended; None: it goes on, or nobody
+        checkpoint: path of the newest one, without a look into it. end: a sentence on how it ended; None: it continues, or nobody
             knows.
     """
 
@@ -151,7 +151,7 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """For the rest of the training, at the pace since its latest start; None where that is not known."""
+        """For the rest of the training, at the pace since its latest start; None if that is not known."""
         start, record = self.latest("start"), self.latest("interval", "epoch")
         done = self.done_samples - start.get("done_samples", 0)
         seconds = (record.get("time") or 0.0) - (start.get("time") or 0.0)
@@ -228,7 +228,7 @@ def _lines(content: bytes) -> list[Record]:
 
 
 def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
-    """Return the records of the ranks, without their operations; none where none can be read here."""
+    """Return the records of the ranks, without their operations; none if none can be read here."""
     try:
         return records_in(directory.flight_records(), operations=False)
     except (DataError, OSError):

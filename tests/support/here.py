@@ -121,7 +121,7 @@ def _end(processes: Sequence[JobProcess]) -> None:
     for process in processes:
         process.exits.close()
         if isinstance(process, ConfiguredProcess):
-            process.memory.ownership.release()
+            process.shrink_state.ownership.release()
     for thread in threading.enumerate():
         if thread.name == "hpctrain-checkpoint":
             thread.join()
