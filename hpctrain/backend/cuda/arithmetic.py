@@ -252,7 +252,7 @@ class RunTables:
     """Tables of runs, made when a part of the buffers is first updated, and what a launch over one takes.
 
     Args:
-        dtype: of the buffers' elements. buffers: the flat arrays that a kernel takes, None for what there is not.
+        dtype: dtype of the buffers. buffers: flat arrays that a kernel takes; None for missing ones.
     """
 
     def __init__(self, runtime: CudaRuntime, dtype: str, buffers: Sequence[DeviceArray | None]) -> None:

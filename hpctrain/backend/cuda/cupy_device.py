@@ -44,7 +44,7 @@ class CupyLinks:
     """Implements `DeviceLinks`. Making it is collective over the peers, and waits for them.
 
     Args:
-        pointer: of the CUDA stream.
+        pointer: address of the CUDA stream.
 
     Raises:
         BackendError: NCCL finds no way between the GPUs.
@@ -231,7 +231,7 @@ class CupyDevice:
     """Implements `Device`. The thread that makes it works with that GPU.
 
     Args:
-        index: of the GPU among those that this process sees.
+        index: index of the GPU among those that this process sees.
 
     Raises:
         BackendError: there is no such GPU, it has no driver, or a library of CUDA is missing.
@@ -298,7 +298,7 @@ class CupyDevice:
         """Return the kernel `name` of <source>.cu, or of `text`. Load the source's binary at the first request.
 
         Raises:
-            BackendError: as `cubins.binary`.
+            BackendError: as `sources.binary`.
         """
         if (source, name) not in self._kernels:
             if source not in self._modules:

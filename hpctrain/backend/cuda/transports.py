@@ -167,7 +167,7 @@ class CudaGroup:
     """Implements `DeviceGroup`.
 
     Args:
-        stream: of the links.
+        stream: stream of the links.
     """
 
     def __init__(self, runtime: CudaRuntime, links: DeviceLinks, stream: DeviceStream, pool: EventPool) -> None:
