@@ -26,7 +26,7 @@ _OTHERWISE = "or set backend to onednn or numpy, which compute on the CPU"
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A rank and its node. ranks: ranks of the job. local_rank: number of the rank on its node. local_ranks: ranks of the node."""
+    """A rank and its node. ranks: ranks of the job. local_rank: number of the rank on the node. local_ranks: ranks on it."""
 
     ranks: int = 1
     local_rank: int = 0
