@@ -404,9 +404,16 @@ class Replica:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness, self.watch)
 
     def _training_step(self) -> TrainingStep:
-        passes, counts_of, looks = self.passes, self.groups.counts_of, not self._skips
+        passes, counts_of, checks = self.passes, self.groups.counts_of, not self._skips
         return TrainingStep(
-            self.network, self.averagers, self.progress, self._reduction, passes, counts_of, watch=self.watch, looks=looks
+            self.network,
+            self.averagers,
+            self.progress,
+            self._reduction,
+            passes,
+            counts_of,
+            watch=self.watch,
+            checks_finite=checks,
         )
 
     def record_operators(self, trace: Tracer | None) -> None:
@@ -511,8 +518,8 @@ class Replica:
         self.drain()
         if self.averagers and self._finite_at_step != self.global_step:
             statistics = self.network.statistics
-            look = self._step.finiteness.begin()
-            self._step.finiteness.end(self.global_step, look, statistics=statistics.not_finite(statistics.running))
+            check = self._step.finiteness.begin()
+            self._step.finiteness.end(self.global_step, check, statistics=statistics.not_finite(statistics.running))
             self._raise_diverged()
             self._finite_at_step = self.global_step
 
