@@ -107,7 +107,7 @@ class WorkMark(Protocol):
 
     @property
     def done(self) -> bool:
-        """All work before it is done, and stays so. Never waits."""
+        """Whether all work before the mark is done; once true it stays true. Never waits."""
         ...
 
 

@@ -52,7 +52,7 @@ class Node:
 
     @property
     def trains(self) -> bool:
-        """It has parameters, and backward makes their gradients."""
+        """Whether backward computes gradients of parameters."""
         return bool(self.parameters) and not self.frozen
 
 

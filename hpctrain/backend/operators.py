@@ -87,7 +87,7 @@ class StatisticsMerger(Protocol):
 
     @property
     def alone(self) -> bool:
-        """One rank: there is nothing to merge."""
+        """Whether there is one rank only, and nothing to merge."""
         ...
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:

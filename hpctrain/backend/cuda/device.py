@@ -116,7 +116,7 @@ class DeviceEvent(Protocol):
 
     @property
     def done(self) -> bool:
-        """The work before the latest record is done (True before the first)."""
+        """Whether the work before the latest record is done (True before the first record)."""
         ...
 
     def synchronize(self) -> None:

@@ -293,7 +293,7 @@ class _Corners:
 
     @property
     def overhang(self) -> bool:
-        """Some tiles lie over the edge."""
+        """Whether some tiles reach over the edge."""
         return bool(self._form.written % 2 or self._width % 2)
 
     def _places(self) -> Iterator[tuple[int, int, Pair]]:
