@@ -205,8 +205,8 @@ class Finiteness:
         gathered = gather((self._rank, min(self._gradient_faults(), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
         where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
-        said = f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}"
-        return DivergedError(said, ranks=self._origin(first, len(findings)))
+        sentence = f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}"
+        return DivergedError(sentence, ranks=self._origin(first, len(findings)))
 
     def _origin(self, first: Sequence[Finding], world: int) -> tuple[int, ...]:
         """Return the ranks at which it began; empty if that is uncertain, or if they are all ranks.

@@ -1,7 +1,7 @@
-"""Checkpoints of all ranks, written at once or in the background, with one view of how that goes on every rank.
+"""Checkpoints of all ranks, written at once or in the background, with the same view of its progress on every rank.
 
 Two things are not known alike on all ranks: whether a rank's part is on the disk yet, and that it cannot be written. Each rank
-adds its flag to the small message of a step (`status_flag`); where the sum says so, all exchange their states
+adds its flag to the small message of a step (`status_flag`); if the sum shows a flag, all exchange their states
 (`exchange_status`). `BackgroundWriter` is the thread that does one piece of work at a time.
 """
 
@@ -47,7 +47,7 @@ class BackgroundWriter:
         return time.monotonic() - self._begin_seconds
 
     def start(self, work: Callable[[], Any]) -> None:
-        """Begin `work`, of which nothing is under way."""
+        """Begin `work`; no other work is under way."""
         assert not self.busy, "one piece of work at a time"
         self._outcome, self._begin_seconds = (None, None), time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(work,), name="hpctrain-checkpoint", daemon=True)
@@ -218,7 +218,7 @@ class Saver:
         return 1 if failure is None else self._world.size
 
     def exchange_status(self) -> None:
-        """Exchange the states of all ranks: report failures, go on where all are done."""
+        """Exchange the states of all ranks: report failures, and continue if all are done."""
         if self._writing is not None:
             self._exchange_states()
 
@@ -302,7 +302,7 @@ class Saver:
                 return self._writing is None, states
 
     def _exchange_states(self) -> Sequence[_State]:
-        """Exchange states, report what is new, and go on to the next part of the work where all ranks are done with one."""
+        """Exchange states, report what is new, and begin the next part of the work once all ranks have done one."""
         writing = self._writing
         assert writing is not None
         states: list[_State] = self._world.allgather_object(self._state())
@@ -365,7 +365,7 @@ def _write_now(world: Communicator, writing: Writing) -> None:
 
 
 def _require(missing: str | None) -> None:
-    """Raise if the last checkpoint was left out. missing: a sentence that says so."""
+    """Raise if the last checkpoint was left out. missing: the sentence; None: it was not."""
     if missing is not None:
         raise CheckpointError(f"{missing}; look after the disk, and resume from the checkpoint before it.")
 

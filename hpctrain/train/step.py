@@ -1,7 +1,7 @@
 """One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final.
 
 Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`).
-`StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them goes on: a step updates as
+`StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them continues: a step updates as
 usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum one number. If any
 rank has found a non-finite value, each restores its copy from before the step.
 """

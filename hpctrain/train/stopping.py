@@ -37,7 +37,7 @@ class EarlyStop:
     """Training ends where `patience` evaluations, one after another, are no better than the best one before them.
 
     Args:
-        metric: name of a mean of evaluations, such as "top1": more is better, or "loss", of which less is.
+        metric: name of a mean of evaluations, such as "top1": more is better, or "loss": less is better.
         patience: at least 1. min_delta: a value is better where it is so by more than this.
     """
 
