@@ -64,7 +64,7 @@ def swap_parameters(averager: GradientAverager, state: str) -> None:
 
 
 class UndoCopy:
-    """Parameters, the optimiser's state, what is kept back, and counters, as they were before a step.
+    """A copy of what a step changes: parameters, the optimiser's state, gradients kept back, and counters.
 
     It takes as much memory as these. Nothing communicates, and nothing waits: copies are made where the arrays lie.
     """

@@ -118,7 +118,7 @@ class Float16Codes(Codes):
 
 
 class OddRounding:
-    """float64 to float32 such that a second rounding, to fewer digits, has the result of a single one.
+    """Round float64 to float32 such that a second rounding, to fewer digits, has the result of a single one.
 
     An inexact result is that of its two neighbours whose last bit is odd (Boldo and Melquiond, IEEE Trans. Comput. 2008), so
     that it never lies on the border between two shorter numbers.
@@ -238,7 +238,7 @@ SIXTEEN_BITS = 2
 
 @dataclass(frozen=True)
 class Rounding:
-    """The numbers of a schedule's messages.
+    """How the numbers of a schedule's messages are rounded.
 
     Attributes:
         gradients, parameters: how they travel in reduce-scatters and allreduces, and in allgathers.
@@ -340,7 +340,7 @@ class WriteGuard(Protocol):
 
 
 class RoundedParameters:
-    """The errors of what this rank owns, and the allgathers of rounded parts. All arrays are on the host.
+    """Rounding errors of what this rank owns, and the allgathers of rounded parts. All arrays are on the host.
 
     Args:
         slices: of a schedule. own: by slice, the segments of this rank's part, in order. rank, ranks: those that own the parts.

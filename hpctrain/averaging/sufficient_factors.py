@@ -33,7 +33,9 @@ def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: fl
 
 
 class SufficientFactorExchange:
-    """One linear layer's buffers. All arrays are made at the first step, for the nominal batch, and grow only for larger ones.
+    """The exchange of one linear layer's inputs and errors.
+
+    Its buffers are made at the first step, for the nominal batch, and grow only for larger ones.
 
     They lie on the host, which computes the products too: where kernels compute elsewhere, inputs and errors are fetched from
     there, which waits, and gradients brought there.

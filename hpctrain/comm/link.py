@@ -32,7 +32,7 @@ _BURST = 32  # operations in flight at a time
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A link.
+    """Latency and inverse rate of a link, and the cost of operations over it.
 
     Attributes:
         alpha_seconds: time of an empty message. beta_seconds_per_byte: the inverse of the link's rate.
@@ -174,7 +174,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """This rank's clock brought to rank 0's: a straight line through two offsets, as clocks drift."""
+    """The map from this rank's clock to rank 0's: a straight line through two offsets, as clocks drift."""
 
     begin: Offset
     end: Offset

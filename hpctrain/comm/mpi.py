@@ -77,7 +77,7 @@ _KNOWN_AFTER_SECONDS = 5.0
 
 
 class RevocableCommunicator(Protocol):
-    """The part of an MPI communicator that is used here, as mpi4py names it."""
+    """The part of an MPI communicator that lost ranks need, with mpi4py's names."""
 
     def Get_failed(self) -> Any: ...
 
@@ -93,7 +93,7 @@ class RevocableCommunicator(Protocol):
 
 
 class LostRanks:
-    """Knows all communicators that this process has made from one world, and the operations that it has in flight on them.
+    """The communicators that this process has made from one world, the operations in flight on them, and losses of ranks.
 
     Args:
         mpi: the module `mpi4py.MPI`. world: of all ranks.
@@ -219,7 +219,7 @@ _CHARS = {"float32": "f", "float64": "d", "bfloat16": "H", "uint8": "B"}
 
 
 class MpiBuffers:
-    """Makes the arguments of MPI calls. The library has to read a device's memory where arrays of one are given.
+    """The buffer arguments of MPI calls. Arrays of a device need a library that reads its memory.
 
     Args:
         mpi: the module of mpi4py, which `comm.mpi` alone imports.
@@ -532,7 +532,7 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The world that communicators come from, and what is known of its lost ranks, if MPI continues without them.
+    """The world that communicators come from, and its lost ranks, if MPI continues without them.
 
     wait_policy: of object operations and splits.
     """

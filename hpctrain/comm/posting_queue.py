@@ -23,7 +23,7 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
 class _Stretch:
-    """The calls of one thread, of which the outermost counts."""
+    """The nested calls of one thread; only the outermost counts."""
 
     __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 
@@ -33,7 +33,7 @@ class _Stretch:
 
 
 class MessageAccount:
-    """Adds up a process's time for messages, that of its program and that of a second thread, if any, apart.
+    """An account of a process's time for messages, of its program and of a second thread, if any, apart.
 
     Args:
         trace: records each stretch; None: none is recorded. clock_ns: nanoseconds since any start; a tracer's own counts.
@@ -56,7 +56,7 @@ class MessageAccount:
 
     @property
     def beside_seconds(self) -> float:
-        """Seconds of the second thread so far, which the program did not spend."""
+        """Seconds of the second thread so far, which are not the program's."""
         return self._beside.total_ns * 1e-9
 
     def second_thread(self, identifier: int | None) -> None:
@@ -241,12 +241,12 @@ class PostingQueue:
 
     @property
     def idle(self) -> bool:
-        """True where nothing waits and nothing is in flight."""
+        """Whether nothing waits and nothing is in flight."""
         return not self._waiting and not self._in_flight
 
     @property
     def in_flight(self) -> bool:
-        """True where something is in flight."""
+        """Whether something is in flight."""
         return bool(self._in_flight)
 
     def unfinished(self) -> Sequence[Ticket]:
@@ -335,7 +335,7 @@ class PostingQueue:
 
 
 class LocalEvent(Ticket):
-    """A ticket that is done once the event has happened. Never posted; stands in the dependencies of operations that are."""
+    """A ticket that is done once the event has happened. Never posted; operations that are posted come after it."""
 
     __slots__ = ()
 

@@ -41,7 +41,7 @@ from hpctrain.trace.tracer import Category, Tracer
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """The way from a spin to a sleep, in seconds.
+    """How a wait changes from polling to sleeping, in seconds.
 
     A wait polls, offering its core to others after each poll for `offering_seconds`: as quick as a spin where it has the core to
     itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core; or for `growing_share` of the
@@ -107,7 +107,7 @@ INTERVAL_SECONDS = 200e-6
 
 
 class ProgressThread:
-    """Calls `one_pass` again and again inside of its `with` block, and never outside of it.
+    """A thread that calls `one_pass` again and again inside of its `with` block, and never outside of it.
 
     A block does not nest. A pass runs in the context of its owner, such as the handling of floating-point errors there. After an
     exception the thread makes no more passes in that block; its owner gets it from `raise_failure`, or at the block's end.
@@ -196,7 +196,7 @@ _ALONE: AbstractContextManager[Any] = nullcontext()
 
 
 class ProgressEngine:
-    """Owns the posting queues of a process; the only place that waits.
+    """The owner of the posting queues of a process, and the only place that waits.
 
     One thread of a process posts, polls and waits. A second one, where `start_thread` made it, works inside of `computing` and
     while the first holds no lock; everything that talks to the transport here holds it. It lets what is in flight move, or, as a

@@ -114,7 +114,7 @@ def _current_line(state: RankState) -> SourceLine | str:
 
 
 class Policy(Protocol):
-    """Every method is called by the one rank that runs."""
+    """The choices that MPI leaves open. Every method is called by the one rank that runs."""
 
     def moments(self) -> Moments:
         """Return when the buffers of the next posting are touched."""
@@ -354,7 +354,7 @@ _PATIENCE = 500
 
 
 class Scheduler:
-    """Hands the baton from rank to rank.
+    """A scheduler that hands the baton from rank to rank.
 
     Attributes: ranks: by number. policy: what decides. failure: the first error of the run. over: set when all have ended or one
     has failed.

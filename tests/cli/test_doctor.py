@@ -225,7 +225,7 @@ def test_processes_that_nobody_has_made_ranks_are_named(folder: Path) -> None:
     decoder, text = json.JSONDecoder(), done.stdout.lstrip()
     content, _ = decoder.raw_decode(text)
     [found] = [one for one in content["findings"] if one["key"] == "singletons"]
-    assert found["sentence"].startswith("2 processes of this command run side by side, and each is rank 0 of 1")
+    assert found["sentence"].startswith("2 processes of this command run at the same time, and each is rank 0 of 1")
     assert "-n 2 python -m mpi4py -m hpctrain" in found["mend"]
 
 
@@ -291,7 +291,7 @@ def test_a_full_scratch_is_named(job: Job, folder: Path, mounted: Callable[[str]
         while True:
             file.write(bytes(4096))
     found = examined(job, folder, env={"TMPDIR": str(disk)})
-    assert f"{disk} (TMPDIR) has room for 0.0 MB." in found["full-scratch"]["sentence"]
+    assert f"{disk} (TMPDIR) has 0.0 MB left." in found["full-scratch"]["sentence"]
     assert f"Make room in {disk}" in found["full-scratch"]["mend"]
 
 

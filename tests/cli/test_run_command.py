@@ -172,7 +172,7 @@ def test_an_old_run_of_the_same_name_is_left_alone(folder: Path) -> None:
     words = ["output=runs", "data.train=nowhere.h5"]
     code, said = _Supervised(folder, 0, ["--pause", "0"], words).end(180)
     assert code == 2, said
-    assert "another start would fail alike" in said
+    assert "another start would fail the same way" in said
     assert _attempts(folder)[0]["checkpoint"] is None
 
 
