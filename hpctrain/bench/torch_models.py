@@ -1,6 +1,6 @@
-"""The catalogue's networks in PyTorch, with the names of torchvision: what the engine is compared with, in time and in numbers.
+"""The catalogue's networks in PyTorch, with the names of torchvision, to compare the engine's speed and results with PyTorch.
 
-Runs in any Python with PyTorch, with or without hpctrain, so it imports nothing else.
+Runs in any Python with PyTorch, with or without hpctrain, and therefore imports nothing of hpctrain.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ def small(classes: int) -> nn.Module:
 
 
 def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout: float = 0.5) -> tuple[nn.Module, int, int]:
-    """Return (network, input channels, classes) of a model of the catalogue; None: as many classes as published.
+    """Return (network, input channels, classes) of a model of the catalogue. classes: None: the published number.
 
     Raises:
-        ValueError: a name without a counterpart here.
+        ValueError: a name without a counterpart in this module.
     """
     family = name.rstrip("0123456789")
     depth = int(name[len(family) :] or 0)

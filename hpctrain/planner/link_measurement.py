@@ -1,8 +1,8 @@
 """Measure one link between two ranks, and fit a `Link` to the measured points.
 
-`LinkProbe` posts, polls and waits for messages of several sizes as averagers do. All times are the least of several: other
-work on the machine can only make them longer. The fit draws straight lines between neighbouring sizes, and derives what
-moves between two polls and what passes after a pause.
+`LinkProbe` posts, polls and waits for messages of several sizes, as averagers do. Each time is the minimum of several
+measurements, because other work on the machine only lengthens them. The fit joins neighbouring sizes by straight lines, and
+derives the bytes that move between two polls and the bytes that pass at once after a pause.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Raw(NamedTuple):
 
 
 def _point(passes: Sequence[_Raw]) -> MessagePoint:
-    """The least of all passes."""
+    """Return the minimum of each time over all passes."""
     one, two = min(raw.one for raw in passes), min(raw.two for raw in passes)
     fewest = min(passes, key=lambda raw: raw.polls)
     core, summing = min(raw.core for raw in passes), min(raw.summing_core for raw in passes)
@@ -111,8 +111,8 @@ class LinkProbe:
     ) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks that have partners. Collective.
 
-        Repeats passes over all sizes, at least two, within the time budget on their rank 0: a disturbance of one pass
-        is over in the next. Sizes end when a message takes too long; at least two sizes are measured.
+        Repeats passes over all sizes, at least two, within the time budget of rank 0: a disturbance rarely lasts for two passes.
+        Larger sizes are left out once a message takes too long; at least two sizes are measured.
         """
         begin = self._progress.now()
         if self._pair is not None:
@@ -170,7 +170,7 @@ class LinkProbe:
         self._progress.wait_handle(self._meeting.ibarrier(), _PURPOSE)
 
     def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
-        """Return the least time until both ranks have waited for operations that are posted together. The first ones warm up."""
+        """Return the shortest time for both ranks to post the operations together and wait for them, after a warm-up."""
         assert self._queue is not None
         assert self._pair is not None
         times = []
@@ -180,7 +180,7 @@ class LinkProbe:
             begin = self._progress.now()
             self._progress.wait([self._queue.post(post, _PURPOSE) for post in posts])
             times.append(self._progress.now() - begin)
-        # A late rank finds the message of its partner there, so the longer time counts.
+        # A late rank measures too little, because its partner's message has arrived already; take the longer time.
         least: float = min(max(of_both) for of_both in zip(*self._pair.allgather_object(times[1:]), strict=True))
         return least
 
@@ -200,7 +200,7 @@ class LinkProbe:
         return polls
 
     def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
-        """Return the time inside posting and polls of an operation, between computation. cold: its data are in no cache."""
+        """Return the time in posting and polls of an operation, between computation. cold: its data are in no cache."""
         assert self._queue is not None
         if cold:
             self._written += 1.0
@@ -241,7 +241,7 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
-    """Fit a link to points of rising size, at least two. bursts: whether it may let bytes pass at once."""
+    """Fit a link to points of ascending size, at least two. bursts: whether bytes may pass at once after a pause."""
     burst_bytes = burst(points) if bursts else 0
     first, large = points[0], points[-3:]
     return Link(
@@ -259,7 +259,7 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
 def burst(points: Sequence[MessagePoint]) -> int:
     """Return the bytes that pass at once after a pause, relative to the rate of large messages; 0 if none do.
 
-    Other work reduces them, so the maximum counts.
+    Take the maximum over the points, because other work only reduces them.
     """
     beta = _large_beta(points)
     most = 0.0
@@ -274,8 +274,8 @@ def burst(points: Sequence[MessagePoint]) -> int:
 def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[LinkSegment, ...]:
     """Return lines through neighbouring points, each from its smaller point on.
 
-    The last line continues without end, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
-    messages, and alpha is the time of a message after a pause without the bytes that the burst does not cover.
+    The last line continues without limit, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
+    messages, and alpha is the time of a message after a pause without the bytes that exceed the burst.
     """
     # Times do not decrease with the size: a smaller message that seems slower was disturbed.
     times = [min(point.seconds for point in points[position:]) for position in range(len(points))]
@@ -303,7 +303,7 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
 
 
 def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
-    """Return the time of a message after a pause, without the bytes that the burst does not cover."""
+    """Return the time of a message after a pause, without the bytes that exceed the burst."""
     covered = n_bytes < _COVERED * burst_bytes  # a message that just fits does not wait for the rate of the link
     return seconds if covered else max(0.0, seconds - rate * (n_bytes - burst_bytes))
 
@@ -319,7 +319,7 @@ def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
 
 
 def _large_beta(points: Sequence[MessagePoint]) -> float:
-    """Return the time per byte of large messages: the median slope among them, after Theil and Sen, as some are disturbed."""
+    """Return the time per byte of large messages: the median slope between them (Theil and Sen), which is robust to outliers."""
     largest = points[-1].n_bytes
     large = [point for point in points if point.n_bytes >= _LARGE * largest]
     totals = [(point.n_bytes, point.seconds) for point in large]

@@ -1,7 +1,7 @@
-"""A recorder of timed events: arrays made once, no object kept per event, nothing at all where it is not asked for.
+"""A recorder of timed events. Its arrays are allocated once; there is no object per event, and no cost without a recorder.
 
-What can be traced holds a `Tracer` or None and asks `if tracer is not None`. Times are nanoseconds of one process's clock;
-`ClockMap` (comm/link.py) brings those of several processes together; chrome.py writes them, intervals.py helps to add them up.
+Code that can be traced holds a `Tracer` or None and tests `if tracer is not None`. Times are nanoseconds of one process's clock;
+`ClockMap` (comm/link.py) maps several processes' clocks to one. `chrome.py` writes the events, `time_table.py` sums them up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOOKS = "posting and progress"
 
 
 class Category(IntEnum):
-    """The kind of an event. Those of BESIDE run in parallel with the program; all others are the program's own time and nest."""
+    """The kind of an event. Events in BESIDE run in parallel with the program; all others are the program's own time and nest."""
 
     FORWARD = 0  # an operator's three phases; name: the layer
     PARAMETERS = 1
@@ -62,7 +62,7 @@ class Events:
         category, name, track: int32 (n,).
         number: int64 (n,).
         start_ns, stop_ns: int64 (n,), by the clock of the process.
-        dropped: number of events for which there was no room.
+        dropped: number of events that did not fit.
     """
 
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ class Events:
         return len(self.start_ns)
 
     def select(self, chosen: np.ndarray) -> Events:
-        """Return the events of a boolean mask or of indices."""
+        """Return the events selected by a boolean mask or by indices."""
         columns: dict[str, Any] = {column: getattr(self, column)[chosen] for column in ("name", "track", *_COLUMNS)}
         return replace(self, **columns)
 
@@ -89,9 +89,9 @@ class Events:
 
 
 class Tracer:
-    """Records events of one thread, and separately of a second one, whose own time is of kind THREAD.
+    """Records events of one thread, and separately those of a second thread, whose own time is of kind THREAD.
 
-    If its room is used up, it counts the dropped events.
+    Counts the events that exceed its capacity as dropped.
 
     Args:
         capacity: number of events.
@@ -144,7 +144,7 @@ class Tracer:
         self._count = position + 1
 
     def clear(self) -> None:
-        """Discard all events; names keep their numbers."""
+        """Discard all events; names keep their indices."""
         self._count = self.dropped = 0
         if self._beside is not None:
             self._beside.clear()
@@ -197,7 +197,7 @@ def capacity_for(ranks: int) -> int:
 
 
 def cost_per_event_seconds(events: int = 20_000) -> float:
-    """Return the CPU time of two clock readings and the record of one event, measured now; the least of three."""
+    """Return the CPU time of two clock readings and the record of one event, measured now; the minimum of three."""
     tracer = Tracer(events)
     clock_ns = tracer.clock_ns
     best = float("inf")
