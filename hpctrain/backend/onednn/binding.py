@@ -57,7 +57,7 @@ def load() -> ctypes.CDLL:
     """Load and return the library.
 
     Raises:
-        OSError: the library is missing, has a major version other than 3, or cannot be loaded; the message says why for each place.
+        OSError: it is missing, has a major version other than 3, or cannot be loaded; the message says why for each place.
     """
     failures = []
     for path in candidates():
