@@ -301,11 +301,9 @@ def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
 
 def by_averager(points: Sequence[SimulatedPoint]) -> dict[str, list[SimulatedPoint]]:
     """Return the points of each averager, in order."""
-    return {name: [point for point in points if point.averager == name] for name in dict.fromkeys(map(_averager, points))}
-
-
-def _averager(point: SimulatedPoint) -> str:
-    return point.averager
+    return {
+        name: [point for point in points if point.averager == name] for name in dict.fromkeys(point.averager for point in points)
+    }
 
 
 def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | None:

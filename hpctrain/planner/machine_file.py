@@ -185,7 +185,8 @@ def parse(text: str, label: str = "machine") -> Machine:
     except ValidationError as error:
         faults = list(_faults(error))
     # Missing sources are reported once all numbers are right.
-    faults = faults or [(path, _no_source(path)) for path in reader.without_source]
+    how = 'write {value: ..., source: ...} with "measured" or the origin, or give its section a source.'
+    faults = faults or [(path, f"{dotted(path)} has no source; {how}") for path in reader.without_source]
     if faults:
         raise ConfigError("\n".join(str(source.error(reader.place(path), sentence)) for path, sentence in faults))
     return fields.machine(reader.sources)
@@ -321,13 +322,6 @@ def _meant(path: KeyPath) -> KeyPath | None:
     schema = _schema_at(path[:-1])
     near = nearest(str(path[-1]), schema.model_fields if schema is not None else ())
     return None if near is None else (*path[:-1], near)
-
-
-def _no_source(path: KeyPath) -> str:
-    return (
-        f'{dotted(path)} has no source; write {{value: ..., source: ...}} with "measured" or the origin, '
-        f"or give its section a source."
-    )
 
 
 def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: Machine, prefix: str) -> dict[str, Any]:

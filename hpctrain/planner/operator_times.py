@@ -176,7 +176,9 @@ class OperatorTimes:
         if key.extents in samples:
             return samples[key.extents]
         for dim in range(_DIMS):
-            points = sorted((extents[dim], seconds) for extents, seconds in samples.items() if _alike(extents, key.extents, dim))
+            others = [other for other in range(_DIMS) if other != dim]
+            alike = [extents for extents in samples if all(extents[other] == key.extents[other] for other in others)]
+            points = sorted((extents[dim], samples[extents]) for extents in alike)
             seconds = interpolated(points, key.extents[dim])
             if seconds is not None:
                 return seconds
@@ -226,10 +228,6 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
         other, other_seconds = points[1] if place == 0 else points[-2]
         slope = min(slope, max(0.0, (seconds - other_seconds) / (nearest - other)))
     return seconds + slope * (size - nearest)
-
-
-def _alike(extents: tuple[int, int, int], wanted: tuple[int, int, int], dim: int) -> bool:
-    return all(extents[other] == wanted[other] for other in range(_DIMS) if other != dim)
 
 
 def _read(path: Path) -> dict[str, Any]:

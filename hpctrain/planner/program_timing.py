@@ -338,7 +338,9 @@ def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
     """Return the setting of this process: its processor, and the versions of everything that computes."""
     version = getattr(kernels, "version", "")
     versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
-    return Setting(_processor(), versions, threads, concurrency)
+    known = processor_flags()
+    processor = " ".join([processor_model(), *(flag for flag in _INSTRUCTION_SETS if flag in known)])
+    return Setting(processor, versions, threads, concurrency)
 
 
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
@@ -456,9 +458,3 @@ def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
             return next(models, platform.machine())
     except OSError:
         return platform.machine()
-
-
-def _processor(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """The model and the instruction sets that kernels are chosen by."""
-    known = processor_flags(cpuinfo)
-    return " ".join([processor_model(cpuinfo), *(flag for flag in _INSTRUCTION_SETS if flag in known)])

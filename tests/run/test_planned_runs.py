@@ -602,7 +602,8 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     (package / "__init__.py").write_text("")
     (package / "plain.py").write_text(PLAIN_STRATEGY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(averagers, "AVERAGERS", Registry("own_strategies", "averager", Strategy))
+    given = averagers.AVERAGERS.given
+    monkeypatch.setattr(averagers, "AVERAGERS", Registry("own_strategies", "averager", Strategy, given))
     return (*TWO_ROWS, "averager=plain")
 
 

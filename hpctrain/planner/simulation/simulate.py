@@ -234,14 +234,15 @@ class _Simulation:
     """All processes of a program on a machine."""
 
     def __init__(
-        self, program: StepProgram, machine: Machine, options: SimulationOptions, where: Sequence[SimulatedPlace]
+        self, program: StepProgram, machine: Machine, options: SimulationOptions, simulated_places: Sequence[SimulatedPlace]
     ) -> None:
-        self._program, self._machine, self._options, self._places = program, machine, options, where
-        self._world = SimulatedWorld(program, machine, where)
-        self._running = len(where)
+        self._program, self._machine, self._options, self._places = program, machine, options, simulated_places
+        self._world = SimulatedWorld(program, machine, simulated_places)
+        self._running = len(simulated_places)
         self._group_tasks: dict[Hashable, GroupTasks] = {}
         self._processes = [
-            SimulatedProcess(place, self._world, options.progress, options.slow.get(place.first_rank, 1.0)) for place in where
+            SimulatedProcess(place, self._world, options.progress, options.slow.get(place.first_rank, 1.0))
+            for place in simulated_places
         ]
         self._steps = [
             StepTasks(process, self._groups_of(process.place), options, self._count_down) for process in self._processes
