@@ -89,10 +89,10 @@ def check_seconds(task: Task) -> dict[str, Any]:
     """The time of one check, the optimizer's state among what is looked at, and the checks until all was."""
     watch = _replica(task).watch
     assert watch is not None
-    looks = [_seconds(partial(watch.look, turn * EVERY_STEPS)) for turn in range(_ROUNDS * watch.checks_to_see_all)]
+    looks = [_seconds(partial(watch.take_checksums, turn * EVERY_STEPS)) for turn in range(_ROUNDS * watch.checks_to_see_all)]
 
     def message() -> None:
-        watch.look(0)
+        watch.take_checksums(0)
         watch.read(watch.message())
 
     whole = [_seconds(message) - looks[0] for _ in range(_ROUNDS)]

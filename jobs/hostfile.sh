@@ -1,12 +1,12 @@
 #!/bin/bash
-# Train on hosts without a scheduler, named in a file.
+# Train on hosts without a scheduler, listed in a file.
 # Site profile hostfile, tested on two network namespaces of one machine. Guide:
 # https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
-# One for a configuration, written and submitted:
+# `hpctrain submit` writes and submits such a script for a configuration:
 #   hpctrain submit configs/imagenet-resnet50.yaml --site hostfile --nodes 2
-# By hand: edit the lines marked <--, check the configuration where you are, then
+# By hand: edit the lines marked <--, then check the configuration on the login node and submit:
 #   hpctrain config check configs/quickstart.yaml && bash jobs/hostfile.sh configs/quickstart.yaml
-# Submitted again, it goes on from the newest checkpoint of the run of that name.
+# Submitted again, it continues from the newest checkpoint of the run with the same name.
 
 set -euo pipefail
 
@@ -15,20 +15,20 @@ fail() {
     exit 1
 }
 
-# Output of the next start stands behind that of this one.
-LOG=hpctrain.core.log
+# Each start appends its output.
+LOG=hpctrain.log
 if [ $# -eq 0 ]; then
     echo "usage: bash jobs/hostfile.sh CONFIG [OVERRIDE ...]" >&2
     exit 2
 fi
 TRAIN=("$@")
 ENVIRONMENT=.venv                 # <-- the environment with hpctrain and an mpi4py for this site's MPI; empty: python is on PATH
-DOCTOR_SECONDS=80                 # <-- that a look at the nodes may take, which ends itself after 60; 0: none
-STRICT=--strict                   # <-- warnings of that look end the job, too; empty: they are only printed
-STAGE=""                          # <-- a tar of the environment to unpack on each node; empty: none (docs/clusters.md)
-HOSTFILE=hosts                    # <-- a host on each line; all see this directory and the environment by the same path
+DOCTOR_SECONDS=80                 # <-- time limit of the check of the nodes before the training; 0: no check
+STRICT=--strict                   # <-- warnings of that check end the job, too; empty: they are only printed
+STAGE=""                          # <-- a tar of the environment to unpack on each node; empty: none (see docs/clusters.md)
+HOSTFILE=hosts                    # <-- one host per line; this directory and the environment have the same path on all
 NODES=2                           # <--
-RANKS_PER_NODE=4                  # <-- ranks that nobody binds share a host's cores evenly
+RANKS_PER_NODE=4                  # <-- unbound ranks share a host's cores evenly
 
 if [ -n "$ENVIRONMENT" ] && [ -d "$ENVIRONMENT/bin" ]; then
     PATH="$(cd "$ENVIRONMENT/bin" && pwd):$PATH"
@@ -36,13 +36,13 @@ fi
 
 # Parallel file systems often have no locks (https://hdfgroup.github.io/hdf5/develop/_file_lock.html).
 export HDF5_USE_FILE_LOCKING=FALSE
-# A rank computes with a thread on each core that it is bound to; a number from the login shell would overrule that.
+# A rank uses one thread for each core that it is bound to; a number from the login shell would override that.
 unset OMP_NUM_THREADS
 
 echo "output goes to $LOG"
 exec >>"$LOG" 2>&1
 # https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
-# Each MPI's mpiexec has words of its own; that of Open MPI hands on no variables to other hosts, and binds ranks to single cores.
+# Options of mpiexec differ; Open MPI's passes no variables to other hosts by itself, and binds each rank to a single core.
 case "$(mpiexec --version 2>&1)" in
     *"Open MPI"*)
         MPIEXEC=(mpiexec -hostfile "$HOSTFILE" --bind-to none -x TERM=dumb -x PATH -x HDF5_USE_FILE_LOCKING)
@@ -57,8 +57,8 @@ case "$(mpiexec --version 2>&1)" in
 esac
 LAUNCH=("${MPIEXEC[@]}" -n $((NODES * RANKS_PER_NODE)) "${PER_NODE[@]}")
 
-# The environment on each node's own disk: thousands of ranks do not read its files from one file system (unverified: /tmp is on a
-# host's own disk on most machines).
+# Unpack the environment on each node's own disk, so that thousands of ranks do not read it from one file system (unverified: /tmp
+# is on a host's own disk on most machines).
 UNPACK=$(
     cat <<'END'
 rm -rf "$2"
@@ -70,32 +70,32 @@ END
 if [ -n "$STAGE" ]; then
     ON_NODE="${TMPDIR:-/tmp}/hpctrain-$$"
     "${ON_EACH[@]}" bash -ec "$UNPACK" unpack "$STAGE" "$ON_NODE" ||
-        fail "$STAGE could not be unpacked in $ON_NODE on each node, and nothing is started; make room there, or empty STAGE."
+        fail "$STAGE could not be unpacked in $ON_NODE on each node, so nothing was started; free space, or leave STAGE empty."
     PATH="$ON_NODE/bin:$PATH"
 fi
 
-# The same ranks as of the training, for seconds: a wrong launcher, cores that overlap or a full disk are told before.
+# Check the nodes with the training's ranks, for a few seconds: this finds a wrong launcher, overlapping cores or a full disk.
 if [ "$DOCTOR_SECONDS" -gt 0 ]; then
     CHECKED=()
     for word in "${TRAIN[@]}"; do
-        case "$word" in -*) break ;; esac # options are those of train
+        case "$word" in -*) break ;; esac # the options are those of train
         CHECKED+=("$word")
     done
     status=0
     timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" ${STRICT:+"$STRICT"} ||
         status=$?
     if [ "$status" -ne 0 ]; then
-        echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s), so nothing is trained" >&2
+        echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s), so no training was started" >&2
         exit "$status"
     fi
 fi
 
-# A run that a signal or its time has stopped leaves this file and ends with 0: where a rank ends with another code, launchers
-# kill the rest.
+# A run that was stopped by a signal or its time limit creates this file and exits with 0: launchers kill the other ranks if one
+# exits with another code.
 STOPPED=./.stopped-"$$"
 rm -f "$STOPPED"
 status=0
-# Requests to stop are passed on as USR1, which launchers pass on to the ranks.
+# Pass requests to stop on as USR1, which launchers forward to the ranks.
 interrupted=yes
 launcher=""
 trap 'interrupted=yes; [ -z "$launcher" ] || kill -USR1 "$launcher" || true' USR1 TERM INT HUP
@@ -115,8 +115,8 @@ fi
 if [ -n "$STAGE" ]; then
     "${ON_EACH[@]}" rm -rf "$ON_NODE" || true
 fi
-# 85: somebody, or the time limit, has stopped it, with a checkpoint; there is no queue to put it into again.
+# 85: stopped by a signal or the time limit, with a checkpoint; there is no queue to submit it to again.
 if [ "$status" -eq 85 ]; then
-    echo "job script: stopped with a checkpoint; start it again to go on" >&2
+    echo "job script: stopped with a checkpoint; start it again to continue" >&2
 fi
 exit "$status"

@@ -114,7 +114,7 @@ def test_one_that_was_killed_is_in_the_records(job: Job, ranks: int, tmp_path: P
     outcome = run(job, ranks, tmp_path, "os.kill(os.getpid(), 9)")
     assert outcome.code != 0
     state = autopsy(tmp_path)["ranks"][-1]
-    assert (state["rank"], state["step"], state["end"]) == (ranks - 1, 3, "did not say")
+    assert (state["rank"], state["step"], state["end"]) == (ranks - 1, 3, "unknown")
 
 
 @pytest.mark.slow

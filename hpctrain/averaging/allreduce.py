@@ -69,7 +69,7 @@ class _Several:
 
 
 class AllreduceAverager(GradientAverager):
-    """Each slice is summed by one allreduce, in place, from when its last gradient is ready.
+    """Sum each slice by one allreduce, in place, once its last gradient is ready.
 
     It is updated on every rank in the next `before_forward` of a parameter of it, or in `drain`. Slices hold whole parameters.
 
@@ -202,7 +202,7 @@ class AllreduceAverager(GradientAverager):
 
 
 class AllreduceStrategy(Strategy):
-    """One allreduce per slice, in backward's order. A strategy defines `words` and `slices`.
+    """The base of strategies with one allreduce per slice, in backward's order. A strategy defines `words` and `slices`.
 
     Attributes:
         cuts_large: a very large slice travels in several operations, posted together.
@@ -239,7 +239,7 @@ class AllreduceStrategy(Strategy):
 
     @property
     def sizes(self) -> Sizes | None:
-        """How sizes that are not given are found; None where none follows from a link."""
+        """The rule for sizes that are not given; None if no size follows from a link."""
         return getattr(self.options, "sizes", None)
 
     @property

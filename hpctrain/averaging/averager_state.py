@@ -26,7 +26,7 @@ def unique_segments(averager: GradientAverager) -> Iterator[tuple[Segment, dict[
     if averager.counted is not None:
         yield from averager.counted()
         return
-    assert type(averager).owned is GradientAverager.owned, "an averager whose ranks own parts says which of them count"
+    assert type(averager).owned is GradientAverager.owned, "an averager whose ranks own parts defines which of them count"
     group, comm = averager.group, averager.comm
     for segment in group.covering(*even_interval(group.size, comm.size, comm.rank)):
         whole = group.segment(segment.parameter)
@@ -64,7 +64,7 @@ def swap_parameters(averager: GradientAverager, state: str) -> None:
 
 
 class UndoCopy:
-    """Parameters, the optimiser's state, what is kept back, and counters, as they were before a step.
+    """A copy of what a step changes: parameters, the optimiser's state, gradients kept back, and counters.
 
     It takes as much memory as these. Nothing communicates, and nothing waits: copies are made where the arrays lie.
     """

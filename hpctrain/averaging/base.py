@@ -42,7 +42,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class WireOptions:
-    """Options of strategies that send each gradient once, in messages whose sizes are not for choice.
+    """Options of strategies that send each gradient once, in messages of fixed sizes.
 
     Args:
         wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
@@ -87,7 +87,7 @@ def words_of_sizes(sizes: Sizes) -> str:
 
 @dataclass(frozen=True)
 class AveragerSetup:
-    """The things of this rank that an averager of one group of parameters works on.
+    """The objects of this rank that an averager of one group of parameters works on.
 
     Attributes:
         group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank updates, and owns it.
@@ -191,7 +191,7 @@ class GradientAverager(ABC):
 
     @property
     def by_holder(self) -> Collection[str]:
-        """Names of the states that are (holders, size), of which only the sum over the holders matters to later steps."""
+        """Names of the states of shape (holders, size); only their sum over the holders matters to later steps."""
         return () if self.pending is None else (self.pending,)
 
     @abstractmethod
@@ -301,7 +301,7 @@ def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group of parameters on a number of ranks: all that a schedule follows from, besides a strategy's options and a link.
+    """A group of parameters on a number of ranks: all that a schedule depends on, besides a strategy's options and a link.
 
     Attributes:
         layout: the parameters' sizes and places. ranks: P, of the ranks that hold them.
@@ -398,7 +398,7 @@ class StrategyCosts:
 
 
 class Strategy(ABC):
-    """One strategy for one group of parameters. All but `averager` is pure: the same answer on every rank, and without any.
+    """The plan of averaging one group of parameters. Pure but for `averager`: the same result on every rank, and without ranks.
 
     A strategy of your own is one class in a module of its name in `averaging/strategies`. The short way is to derive from
     `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
@@ -440,7 +440,7 @@ class Strategy(ABC):
 
     @property
     def levels(self) -> Levels | None:
-        """The levels in which its streams sum and gather, where nodes have several ranks each; None: in one."""
+        """The levels in which its streams sum and gather, on nodes with several ranks each; None: one level."""
         return None
 
     @property
@@ -450,7 +450,7 @@ class Strategy(ABC):
 
     @property
     def rounding(self) -> Rounding | None:
-        """The numbers of its messages, as the options `wire` and `wire_parameters` say, where it has them; None: as they are."""
+        """The rounding of its messages, by the options `wire` and `wire_parameters`, if it has them; None: no rounding."""
         gradients: Wire = getattr(self.options, "wire", "float32")
         parameters: Wire = getattr(self.options, "wire_parameters", "float32")
         per_node = 1 if self.levels is None else self.levels.per_node

@@ -276,7 +276,10 @@ class CollectiveSchedule:
 
 
 class _Elements:
-    """A sum of elements by rank. of_all: what each rank has; ranks below a limit have less by what lies at and above it."""
+    """A sum of elements by rank.
+
+    of_all: what each rank has; ranks below a limit have less by what lies at and above it.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.of_all = 0
@@ -373,7 +376,7 @@ def covered_slices(schedule: CollectiveSchedule) -> Mapping[int, range]:
 
 
 class EventKind(StrEnum):
-    """The things that happen on this rank, to one parameter, once per step."""
+    """The events of one parameter on this rank, each once per step."""
 
     INPUTS = "inputs"
     GRADIENT = "gradient"
@@ -393,7 +396,7 @@ class LocalEventKey:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The things that one operation starts after.
+    """What one operation comes after.
 
     Attributes:
         events: on this rank, in the same step. operations: positions in the schedule, of the same step.

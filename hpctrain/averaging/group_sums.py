@@ -82,7 +82,7 @@ class JointStep:
 
 
 class JointNorms:
-    """Shared by the averagers of one network's groups. Making it is collective over all ranks.
+    """The norms of all parameter groups of a network, shared by their averagers. Making it is collective over all ranks.
 
     Its message is posted on a communicator of its own, one per step, so its order depends on nothing else. What is sent holds
     until the step after the next: two buffers take turns, and a step waits for the message that left its buffer.

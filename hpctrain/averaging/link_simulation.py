@@ -29,7 +29,7 @@ from hpctrain.core.intervals import even
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds since a step's begin, of the compute alone: what a rank waited is taken out.
+    """Seconds of compute since a step's begin; waits are taken out.
 
     ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is released. needed: when
     forward reads it; empty where that is unknown. end_seconds: when backward ends.
@@ -97,7 +97,7 @@ def upper_medians(seconds: np.ndarray) -> np.ndarray:
 
 
 class StepClock:
-    """Times of reading, of ready gradients and of released data: seconds of compute since the step's begin, medians over steps.
+    """A clock of forward's reads, ready gradients and released data: seconds of compute since the step's begin, medians.
 
     Waits are taken out: what hides under them would otherwise be planned as if it cost time.
     """
@@ -230,7 +230,7 @@ def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...
 
 
 class LinkSimulation:
-    """One link, one transfer at a time, the most urgent one that is ready; it idles only where nothing should start.
+    """A link with one transfer at a time, the most urgent one that is ready; it idles only if nothing should start.
 
     Reductions become ready at `times.ready`, gathers when the slice is reduced and its data free. A gather does not start where
     the next gradient would find it under way for longer than `overrun_seconds`: a reduction that comes late may hold up the next

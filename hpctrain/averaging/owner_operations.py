@@ -22,7 +22,7 @@ from hpctrain.optim.base import Norms
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """The things that the updates of one step use.
+    """What the updates of one step use.
 
     norms: None where the optimiser needs none. joint: of several groups. left_out: slices that take no part in the step.
     number: of the step, counted from 0 over the whole training, by averagers that count.
@@ -44,7 +44,7 @@ class StepUpdate:
 
 
 class OwnerOperations:
-    """This rank's parts of a schedule's slices, the buffers in which their sums arrive, and the start of each operation.
+    """The operations of a schedule on this rank: its parts of slices, the buffers of their sums, and the starts.
 
     Args:
         streams: by stream, its communicator; its ranks own the parts of a slice in their order.

@@ -76,7 +76,7 @@ class ReduceScatterStep:
 
 
 class ReduceScatterAverager(GradientAverager):
-    """Each rank updates its own part of every slice; the parameters are gathered from all of them.
+    """Update this rank's own part of every slice, and gather the parameters from all ranks.
 
     Args:
         exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
@@ -292,7 +292,9 @@ def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies
 
 
 class ReduceScatterStrategy(Strategy):
-    """Reduce-scatter, own update, allgather; linear layers may exchange sufficient factors instead of gradients.
+    """The base of strategies of reduce-scatter, update by the owner and allgather.
+
+    Linear layers may exchange sufficient factors instead of gradients.
 
     A strategy defines `words`. It may choose `streams`, sizes (`slice_elements`), an `urgency` or an `order`, a `window`, other
     `slices` and `operations`, and an averager that takes `averager_arguments`. Besides its own, its options have `fc_exchange`,
@@ -314,19 +316,19 @@ class ReduceScatterStrategy(Strategy):
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         super().__init__(group, options)
         self.apart: frozenset[str] = frozenset()
-        chosen = self.options
-        if chosen.fc_exchange == "always" and group.micro_batches > 1:
+        options = self.options
+        if options.fc_exchange == "always" and group.micro_batches > 1:
             raise OptionError(
                 f"fc_exchange is always, but micro_batches is {group.micro_batches}; the exchange needs micro_batches 1, "
                 f"or set fc_exchange to auto or never.",
                 "fc_exchange",
             )
-        two_level = chosen.two_level and group.shards is None  # the order of shards is independent of nodes
+        two_level = options.two_level and group.shards is None  # the order of shards is independent of nodes
         self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
         # In two levels a node counts as one rank: the rule is about what crosses its link.
         links = group.ranks if self._levels is None else self._levels.nodes
         sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
-        exchange: FcExchange = "never" if chosen.fc_exchange == "auto" and not group.on_host else chosen.fc_exchange
+        exchange: FcExchange = "never" if options.fc_exchange == "auto" and not group.on_host else options.fc_exchange
         exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
         self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
 
@@ -382,12 +384,12 @@ class ReduceScatterStrategy(Strategy):
 
     @property
     def posted_streams(self) -> tuple[Stream, ...]:
-        """Norms of some parameters have a stream of their own, so that no reduction and no gather of others waits for them."""
+        """The streams of schedules; norms of some parameters have one of their own, so that nothing else waits for them."""
         return (*self.streams, Stream.NORMS) if self._layer_norms else self.streams
 
     @property
     def _layer_norms(self) -> bool:
-        """An update waits for the norms of its layers only.
+        """Whether an update waits for the norms of its layers only.
 
         Norms of several groups of parameters travel together. On one rank nothing travels, and a device is waited for once.
         """

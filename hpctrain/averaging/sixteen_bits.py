@@ -4,7 +4,7 @@
 nearest even by integer arithmetic: NumPy knows no bfloat16, and its own rounding to float16 takes twenty times as long where
 results are denormal.
 
-`Rounding` says how gradients and parameters travel: as they are, or rounded. Pure data.
+`Rounding` is how gradients and parameters travel: as they are, or rounded. Pure data.
 
 `RoundedParameters`: where parameters travel rounded, every rank computes with the rounded ones, and owners keep what rounding
 took away. The optimiser updates exact values: an owner adds the error to its part before an update, and takes it out again when
@@ -118,7 +118,7 @@ class Float16Codes(Codes):
 
 
 class OddRounding:
-    """float64 to float32 such that a second rounding, to fewer digits, has the result of a single one.
+    """Round float64 to float32 such that a second rounding, to fewer digits, has the result of a single one.
 
     An inexact result is that of its two neighbours whose last bit is odd (Boldo and Melquiond, IEEE Trans. Comput. 2008), so
     that it never lies on the border between two shorter numbers.
@@ -238,7 +238,7 @@ SIXTEEN_BITS = 2
 
 @dataclass(frozen=True)
 class Rounding:
-    """The numbers of a schedule's messages.
+    """How the numbers of a schedule's messages are rounded.
 
     Attributes:
         gradients, parameters: how they travel in reduce-scatters and allreduces, and in allgathers.
@@ -340,7 +340,7 @@ class WriteGuard(Protocol):
 
 
 class RoundedParameters:
-    """The errors of what this rank owns, and the allgathers of rounded parts. All arrays are on the host.
+    """Rounding errors of what this rank owns, and the allgathers of rounded parts. All arrays are on the host.
 
     Args:
         slices: of a schedule. own: by slice, the segments of this rank's part, in order. rank, ranks: those that own the parts.

@@ -30,7 +30,7 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True)
 class Compression:
-    """A slice whose largest elements alone cross between nodes.
+    """The compression of a slice of which only the largest elements cross between nodes.
 
     The ranks of a node divide the slice among them; a stream counts its ranks by (number on the node, node), as `Levels` does.
 
@@ -87,7 +87,7 @@ class Slice:
 
     @property
     def copies(self) -> int:
-        """Ranks that have the same part: all nodes' of a number, where it is compressed; else 1."""
+        """Number of ranks that have the same part: those of one number on all nodes if it is compressed; else 1."""
         return 1 if self.compression is None else self.compression.nodes
 
     def counts(self, ranks: int) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class HostMirrors(Protocol):
     inside of one that is covered share its mirror.
 
     Attributes:
-        copied: bytes so far. pinned_bytes: of all mirrors.
+        copied: bytes copied so far. pinned_bytes: bytes of all mirrors.
     """
 
     copied: StagedBytes
@@ -107,7 +107,7 @@ class WorkMark(Protocol):
 
     @property
     def done(self) -> bool:
-        """All work before it is done, and stays so. Never waits."""
+        """Whether all work before the mark is done; once true it stays true. Never waits."""
         ...
 
 
@@ -166,7 +166,7 @@ class DeviceLinks(Protocol):
 
 
 class DeviceGroup(Protocol):
-    """A device's place in a group. links: to all of the group, itself among them, on a stream of the groups of this process."""
+    """A device's place in a group. links: links to all devices of the group, itself included, on a stream of this process."""
 
     links: DeviceLinks
 
@@ -183,7 +183,7 @@ class DeviceMessages(Protocol):
     """Marks of a device's work, and its groups.
 
     Attributes:
-        identity: of the device; no other one has it, on any node.
+        identity: name of the device that no other device has, on any node.
     """
 
     identity: str
@@ -216,7 +216,7 @@ class Fetch(Protocol):
 class UpdateRun:
     """Elements [start, stop) of the flat buffers that are updated alike: g' = gradient_scale * g + decay * w.
 
-    offset: to add to a place in the flat buffers to get the place in the state.
+    offset: number to add to a place in the flat buffers for the place in the state.
     """
 
     start: int
@@ -238,7 +238,7 @@ class Descent(Protocol):
 class MomentRule:
     """The constants of a descent by two moments of the gradient: those of Adam (Kingma and Ba, ICLR 2015).
 
-    beta1, beta2: shares of the first and the second moment that are kept. epsilon: is added to the root of the second one.
+    beta1, beta2: decay rates of the first and the second moment. epsilon: added to the root of the second moment.
     """
 
     beta1: float
@@ -406,7 +406,7 @@ class Arithmetic(ABC):
         """Bind momentum descent of flat `data` by flat `gradient`, of one size; `momentum` holds the state, empty if factor is 0.
 
         Args:
-            shadow: bfloat16, of the size of `data`: receives the rounded data of all updated elements.
+            shadow: bfloat16 array of the size of `data`, which receives the rounded data of all updated elements.
         """
 
     @abstractmethod

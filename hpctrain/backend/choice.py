@@ -26,7 +26,7 @@ _OTHERWISE = "or set backend to onednn or numpy, which compute on the CPU"
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A rank among those that share the GPUs of its node. ranks: of the job. local_ranks: of the node."""
+    """A rank and its node. ranks: ranks of the job. local_rank: number of the rank on the node. local_ranks: ranks on it."""
 
     ranks: int = 1
     local_rank: int = 0
@@ -161,11 +161,11 @@ class Backend:
     """A kernel set and what it computes in.
 
     Attributes:
-        name: of the kernel set, never "auto".
-        dtype: of activations: "float32", "float64" or "bfloat16".
-        kernels: makes the operators and allocates their memory.
-        description: what computes, in words for people.
-        versions: of libraries that a run records in addition to those of all runs.
+        name: name of the kernel set, never "auto".
+        dtype: dtype of activations: "float32", "float64" or "bfloat16".
+        kernels: kernel set, which makes the operators and allocates their memory.
+        description: description for users, such as "onednn, float32".
+        versions: versions of the libraries that a run records in addition to those of all runs.
     """
 
     name: str
@@ -183,9 +183,9 @@ def make_backend(
     "auto" selects a GPU if one can be used, else oneDNN for float32 if its library loads, else NumPy, and logs its choice.
 
     Args:
-        dtype: "float32" or "float64": of parameters, and of activations at precision "float32".
-        precision: of the products, for dtype float32: "tf32" rounds their factors, "bfloat16" all activations. Backend cuda.
-        place: of this rank on its node, to find its GPU; alone by default.
+        dtype: dtype of parameters, and of activations at precision "float32": "float32" or "float64".
+        precision: precision of products, for dtype float32: "tf32" rounds their factors, "bfloat16" all activations (cuda only).
+        place: place of this rank on its node, to find its GPU; by default it is alone.
 
     Raises:
         BackendError: an unknown name, a dtype or precision that the backend cannot compute in, or a library that is not there.

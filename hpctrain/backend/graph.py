@@ -52,7 +52,7 @@ class Node:
 
     @property
     def trains(self) -> bool:
-        """It has parameters, and backward makes their gradients."""
+        """Whether backward computes gradients of parameters."""
         return bool(self.parameters) and not self.frozen
 
 
@@ -96,7 +96,7 @@ class GraphBuilder:
         shared: bool = False,
         frozen: bool = False,
     ) -> int:
-        """Append a node; give the number of its output.
+        """Append a node and return the number of its output.
 
         Raises:
             ShapeError: the inputs do not fit the spec (the message is prefixed with the layer's name).
@@ -116,7 +116,7 @@ class GraphBuilder:
 
 
 def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *, training: bool = True) -> Graph:
-    """Return the graph with fused nodes. products: of the specs with which a ReLU becomes `WithRelu`."""
+    """Return the graph with fused nodes. products: spec types with which a ReLU becomes `WithRelu`."""
     nodes = list(graph.nodes) if training else _without_stochastic_depth(graph)
     for relu in graph.nodes:
         if isinstance(relu.spec, ReluSpec):

@@ -87,7 +87,7 @@ class StatisticsMerger(Protocol):
 
     @property
     def alone(self) -> bool:
-        """One rank: there is nothing to merge."""
+        """Whether there is one rank only, and nothing to merge."""
         ...
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
@@ -299,9 +299,9 @@ class KernelSet(ABC):
     """Makes operators. numpy: the reference, float32 and float64; onednn: float32, fast on CPUs; cuda: GPUs.
 
     Attributes:
-        arithmetic: on the arrays of this set's operators, outside of these.
-        alignment_bytes: of every buffer in an arena.
-        shadow_dtype: of a rounded copy of all parameters, which operators read instead; None if they need none.
+        arithmetic: arithmetic service for the arrays of this set.
+        alignment_bytes: alignment of every buffer in an arena.
+        shadow_dtype: dtype of a rounded copy of all parameters, which operators read instead; None if they need none.
     """
 
     name: ClassVar[str]

@@ -173,7 +173,7 @@ class PixelBatch:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(N, H, W, C)."""
+        """Shape (N, H, W, C) of the images."""
         return len(self.pixels), *self.size, self.pixels.shape[3]
 
     @property

@@ -1,5 +1,5 @@
-"""Measurements that users make: one network, the data on their way to a batch, and scaling over ranks.
+"""Measurements for users: one network, the data pipeline, and scaling over ranks.
 
-The commands of `hpctrain bench` and the developers' programs in `benchmarks/` import it. Read `engine.py` first;
-`interleaved.py` runs processes in turn, so that measurements can be compared.
+The commands of `hpctrain bench` and the developers' programs in `benchmarks/` import this package. Read `engine.py` first;
+`interleaved.py` runs processes in turn, so that their measurements are comparable.
 """

@@ -1,4 +1,4 @@
-"""The measurements of `hpctrain bench data`: images per second of each stage on the way to a batch, and which of them limits."""
+"""Measure for `hpctrain bench data`: images per second of each stage of the data pipeline, and the stage that limits it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class StageRate:
 
 @dataclass(frozen=True)
 class DataRates:
-    """The speed of a configuration's training images on their way to a batch.
+    """The speed of the data pipeline for a configuration's training images.
 
     Attributes:
         images: images of a measured batch.
-        decodes: whether reading also decodes pictures.
+        decodes: whether reading includes decoding.
         stages: rates of all stages; those that run in one thread only appear once.
         model: the model whose step needs `needed` images per second with `step_threads` threads; None: no step was timed.
     """
@@ -65,19 +65,19 @@ class DataRates:
     step_threads: int
 
     def rate(self, stage: str, threads: int) -> float:
-        """Return the images per second; those of one thread if a stage has only one."""
+        """Return the images per second; those of one thread if a stage runs in one thread only."""
         rates = {each.threads: each.images_per_second for each in self.stages if each.stage == stage}
         return rates.get(threads, rates[min(rates)])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stages in their order; without augmentation if there is none."""
+        """The stages in their order, without augmentation if there is none."""
         measured = {each.stage for each in self.stages}
         return tuple(stage for stage in (READ, AUGMENT, NORMALISE, WHOLE) if stage in measured)
 
     @property
     def threads(self) -> tuple[int, ...]:
-        """The numbers of threads that were measured."""
+        """The measured numbers of threads."""
         return tuple(sorted({each.threads for each in self.stages if each.stage == WHOLE}))
 
     def slowest(self, threads: int) -> str:
@@ -85,7 +85,7 @@ class DataRates:
         return min((stage for stage in self.names if stage != WHOLE), key=lambda stage: self.rate(stage, threads))
 
     def sentence(self, threads: int) -> str:
-        """Return a sentence on the stage that limits a training whose batches are made by `threads` threads."""
+        """Return a sentence on the stage that limits a training with `threads` threads that make batches."""
         made = f"{threads} {'thread makes' if threads == 1 else 'threads make'} {self.rate(WHOLE, threads):,.0f} images/s"
         stage = self.slowest(threads)
         if self.needed is None:
@@ -98,7 +98,7 @@ class DataRates:
 
 
 def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_step: bool = True) -> DataRates:
-    """Time the stages for each number of threads, in turn, and a training step alone.
+    """Time the stages for each number of threads, in turn, and a training step by itself.
 
     Args:
         threads: numbers of threads that make a batch.
@@ -181,7 +181,7 @@ class _Batches:
 
 
 def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Return the median wall and CPU seconds of a batch, of stages that take turns."""
+    """Return the median wall and CPU seconds of a batch for each stage; the stages take turns."""
     times_of: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
     repeats = {key: _repeats(stage) for key, stage in stages.items()}
     number = 1
@@ -197,7 +197,7 @@ def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int]
 
 
 def _repeats(stage: PipelineStage) -> int:
-    """Return how many batches take long enough to be timed; the first batch makes buffers."""
+    """Return the number of batches that take long enough to be timed; the first batch makes buffers."""
     stage(0)
     begin = time.perf_counter()
     stage(0)
@@ -205,7 +205,7 @@ def _repeats(stage: PipelineStage) -> int:
 
 
 def _less(whole: tuple[float, float], share: tuple[float, float]) -> tuple[float, float]:
-    """Return the rest of a time, which is positive."""
+    """Return the difference of two (wall, CPU) times, which is kept positive."""
     return max(1e-9, whole[0] - share[0]), max(0.0, whole[1] - share[1])
 
 
@@ -214,7 +214,7 @@ def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float
 
 
 def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> float | None:
-    """Return images per second of steps of the configured model alone; None if its images are no squares, or not float32."""
+    """Return images per second of steps of the configured model alone; None if its images are not square, or not float32."""
     if shape[0] != shape[1] or config.dtype != "float32":
         return None
     options = model_options(config, len(file.class_names), shape)

@@ -1,7 +1,7 @@
-"""The measurements of `hpctrain bench engine`, as data, and their tables.
+"""Measure for `hpctrain bench engine`, and print the tables.
 
-`profile` times the primitives of oneDNN in a step, from its own verbose lines; `device_gemm_peak` measures the rate of large
-matrix products that the rates of a device's operators are compared with.
+`profile` reads the times of oneDNN's primitives in a step from its verbose output. `device_gemm_peak` measures the rate of large
+matrix products, the reference for the rates of a device's operators.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PrimitiveTime:
         implementation: such as "brgconv:avx512_core".
         propagation: such as "forward_training".
         memory: its formats.
-        problem: the shape, as oneDNN writes it.
+        problem: the shape in oneDNN's notation.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class PrimitiveTime:
 def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
     """Return the primitives that `run` executed, by step.
 
-    Standard output of the whole process goes to a file meanwhile. The times of oneDNN do not include its printing.
+    Redirects standard output of the whole process to a file meanwhile. The times of oneDNN do not include its printing.
     """
     library = load()
     by_step = []
@@ -78,7 +78,7 @@ def parse(lines: Iterable[str]) -> Iterator[PrimitiveTime]:
         if not line.startswith(_PREFIX):
             continue
         fields = line.removeprefix(_PREFIX).strip().split(",")
-        # an implementation's name may hold commas, nothing else does
+        # only an implementation's name may contain commas
         extra = len(fields) - _FIELDS
         assert extra >= 0, line
         implementation = ",".join(fields[2 : 3 + extra])
@@ -137,17 +137,17 @@ PEERS = {"torch": (False, False), "torch tuned": (False, True), "torch last": (T
 
 @dataclass(frozen=True)
 class Measurement:
-    """The steps of one process alone.
+    """The steps of one process without others.
 
     Attributes:
         description: the backend, in words.
         clock: "cpu" with one thread, otherwise "wall": the clock of operators' times, GFLOP/s and the peak (of a large matrix
             product), so that other load has little effect.
         step_seconds: median wall time.
-        peak_bytes: peak resident memory, before anything was profiled; on a GPU all memory in use there.
-        kernel_seconds: the library's own time of all its kernels in a step.
-        reorder_seconds, reorders: time and number of all copies between layouts (of images, weights and gradients) in a step.
-            These three are None if the kernel set does not measure them.
+        peak_bytes: peak resident memory before profiling; on a GPU, all memory in use there.
+        kernel_seconds: the library's own time of all its kernels in a step; None if the kernel set does not measure it.
+        reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None likewise.
+        reorders: number of these copies; None likewise.
         own_operators: number of operators of the kernel set itself.
         fallbacks: the layers whose operators fall back to NumPy, by reason.
     """
@@ -228,7 +228,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
 
 
 def _stepwise(step: EngineStep, precision: str) -> EngineStep:
-    """Return the same workload operator by operator, warm."""
+    """Return the same workload operator by operator, after a warm-up."""
     slow = EngineStep(step.task, step.backend, precision=precision, stepwise=True)
     for _ in range(_WARM_UP):
         slow.run()
@@ -254,7 +254,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
         python: a Python with PyTorch.
 
     Raises:
-        SteppingError: our process fails, or all of PyTorch's do.
+        SteppingError: our process fails, or all of PyTorch's fail.
     """
     shape = {"model": task.model, "batch": task.batch, "pixels": task.pixels}
     plain = with_threads(os.environ, threads)
@@ -266,7 +266,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
         commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
     series = interleave(commands, Rounds(rounds, 1), list(PEERS))
     if not any(series[name].turns for name in PEERS):
-        raise SteppingError(f"Of {python}, no PyTorch ran: {series['torch'].failure}")
+        raise SteppingError(f"No variant of PyTorch ran with {python}: {series['torch'].failure}")
     our_seconds = series["ours"].seconds("wall")
     return {
         name: {
@@ -310,7 +310,7 @@ def _totals(measured: Measurement) -> str:
 
 
 def _whose(measured: Measurement) -> Sequence[str]:
-    """Return the operators that are not the kernel set's own, and why; nothing for NumPy."""
+    """Return lines with the operators that are not the kernel set's own, and the reasons; nothing for NumPy."""
     if measured.backend == "numpy":
         return ()
     if not measured.fallbacks:
@@ -320,7 +320,7 @@ def _whose(measured: Measurement) -> Sequence[str]:
 
 
 def layer_table(measured: Measurement) -> Any:
-    """Return a table with a line for each operator. In a narrow terminal names are folded, and nothing is cut off."""
+    """Return a table with a line for each operator. A narrow terminal folds names and cuts nothing off."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
@@ -340,7 +340,7 @@ def layer_table(measured: Measurement) -> Any:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return five characters up to a minute, so that a table keeps its width: three decimals, fewer for larger values."""
+    """Return five characters for times up to a minute, so that a table keeps its width: at most three decimals."""
     value = seconds * 1e3
     decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
     return f"{value:.{decimals}f}"

@@ -1,7 +1,7 @@
-"""Run whole training steps of one network on synthetic images, alone: what the benchmarks of the engine run and measure.
+"""Run whole training steps of one network on synthetic images, without other ranks: the workload of the engine's benchmarks.
 
-As a program (`python -m hpctrain.bench.engine_step`) it is a process that runs steps on request; `interleaved.py` states the
-protocol and has its other side.
+As a program (`python -m hpctrain.bench.engine_step`), it is a process that runs steps on request, by the protocol of
+`interleaved.py`.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Workload:
 
     @property
     def channels(self) -> int:
-        """Channels of an image: the model's default, unless its options set them."""
+        """Channels of an image: the model's default unless its options set them."""
         given = self.options.get("channels_in", catalogue.image_shape(self.model)[2])
         return int(str(given))
 
 
 def workload(model: str, batch: int, pixels: int | None = None, options: Mapping[str, object] | None = None) -> Workload:
-    """Return a workload, with the model's own image size by default.
+    """Return a workload; by default with the model's own image size.
 
     Raises:
-        ConfigError: no such model or option, or a batch or image without a pixel.
+        ConfigError: no such model or option, or an empty batch or image.
     """
     chosen = dict(options or {})
     catalogue.check(model, chosen)
@@ -72,18 +72,18 @@ def workload(model: str, batch: int, pixels: int | None = None, options: Mapping
 class EngineStep:
     """Forward, loss, backward, momentum update and running statistics, as on one rank without exchange.
 
-    The images of a step are copied into the program's input, as those of a loader are; three batches take turns.
+    Each step copies its images into the program's input, as with those of a loader; three batches take turns.
 
     Args:
         backend: "auto", "numpy", "onednn" or "cuda".
         precision: see `make_backend`.
-        stepwise: run operator by operator, even if the kernel set would launch whole passes at once: to time operators.
+        stepwise: run operator by operator, to time operators, even if the kernel set would launch whole passes at once.
 
     Attributes:
         description: the backend, in words.
 
     Raises:
-        BackendError: the backend cannot be used here.
+        BackendError: the backend cannot be used on this machine.
         ShapeError: images that do not fit the model.
     """
 
@@ -136,8 +136,8 @@ class Laps(StepHooks):
     """Seconds from each operator's end to the next one's, by (name, phase) and step; nothing between them is lost.
 
     Args:
-        clock: returns seconds; the CPU time is better for a process of one thread on a busy machine.
-        wait: waits until the work of an operator is done, if that runs asynchronously.
+        clock: returns seconds; CPU time is better for a process of one thread on a busy machine.
+        wait: waits until the work of an operator is done, if it runs asynchronously.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, wait: Callable[[], None] = lambda: None) -> None:
@@ -175,7 +175,7 @@ class LayerTime:
 
     @property
     def gflops_per_second(self) -> float:
-        """The rate of all three phases; 0 if the time was too short to measure."""
+        """The rate of all three phases; 0 if the time is too short to measure."""
         return self.flops / self.seconds / 1e9 if self.seconds > 0.0 else 0.0
 
 
@@ -209,11 +209,11 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
 def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
     """Return the number of the kernel set's own operators, and the layers that fall back to others, by reason.
 
-    Views compute nothing, and count as neither.
+    Views compute nothing and count as neither.
 
     Args:
-        on_host: whether the arrays of the kernel set are NumPy's. Otherwise a layer with its own operator computes with the
-            kernel set's arithmetic service, and so with the kernel set.
+        on_host: whether the arrays of the kernel set are NumPy's. Otherwise a layer with its own operator uses the kernel set's
+            arithmetic service, which counts as the kernel set.
     """
     computing, by_reason = 0, dict[str, list[str]]()
     for step in program.plan.steps:
@@ -255,7 +255,7 @@ def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
 
 
 def serve(step: EngineStep, asked: IO[str]) -> None:
-    """Run as many steps as each line requests, until the lines end."""
+    """Run as many steps as each line requests, until the input ends."""
     for line in asked:
         before = time.process_time()
         wall, cpu, losses = timed(step, json.loads(line)["steps"])

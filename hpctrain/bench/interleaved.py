@@ -1,7 +1,7 @@
 """Processes that run training steps on request, one at a time in turn: rounds of comparable measurements.
 
-Protocol, one JSON object per line: the process first describes itself (its version, its parameters); to {"steps": n} it answers
-with the fields of `Turn`. It waits on its input, asleep, and ends when that ends. `machine_facts` describes the machine.
+Protocol, one JSON object per line: the process first describes itself (its version, its parameters); it answers {"steps": n}
+with the fields of `Turn`. It sleeps while it waits for input, and exits when that ends. `machine_facts` describes the machine.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SCREENING = 3
 
 
 class SteppingError(HpctrainError):
-    """A process that should have run steps ended or did not answer; the message contains the end of its output."""
+    """A stepping process ended or did not answer; the message contains the end of its output."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A process's measurement: seconds of all steps of the turn, last mean loss, memory, and its CPU clock at begin and end."""
+    """A process's measurement: seconds of all steps, last mean loss, memory, and its CPU clock at begin and end."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -55,10 +55,10 @@ class Turn:
 
 
 class Stepper:
-    """One process; `close` ends it and waits for its end.
+    """One stepping process; `close` ends it and waits for its end.
 
     Args:
-        name: for people.
+        name: name for messages.
         command: the command to run.
         environment: the whole environment of the process.
 
@@ -143,7 +143,7 @@ class Series:
 
     Attributes:
         failure: why it stopped early.
-        idle_cpu_seconds: CPU time that it used during the turns of others.
+        idle_cpu_seconds: CPU time that it used during turns of other variants.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Series:
         return [(turn.wall_seconds if clock == "wall" else turn.cpu_seconds) / self.steps for turn in self.turns]
 
     def median(self, clock: str) -> float:
-        """Return the median seconds of a step; infinite if there is none."""
+        """Return the median seconds of a step; infinite without turns."""
         seconds = self.seconds(clock)
         return float(np.median(seconds)) if seconds else float("inf")
 
@@ -186,8 +186,8 @@ def interleave(
 
     Args:
         commands: name -> (command, environment).
-        screened: names of which only the best counts: those much slower than the best of them after some rounds stop, and
-            failures are recorded instead of raised.
+        screened: names of which only the fastest is reported. Names that are much slower than it are dropped after some
+            rounds, and their failures are recorded, not raised.
 
     Raises:
         SteppingError: a process that is not among `screened` fails.
@@ -221,7 +221,7 @@ def interleave(
 
 
 class _noted:
-    """Where `forgiven`, a variant's failure becomes part of its series."""
+    """If `forgiven`, record a variant's failure in its series instead of raising it."""
 
     def __init__(self, series: Series, forgiven: bool) -> None:
         self._series, self._forgiven = series, forgiven
@@ -258,7 +258,7 @@ def with_threads(environment: Mapping[str, str], threads: int, **more: str) -> d
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what describes a measurement, for JSON: node, processor, cores, system, versions, load and date (UTC)."""
+    """Return the facts of a measurement, for JSON: node, processor, cores, system, versions, load and date (UTC)."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         processor = next(models, platform.machine())

@@ -1,7 +1,7 @@
-"""Scaling studies: the same training on several numbers of ranks, each a job of its own.
+"""Scaling studies: the same training on several numbers of ranks, one job for each.
 
-Efficiency compares with the smallest number of ranks: for weak scaling T(R0) / T(R), for strong R0 T(R0) / (R T(R)), T the median
-step. A point whose ranks share cores has no efficiency: what it would say is how the cores were shared.
+Efficiency is relative to the smallest number of ranks: T(R0) / T(R) for weak scaling, R0 T(R0) / (R T(R)) for strong scaling,
+where T is the median step time. A point whose ranks share cores has no efficiency.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpctrain.storage.atomic_write import write_bytes, write_json
 
 Mode = Literal["weak", "strong"]
 
-_MANY_EPOCHS = 1_000_000  # more than any number of steps needs
+_MANY_EPOCHS = 1_000_000  # enough for any number of steps
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ScalingStudy:
 
     Attributes:
         launcher: a command with "{ranks}" in it; None: mpiexec.
-        threads: threads of a rank; None: chosen.
+        threads: threads of a rank; None: chosen automatically.
         machine: a file or the name of an installed machine for predictions; None: each job of several ranks measures it.
     """
 
@@ -62,8 +62,8 @@ class Point:
 
     Attributes:
         limit_seconds: lower limit of a step (`compute_only.report`).
-        efficiency: None if it would be meaningless.
-        predicted_seconds: of a step, by simulation; None if there are too few steps to predict from.
+        efficiency: None if ranks share cores.
+        predicted_seconds: predicted time of a step; None if there are too few steps to predict from.
     """
 
     ranks: int
@@ -115,7 +115,7 @@ def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
 
 
 def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
-    """Return the same number for all numbers of ranks, or more ranks would have fewer; None: configured, or another launcher."""
+    """Return the threads of a rank, equal for all numbers of ranks; None if configured, or with another launcher."""
     if config.threads != "auto" or task.launcher is not None:
         return None
     return max(1, usable_cores(os.sched_getaffinity(0)) // most_ranks)
@@ -181,12 +181,12 @@ def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
     own_mpiexec = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(own_mpiexec) if own_mpiexec.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise LaunchError('There is no mpiexec, neither next to this Python nor on PATH; give one with --launcher "... {ranks}".')
+        raise LaunchError('Cannot find mpiexec next to this Python or on PATH; give one with --launcher "... {ranks}".')
     return [mpiexec, "-n", str(ranks)]
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    """Return exit code and output; at a timeout the whole job is killed."""
+    """Return exit code and output; a timeout kills the whole job."""
     try:
         with subprocess.Popen(
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -205,7 +205,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
 
 
 def lines(points: Sequence[Point], mode: Mode) -> list[str]:
-    """Return a table for people."""
+    """Return the lines of a printed table."""
     head = f"{'ranks':>6} {'batch':>7} {'step ms':>9} {'predicted ms':>12} {'compute ms':>11} {'exposed ms':>11} {'limit ms':>9}"
     made = [f"{head} {'limit/step':>10} {'images/s':>9}  {mode} efficiency"]
     for each in points:

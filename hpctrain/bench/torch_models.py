@@ -1,6 +1,6 @@
-"""The catalogue's networks in PyTorch, with the names of torchvision: what the engine is compared with, in time and in numbers.
+"""The catalogue's networks in PyTorch, with the names of torchvision, to compare the engine's speed and results with PyTorch.
 
-Runs in any Python with PyTorch, with or without hpctrain, so it imports nothing else.
+Runs in any Python with PyTorch, with or without hpctrain, and therefore imports nothing of hpctrain.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ def small(classes: int) -> nn.Module:
 
 
 def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout: float = 0.5) -> tuple[nn.Module, int, int]:
-    """Return (network, input channels, classes) of a model of the catalogue; None: as many classes as published.
+    """Return (network, input channels, classes) of a model of the catalogue. classes: None: the published number.
 
     Raises:
-        ValueError: a name without a counterpart here.
+        ValueError: a name without a counterpart in this module.
     """
     family = name.rstrip("0123456789")
     depth = int(name[len(family) :] or 0)
@@ -193,4 +193,6 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
         return resnet(depth, classes or 1000, width), 3, classes or 1000
     if family == "resnet" and depth % 6 == 2:
         return resnet_small(depth, classes or 10, width), 3, classes or 10
-    raise ValueError(f"{name} has no counterpart here; small, vgg11 to vgg19, resnet9, resnet18 to 152 and resnet20 to 110 have.")
+    raise ValueError(
+        f"{name} has no counterpart in PyTorch; use small, vgg11 to 19, resnet9, resnet18 to 152 or resnet20 to 110."
+    )

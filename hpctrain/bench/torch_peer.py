@@ -1,7 +1,7 @@
-"""Run whole training steps of PyTorch on request, as a process: the peer of the engine's benchmarks.
+"""Run whole training steps of PyTorch on request, as a process: the counterpart in the engine's benchmarks.
 
-Runs in any Python with PyTorch, with or without hpctrain, started by its path. It reads JSON lines and answers with JSON lines;
-`interleaved.py` states the protocol. The networks are those of the catalogue.
+Runs in any Python with PyTorch, with or without hpctrain, started by its path. It follows the protocol of `interleaved.py`:
+JSON lines in, JSON lines out. The networks are those of the catalogue.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ _MOST_COLUMNS = 100
 def listing() -> None:
     """Print names that a configuration can use.
 
-    docs/options.md, --json and `hpctrain config schema` describe their options.
+    Their options are described in docs/options.md, by --json and by `hpctrain config schema`.
     """
 
 

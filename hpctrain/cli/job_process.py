@@ -220,7 +220,7 @@ class ConfiguredProcess(JobProcess):
             except RankLostError as error:
                 if self._config is None or not self._goes_on():
                     raise
-                self.flight.ended(End.WENT_ON, str(error))
+                self.flight.ended(End.CONTINUED, str(error))
             except HpctrainError as error:
                 if self.shrink_state.lost:  # the loss, which the user has not seen, caused the error; another start may succeed
                     raise RankLostError(

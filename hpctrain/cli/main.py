@@ -26,7 +26,7 @@ _NO_BLANK = "    [[ ${COMPREPLY[0]-} == *[=.] ]] && compopt -o nospace\n"
 @click.command()
 @click.argument("shell", metavar="bash|zsh|fish")
 def completion(shell: str) -> None:
-    """Print a script that completes hpctrain's commands in a shell.
+    """Print a script for a shell to complete commands.
 
     For bash, put this line into ~/.bashrc: eval "$(hpctrain completion bash)".
     """

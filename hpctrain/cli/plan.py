@@ -392,7 +392,7 @@ class PlanGroup(Commands):
 
 @click.group(cls=PlanGroup)
 def plan() -> None:
-    """Show what a configuration means on a grid of ranks, before it runs.
+    """Show what a configuration means on a grid of ranks.
 
     The command `plan --schedule FILE` is short for `plan schedule FILE`.
     """

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.argument("run", required=False, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
 def autopsy(run: Path | None, as_json: bool) -> None:
-    """Name the rank of a dead job that went wrong first, and where.
+    """Name the rank of a dead job that failed first, and where.
 
     RUN is a run directory, or a directory with flight records, which contain what each rank did last and survive any end. By
     default it is the latest start on this machine that ended before it had a run directory.

@@ -44,7 +44,9 @@ class LateHandle(Handle, Protocol):
 
 
 class GradientSums(Protocol):
-    """Sums over ranks, which may round what travels, or add in a fixed order. A communicator's own are exact to the dtype.
+    """Sums over ranks, which may round what travels, or add in a fixed order.
+
+    A communicator's own sums are exact to the dtype.
 
     Where a rank has several terms of a sum, sums in a fixed order take a tuple of arrays in place of one.
     """
@@ -60,7 +62,10 @@ class GradientSums(Protocol):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """An ordered group of ranks. Implementations: MPI (mpi.py), one process (single.py), threads (virtual/)."""
+    """An ordered group of ranks.
+
+    Implementations: MPI (`comm/mpi.py`), one process (`SingleCommunicator`), threads (hpctrain_testing).
+    """
 
     rank: int
     size: int
@@ -215,7 +220,7 @@ _COMPLETE = Complete()
 
 
 class SingleCommunicator:
-    """Rank 0 of 1. Sums are what is there; gathers copy; messages to oneself match by tag, in posting order."""
+    """Rank 0 of 1. Sums return their input; gathers copy; messages to itself match by tag, in posting order."""
 
     rank = 0
     size = 1

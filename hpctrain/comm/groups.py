@@ -39,7 +39,7 @@ class Levels:
 
     @property
     def words(self) -> str:
-        """The words that they add to those that a stored schedule is known by."""
+        """The words that levels add to a stored schedule's request."""
         return f"; {self.nodes} nodes of {self.per_node}"
 
 

@@ -1,7 +1,7 @@
 """Models and measurements of what lies between ranks: the cost of a link, and the offsets of their clocks.
 
-The link model says what an operation among ranks costs, from two measured numbers. Every rank has one link, full duplex. Costs
-are those of the bandwidth-optimal algorithms (rings; recursive halving and doubling move the same bytes), after Thakur,
+The link model predicts what an operation among ranks costs, from two measured numbers. Every rank has one link, full duplex.
+Costs are those of the bandwidth-optimal algorithms (rings; recursive halving and doubling move the same bytes), after Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the size of the whole
 buffer in bytes, P the number of ranks; one rank costs nothing.
 
@@ -32,7 +32,7 @@ _BURST = 32  # operations in flight at a time
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A link.
+    """Latency and inverse rate of a link, and the cost of operations over it.
 
     Attributes:
         alpha_seconds: time of an empty message. beta_seconds_per_byte: the inverse of the link's rate.
@@ -174,7 +174,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """This rank's clock brought to rank 0's: a straight line through two offsets, as clocks drift."""
+    """The map from this rank's clock to rank 0's: a straight line through two offsets, as clocks drift."""
 
     begin: Offset
     end: Offset

@@ -5,7 +5,7 @@ so it is started at level "serialized": "multiple" switches fast paths off in se
 thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected. Picklable
 values travel on top of buffer operations, so that they wait with the deadline: start-up and shut-down only.
 
-Lost ranks: an MPI with fault tolerance (ULFM, as Open MPI 5 has it) goes on when a rank dies (`goes_on_without_lost_ranks`). A
+Lost ranks: an MPI with fault tolerance (ULFM, as Open MPI 5 has it) continues when a rank dies (`goes_on_without_lost_ranks`). A
 rank that waits for a dead one gets an error. One that waits for a living rank, which has got such an error and has left its
 work, would wait without end. So the first rank that learns of a loss revokes all its communicators, which makes operations on
 them fail on all ranks; ranks that share no other communicator with it see it at the world's, which all of them test. Whatever
@@ -77,7 +77,7 @@ _KNOWN_AFTER_SECONDS = 5.0
 
 
 class RevocableCommunicator(Protocol):
-    """The part of an MPI communicator that is used here, as mpi4py names it."""
+    """The part of an MPI communicator that lost ranks need, with mpi4py's names."""
 
     def Get_failed(self) -> Any: ...
 
@@ -93,7 +93,7 @@ class RevocableCommunicator(Protocol):
 
 
 class LostRanks:
-    """Knows all communicators that this process has made from one world, and the operations that it has in flight on them.
+    """The communicators that this process has made from one world, the operations in flight on them, and losses of ranks.
 
     Args:
         mpi: the module `mpi4py.MPI`. world: of all ranks.
@@ -175,7 +175,7 @@ class LostRanks:
         """Return a sentence for a user: what is lost, as far as this process knows, and what to do."""
         return (
             f"{named(self.lost())} of {self._world.Get_size()} was lost, as the process has died or its node; start again with "
-            "--resume, or set on_lost_rank to shrink to go on without lost ranks."
+            "--resume, or set on_lost_rank to shrink to continue without lost ranks."
         )
 
     def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
@@ -219,7 +219,7 @@ _CHARS = {"float32": "f", "float64": "d", "bfloat16": "H", "uint8": "B"}
 
 
 class MpiBuffers:
-    """Makes the arguments of MPI calls. The library has to read a device's memory where arrays of one are given.
+    """The buffer arguments of MPI calls. Arrays of a device need a library that reads its memory.
 
     Args:
         mpi: the module of mpi4py, which `comm.mpi` alone imports.
@@ -353,7 +353,7 @@ def _load() -> None:
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
         reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise MissingLibraryError(
-            f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one beside this Python with "
+            f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one next to this Python with "
             f"`pip install mpich`, or name a library with MPI4PY_LIBMPI=/path/libmpi.so."
         ) from error
 
@@ -532,7 +532,7 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The world that communicators come from, and what is known of its lost ranks, if MPI continues without them.
+    """The world that communicators come from, and its lost ranks, if MPI continues without them.
 
     wait_policy: of object operations and splits.
     """

@@ -23,7 +23,7 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
 class _Stretch:
-    """The calls of one thread, of which the outermost counts."""
+    """The nested calls of one thread; only the outermost counts."""
 
     __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 
@@ -33,7 +33,7 @@ class _Stretch:
 
 
 class MessageAccount:
-    """Adds up a process's time for messages, that of its program and that of a second thread, if any, apart.
+    """An account of a process's time for messages, of its program and of a second thread, if any, apart.
 
     Args:
         trace: records each stretch; None: none is recorded. clock_ns: nanoseconds since any start; a tracer's own counts.
@@ -56,7 +56,7 @@ class MessageAccount:
 
     @property
     def beside_seconds(self) -> float:
-        """Seconds of the second thread so far, which the program did not spend."""
+        """Seconds of the second thread so far, which are not the program's."""
         return self._beside.total_ns * 1e-9
 
     def second_thread(self, identifier: int | None) -> None:
@@ -241,12 +241,12 @@ class PostingQueue:
 
     @property
     def idle(self) -> bool:
-        """True where nothing waits and nothing is in flight."""
+        """Whether nothing waits and nothing is in flight."""
         return not self._waiting and not self._in_flight
 
     @property
     def in_flight(self) -> bool:
-        """True where something is in flight."""
+        """Whether something is in flight."""
         return bool(self._in_flight)
 
     def unfinished(self) -> Sequence[Ticket]:
@@ -258,23 +258,20 @@ class PostingQueue:
         flying, trace = self._in_flight, self._trace
         full = self.window is not None and len(flying) >= self.window
         now_ns = 0 if trace is None else trace.clock_ns()
-        kept = 0
+        still_flying = 0
         for ticket in flying:
             done = ticket.test()
             if ticket.late is not None:
-                self._tell_posting(ticket, ticket.late)
+                self._record_posting(ticket, ticket.late)
             if not done:
                 ticket.possible_ns = now_ns
-                flying[kept] = ticket
-                kept += 1
-            else:
-                if self._flight is not None:
-                    self._flight.done(ticket.flight_number)
-                if trace is not None:
-                    self._record(ticket, trace)
-                    if full:
-                        self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
-        del flying[kept:]
+                flying[still_flying] = ticket
+                still_flying += 1
+                continue
+            self._record_end(ticket)
+            if full and trace is not None:
+                self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
+        del flying[still_flying:]
 
     def progress_once(self) -> None:
         """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
@@ -299,19 +296,16 @@ class PostingQueue:
                         self._flight.started(ticket.flight_number, str(ticket.handle))
                 done = ticket.test()
                 if ticket.late is not None:
-                    self._tell_posting(ticket, ticket.late)
-                if not done:
+                    self._record_posting(ticket, ticket.late)
+                if done:
+                    self._record_end(ticket)
+                else:
                     ticket.possible_ns = self._free_ns
                     self._in_flight.append(ticket)
-                    continue
-                if self._flight is not None:
-                    self._flight.done(ticket.flight_number)
-                if self._trace is not None:
-                    self._record(ticket, self._trace)
         finally:
             self.starting = False
 
-    def _tell_posting(self, ticket: Ticket, late: LateHandle) -> None:
+    def _record_posting(self, ticket: Ticket, late: LateHandle) -> None:
         """Record in the flight record what a late operation has posted, if it has by now."""
         if self._flight is not None and late.operation:
             self._flight.started(ticket.flight_number, late.operation)
@@ -330,12 +324,17 @@ class PostingQueue:
         ticket.begun_ns = max(begun_ns, self._account.last_update_ns)  # a start that updates posts after it
         ticket.possible_ns = self._free_ns = trace.clock_ns()
 
-    def _record(self, ticket: Ticket, trace: Tracer) -> None:
-        trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, trace.clock_ns(), self.name, ticket.sequence)
+    def _record_end(self, ticket: Ticket) -> None:
+        """Record an operation that is complete."""
+        if self._flight is not None:
+            self._flight.done(ticket.flight_number)
+        if self._trace is not None:
+            end_ns = self._trace.clock_ns()
+            self._trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, end_ns, self.name, ticket.sequence)
 
 
 class LocalEvent(Ticket):
-    """A ticket that is done once the event has happened. Never posted; stands in the dependencies of operations that are."""
+    """A ticket that is done once the event has happened. Never posted; operations that are posted come after it."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
 
 One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a collective of the
-split group that waits next to one of the data group which nobody drives is a deadlock that separate communicators do not cure.
+split group that waits while one of the data group is not driven is a deadlock that separate communicators do not cure.
 The order within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
 
 `WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
@@ -11,7 +11,7 @@ completes or computes in it (one of two stages may come to its second), so no av
 thread sees a change only when it polls. In mode `posting` a pass is a poll: what completes is seen, and what may start is
 started, with what that computes, in the order of its queue.
 
-`guard` is a deadline for phases in which nobody polls: MPI's start, a file opened on a network file system.
+`guard` is a deadline for phases without polls: MPI's start, a file opened on a network file system.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hpctrain.trace.tracer import Category, Tracer
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """The way from a spin to a sleep, in seconds.
+    """How a wait changes from polling to sleeping, in seconds.
 
     A wait polls, offering its core to others after each poll for `offering_seconds`: as quick as a spin where it has the core to
     itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core; or for `growing_share` of the
@@ -107,7 +107,7 @@ INTERVAL_SECONDS = 200e-6
 
 
 class ProgressThread:
-    """Calls `one_pass` again and again inside of its `with` block, and never outside of it.
+    """A thread that calls `one_pass` again and again inside of its `with` block, and never outside of it.
 
     A block does not nest. A pass runs in the context of its owner, such as the handling of floating-point errors there. After an
     exception the thread makes no more passes in that block; its owner gets it from `raise_failure`, or at the block's end.
@@ -196,7 +196,7 @@ _ALONE: AbstractContextManager[Any] = nullcontext()
 
 
 class ProgressEngine:
-    """Owns the posting queues of a process; the only place that waits.
+    """The owner of the posting queues of a process, and the only place that waits.
 
     One thread of a process posts, polls and waits. A second one, where `start_thread` made it, works inside of `computing` and
     while the first holds no lock; everything that talks to the transport here holds it. It lets what is in flight move, or, as a

@@ -53,7 +53,7 @@ class ProgressMode(StrEnum):
 
     @property
     def in_words(self) -> str:
-        """For people who have not read the documentation."""
+        """The mode for people who have not read the documentation."""
         return {
             ProgressMode.NONE: "messages move by themselves while layers compute",
             ProgressMode.TEST: "messages move whenever a layer is done",
@@ -64,7 +64,7 @@ class ProgressMode(StrEnum):
 
 @dataclass(frozen=True)
 class OverlapMeasurement:
-    """A measurement: seconds of the exchange alone, of the compute alone, and of both together by mode.
+    """Measured seconds of the exchange alone, of the compute alone, and of both together by mode.
 
     All are of the slowest rank, medians over rounds; by_round has each round's. operator_seconds: length of one operator of
     the compute.
@@ -78,7 +78,7 @@ class OverlapMeasurement:
 
     @property
     def together_seconds(self) -> dict[ProgressMode, float]:
-        """Both together, by mode."""
+        """Seconds of both together, by mode."""
         return {mode: float(np.median(times)) for mode, times in self.by_round.items()}
 
     def hidden(self, mode: ProgressMode) -> float:
@@ -185,7 +185,7 @@ def measure(
 
 
 class _Probe:
-    """Exchanges messages under matrix products."""
+    """A probe that exchanges messages under matrix products."""
 
     def __init__(self, comm: Communicator, progress: ProgressEngine, clock: Callable[[], float]) -> None:
         self._comm, self._progress, self._clock = comm, progress, clock

@@ -22,7 +22,7 @@ _HEAD_BYTES = mmap.PAGESIZE
 
 
 class SharedMemory:
-    """Bytes that ranks of a node have in common; they are freed with the last reference to `array`.
+    """Bytes that the ranks of a node share; they are freed with the last reference to `array`.
 
     Attributes:
         array: (n,) uint8, zeros at first. denied: why each rank has memory of its own instead; empty: they have it in common.

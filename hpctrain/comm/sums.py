@@ -33,7 +33,7 @@ from hpctrain.core.intervals import ShardsOfRank, even
 
 
 class Compressor(ABC):
-    """Messages of arrays of one size and dtype.
+    """An interface that turns arrays of one size and dtype into messages and back.
 
     An array that holds something that is not finite has a message that does too, so that its receivers learn of it.
 
@@ -131,7 +131,7 @@ class MessageParts:
 
 
 class MessageBuffers:
-    """Parts and buffers of messages, made once for each size: the same few serve step after step."""
+    """Parts and buffers of messages, made once for each size and used step after step."""
 
     def __init__(self, caster: Caster) -> None:
         self._caster = caster
@@ -164,159 +164,144 @@ class MessageBuffers:
         self._spare.give_back(*buffers)
 
 
-class SixteenBitSums:
-    """Sums of 1-D arrays of float32 or float64 over the ranks of a communicator, in 16-bit messages.
+#: this rank's terms of a sum, in order: one array, or a tuple of arrays of one size
+Terms = Array | tuple[Array, ...]
+
+
+class OwnerSums(ABC):
+    """Implements `GradientSums` for 1-D arrays: each part of a sum travels to its owner, which adds up what it receives.
 
     Args:
-        comm: carries the parts; other operations may be posted on it in between. caster: rounds what travels.
+        comm: carries the parts; other operations may be posted on it in between.
         gathers: the same ranks in the same order, for the second stage of allreduces alone; None: there are none.
     """
 
-    def __init__(self, comm: Communicator, caster: Caster, gathers: Communicator | None = None) -> None:
-        self._comm, self._gathers = comm, gathers
-        self._buffers = MessageBuffers(caster)
+    def __init__(self, comm: Communicator, gathers: Communicator | None) -> None:
+        self.comm, self._gathers = comm, gathers
         self._allreduces = InOrder()
 
-    def ireduce_scatter(self, send: np.ndarray, recv: np.ndarray, counts: Sequence[int]) -> Handle:
-        """Sum as a communicator does, but `send` may be used again on return."""
-        parts = self._buffers.parts(counts, send.dtype)
-        messages, received = self._buffers.take(parts.total_bytes), self._received(parts)
-        handle = self._send_parts(parts, send, messages, received)
+    @abstractmethod
+    def send_parts(self, send: Terms, counts: Sequence[int], like: Array) -> tuple[Handle, Callable[[Array], None]]:
+        """Send each rank its part of `send`, of `counts` elements.
 
-        def finish() -> None:
-            self._add(parts, received, recv)
-            self._buffers.give_back(messages, received)
+        Args:
+            like: an array of the kind and dtype of the sum.
 
-        return Finished(handle, finish)
+        Returns:
+            The operation, and a function that adds all ranks' parts up into this rank's part of the sum, once it is complete.
+        """
 
-    def iallreduce(self, buffer: np.ndarray) -> Handle:
-        """Sum as a communicator does; each sum is rounded once more, by its owner, so every rank gets the same bits."""
-        gathers, rank = self._gathers, self._comm.rank
+    def gather(self, gathers: Communicator, total: Array, counts: Sequence[int]) -> Handle:
+        """Post the allgather of a sum, of which this rank's part is in place."""
+        return gathers.iallgather(None, total, counts)
+
+    def ireduce_scatter(self, send: Terms, recv: Array, counts: Sequence[int]) -> Handle:
+        """Sum as a communicator does; `send` has this rank's terms, of which several may be used again on return."""
+        handle, add_up = self.send_parts(send, counts, recv)
+        return Finished(handle, lambda: add_up(recv))
+
+    def iallreduce(self, buffer: Terms) -> Handle:
+        """Sum as a communicator does; the sum is put into the last of this rank's terms. Every rank gets the same bits."""
+        gathers, total = self._gathers, buffer[-1] if isinstance(buffer, tuple) else buffer
         assert gathers is not None, "these sums were made for reduce-scatters only"
-        parts = self._buffers.parts(even(buffer.size, self._comm.size), buffer.dtype)
-        messages, received = self._buffers.take(parts.total_bytes), self._received(parts)
-        handle = self._send_parts(parts, buffer, messages, received)
+        counts = even(total.size, self.comm.size)
+        handle, add_up = self.send_parts(buffer, counts, total)
 
         def gather() -> Handle:
-            start, stop = parts.elements[rank]
-            self._add(parts, received, buffer[start:stop])
-            self._buffers.give_back(received)
-            parts.write(rank, buffer, messages)
-            return gathers.iallgather(None, messages, parts.sizes)
+            add_up(piece(total, counts, self.comm.rank))
+            return self.gather(gathers, total, counts)
+
+        return self._allreduces.second_stage(handle, gather)
+
+
+class SixteenBitSums(OwnerSums):
+    """Sums of float32 or float64 over the ranks of a communicator, in 16-bit messages; `send` may be used again on return.
+
+    The sums of an allreduce are rounded once more, by their owners.
+
+    Args:
+        comm, gathers: as for the base. caster: rounds what travels.
+    """
+
+    def __init__(self, comm: Communicator, caster: Caster, gathers: Communicator | None = None) -> None:
+        super().__init__(comm, gathers)
+        self._buffers = MessageBuffers(caster)
+
+    def send_parts(self, send: Array, counts: Sequence[int], like: Array) -> tuple[Handle, Callable[[Array], None]]:
+        parts, rank = self._buffers.parts(counts, send.dtype), self.comm.rank
+        cast, size = parts.casts[rank], parts.sizes[rank]
+        messages, received = self._buffers.take(parts.total_bytes), self._buffers.take(size * self.comm.size)
+        for part in range(len(parts.casts)):
+            parts.write(part, send, messages)
+
+        def add_up(total: np.ndarray) -> None:
+            """Sum the parts of all ranks, in rank order."""
+            if total.size:
+                cast.decompress(received[:size], total)
+                with np.errstate(all="ignore"):  # a transport does not warn of overflow
+                    for begin in range(size, received.size, size):
+                        cast.add_to(received[begin : begin + size], total)
+            self._buffers.give_back(messages, received)
+
+        return self.comm.ialltoall(messages, received, parts.sizes, [size] * self.comm.size), add_up
+
+    def gather(self, gathers: Communicator, total: Array, counts: Sequence[int]) -> Handle:
+        parts = self._buffers.parts(counts, total.dtype)
+        messages = self._buffers.take(parts.total_bytes)
+        parts.write(self.comm.rank, total, messages)
 
         def finish() -> None:
             for part in range(len(parts.casts)):
-                parts.read(part, messages, buffer)
+                parts.read(part, messages, total)
             self._buffers.give_back(messages)
 
-        return self._allreduces.second_stage(handle, gather, finish)
-
-    def _received(self, parts: MessageParts) -> np.ndarray:
-        """Return a buffer for this rank's part from everyone."""
-        return self._buffers.take(parts.sizes[self._comm.rank] * self._comm.size)
-
-    def _send_parts(self, parts: MessageParts, values: np.ndarray, messages: np.ndarray, received: np.ndarray) -> Handle:
-        for part in range(len(parts.casts)):
-            parts.write(part, values, messages)
-        sizes = parts.sizes
-        return self._comm.ialltoall(messages, received, sizes, [sizes[self._comm.rank]] * self._comm.size)
-
-    def _add(self, parts: MessageParts, received: np.ndarray, total: np.ndarray) -> None:
-        """Sum the parts of all ranks, in rank order, into `total`."""
-        if not total.size:
-            return
-        cast, size = parts.casts[self._comm.rank], parts.sizes[self._comm.rank]
-        cast.decompress(received[:size], total)
-        with np.errstate(all="ignore"):  # a transport does not warn of overflow
-            for begin in range(size, received.size, size):
-                cast.add_to(received[begin : begin + size], total)
+        return Finished(gathers.iallgather(None, messages, parts.sizes), finish)
 
 
-#: this rank's terms of a sum, in order: one array, or a tuple of arrays of one size
-Terms = np.ndarray | tuple[np.ndarray, ...]
-
-
-class TreeSums:
-    """Sums of 1-D arrays of float32 or float64 over the ranks of a communicator, in the order of a tree.
+class TreeSums(OwnerSums):
+    """Sums of float32 or float64 over the ranks of a communicator, in the order of a tree.
 
     Args:
-        comm: carries the parts; other operations may be posted on it in between. shards: those of its ranks.
-        gathers: the same ranks in the same order, for the second stage of allreduces alone; None: there are none.
+        comm, gathers: as for the base. shards: those of the ranks of `comm`.
     """
 
     def __init__(self, comm: Communicator, shards: ShardsOfRank, gathers: Communicator | None = None) -> None:
         assert (comm.rank, comm.size) == (shards.rank, shards.ranks)
-        self._comm, self._gathers = comm, gathers
+        super().__init__(comm, gathers)
         self._terms_of = shards.sums_of_ranks
         self._additions = shards.additions_of_ranks
         self._spare = SpareBuffers()
-        self._allreduces = InOrder()
 
-    def ireduce_scatter(self, send: Terms, recv: np.ndarray, counts: Sequence[int]) -> Handle:
-        """Sum as a communicator does; `send` has this rank's terms. Several terms may be used again on return."""
-        message, received = self._message(send, counts), self._received(counts, recv)
-        handle = self._post(message, received, counts)
+    def send_parts(self, send: Terms, counts: Sequence[int], like: Array) -> tuple[Handle, Callable[[Array], None]]:
+        rank, terms_of = self.comm.rank, self._terms_of
+        message, owned = self._message(send, counts), counts[rank]
+        received = self._spare.take(sum(terms_of) * owned, like)
 
-        def finish() -> None:
-            self._add(received, recv)
-            self._give_back(send, message, received)
+        def add_up(total: np.ndarray) -> None:
+            """Sum the terms of all ranks; the last addition writes to `total`."""
+            if total.size:
+                terms = received.reshape(-1, total.size)
+                with np.errstate(all="ignore"):  # a transport does not warn of overflow
+                    for step in self._additions[:-1]:
+                        terms[step.left] += terms[step.right]
+                    last = self._additions[-1]
+                    np.add(terms[last.left], terms[last.right], out=total)
+            self._spare.give_back(received, *((message,) if isinstance(send, tuple) else ()))
 
-        return Finished(handle, finish)
+        sent = [count * terms_of[rank] for count in counts]
+        return self.comm.ialltoall(message, received, sent, [owned * number for number in terms_of]), add_up
 
-    def iallreduce(self, buffer: Terms) -> Handle:
-        """Sum as a communicator does; the sum is put into the last of this rank's terms."""
-        gathers, rank = self._gathers, self._comm.rank
-        assert gathers is not None, "these sums were made for reduce-scatters only"
-        target = buffer[-1] if isinstance(buffer, tuple) else buffer
-        counts = even(target.size, self._comm.size)
-        message, received = self._message(buffer, counts), self._received(counts, target)
-        handle = self._post(message, received, counts)
-        start = sum(counts[:rank])
-
-        def gather() -> Handle:
-            self._add(received, target[start : start + counts[rank]])
-            self._give_back(buffer, message, received)
-            return gathers.iallgather(None, target, counts)
-
-        return self._allreduces.second_stage(handle, gather)
-
-    def _message(self, terms: Terms, counts: Sequence[int]) -> np.ndarray:
+    def _message(self, terms: Terms, counts: Sequence[int]) -> Array:
         """Return, for each rank, its part of all terms, one after the other; a single term is not copied."""
         if not isinstance(terms, tuple):
             return terms
-        message: np.ndarray = self._spare.take(len(terms) * terms[0].size, terms[0])
+        message = self._spare.take(len(terms) * terms[0].size, terms[0])
         place = 0
         for start, stop in pairwise(accumulate(counts, initial=0)):
             for term in terms:
                 message[place : place + stop - start] = term[start:stop]
                 place += stop - start
         return message
-
-    def _received(self, counts: Sequence[int], like: np.ndarray) -> np.ndarray:
-        """Return a buffer for this rank's part of all ranks' terms."""
-        received: np.ndarray = self._spare.take(sum(self._terms_of) * counts[self._comm.rank], like)
-        return received
-
-    def _post(self, message: np.ndarray, received: np.ndarray, counts: Sequence[int]) -> Handle:
-        own, terms = counts[self._comm.rank], self._terms_of
-        sent = [count * terms[self._comm.rank] for count in counts]
-        return self._comm.ialltoall(message, received, sent, [own * number for number in terms])
-
-    def _add(self, received: np.ndarray, total: np.ndarray) -> None:
-        """Sum the terms of all ranks into `total`; the last addition writes there."""
-        if not total.size:
-            return
-        terms = received.reshape(-1, total.size)
-        with np.errstate(all="ignore"):  # a transport does not warn of overflow
-            for step in self._additions[:-1]:
-                terms[step.left] += terms[step.right]
-            last = self._additions[-1]
-            np.add(terms[last.left], terms[last.right], out=total)
-
-    def _give_back(self, terms: Terms, message: np.ndarray, received: np.ndarray) -> None:
-        self._spare.give_back(received)
-        if isinstance(terms, tuple):
-            self._spare.give_back(message)
 
 
 def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool) -> TreeSums | None:
@@ -331,49 +316,30 @@ def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool
     return TreeSums(comm, shards, gathers)
 
 
-class PartSums:
-    """Implements `GradientSums` for 1-D arrays of a device.
+class PartSums(OwnerSums):
+    """Sums of arrays of a device by its kernels.
 
     A sum on its way has a buffer of the parts that arrive, made when that many are first on their way at once, and kept.
 
     Args:
-        comm: moves arrays of the device; other operations may be posted on it in between. gathers: the same ranks in the same
-            order, for the second stage of allreduces alone. arithmetic: of the device.
+        comm, gathers: as for the base; `comm` moves arrays of the device. arithmetic: of the device.
     """
 
     def __init__(self, comm: Communicator, gathers: Communicator, arithmetic: Arithmetic) -> None:
-        self._comm, self._gathers, self._arithmetic = comm, gathers, arithmetic
-        self._allreduces = InOrder()
+        super().__init__(comm, gathers)
+        self._arithmetic = arithmetic
         self._spare = SpareBuffers(lambda size, like: arithmetic.zeros(size, like.dtype))
 
-    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        received = self._received(send, counts)
-        handle = self._send_parts(send, received, counts)
-        return Finished(handle, lambda: self._add(received, recv))
+    def send_parts(self, send: Array, counts: Sequence[int], like: Array) -> tuple[Handle, Callable[[Array], None]]:
+        owned, ranks = counts[self.comm.rank], self.comm.size
+        received = self._spare.take(owned * ranks, send)
 
-    def iallreduce(self, buffer: Array) -> Handle:
-        counts = even(buffer.size, self._comm.size)
-        received = self._received(buffer, counts)
-        handle = self._send_parts(buffer, received, counts)
+        def add_up(total: Array) -> None:
+            """Enqueue the sum of all ranks' parts; later operations may use the buffer after that."""
+            if total.size:
+                self._arithmetic.copy(total, received[:owned])
+                for rank in range(1, ranks):
+                    self._arithmetic.add(total, received[rank * owned : (rank + 1) * owned])
+            self._spare.give_back(received)
 
-        def gather() -> Handle:
-            self._add(received, piece(buffer, counts, self._comm.rank))
-            return self._gathers.iallgather(None, buffer, counts)
-
-        return self._allreduces.second_stage(handle, gather)
-
-    def _received(self, like: Array, counts: Sequence[int]) -> Array:
-        """Return a buffer for this rank's part from everyone."""
-        return self._spare.take(counts[self._comm.rank] * self._comm.size, like)
-
-    def _send_parts(self, send: Array, received: Array, counts: Sequence[int]) -> Handle:
-        return self._comm.ialltoall(send, received, counts, [counts[self._comm.rank]] * self._comm.size)
-
-    def _add(self, received: Array, total: Array) -> None:
-        """Enqueue total := the sum of all ranks' parts, and make the buffer available to later operations, after that."""
-        if total.size:
-            parts = [received[begin : begin + total.size] for begin in range(0, received.size, total.size)]
-            self._arithmetic.copy(total, parts[0])
-            for part in parts[1:]:
-                self._arithmetic.add(total, part)
-        self._spare.give_back(received)
+        return self.comm.ialltoall(send, received, counts, [owned] * ranks), add_up

@@ -116,7 +116,7 @@ def _own_and_others(counts: Sequence[int], rank: int) -> tuple[_Intervals, _Inte
 
 
 class StagedSums:
-    """Implements `GradientSums`: those of `sums`, for arrays of a device.
+    """Implements `GradientSums` by the sums of another one, for arrays of a device.
 
     Args:
         sums: on arrays of the host. order: of the communicator that they share with other operations.
@@ -201,7 +201,7 @@ class StagedCommunicator(ForwardingCommunicator):
 
 
 class _AfterKernels:
-    """Implements `Transit` for arrays that stay where they are. mark: of the kernels before; None: there are none."""
+    """Implements `Transit` for arrays that stay in place. mark: of the kernels before; None: there are none."""
 
     def __init__(self, mark: WorkMark | None) -> None:
         self._mark = mark
@@ -280,7 +280,7 @@ def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicat
 
 
 class NcclHandle:
-    """Implements `Handle`: complete when the device is done with it.
+    """Implements `Handle`: complete once the device has finished the operation.
 
     Raises in `test`:
         BackendError: NCCL has failed in the background, as where a rank is lost.

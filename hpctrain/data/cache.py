@@ -1,11 +1,11 @@
 """Samples in memory that the ranks of a node share: each is held once, by whichever rank reads it first.
 
-A byte for each sample says whether it is there. Ranks write the same pixels to the same place, so nothing goes wrong where two
+A byte for each sample marks whether it is there. Ranks write the same pixels to the same place, so nothing goes wrong where two
 read a sample at once; a second value, "being read", makes that rare. Ranks exchange no messages, and no rank waits without
 end: a rank that has waited long for a sample reads it from the source.
 
-`ReadCounts` counts samples and bytes by where they came from. `FillingPlan` says which rank reads which samples, and sends
-them to which others, where a job fills the memory of all nodes before its first step.
+`ReadCounts` counts samples and bytes by source. `FillingPlan` plans how a job fills the memory of all nodes before its first
+step: which rank reads a sample, and to which others it sends it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Origin(StrEnum):
-    """Where samples were read from: the data file, a local copy, memory of the node, or memory of other nodes."""
+    """Source of a sample: the data file, a local copy, memory of the node, or memory of other nodes."""
 
     FILE = "file"
     LOCAL = "local"
@@ -71,7 +71,7 @@ def summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 _ABSENT, _BEING_READ, _THERE = range(3)
 _ALIGNMENT_BYTES = 64
-# Read at once; then comes a look at what others have read in the meantime.
+# Samples that are read at once; then the rank checks what others have read since.
 _BYTES_AT_ONCE = 4 << 20
 #: that a rank waits for a sample that another one reads: much longer than a disk takes, much shorter than a deadline
 PATIENCE_SECONDS = 30.0
@@ -105,7 +105,7 @@ def _states_bytes(held: int) -> int:
 
 
 class SampleCache(ReadImages):
-    """Images (N, H, W, C) uint8 of a file, some of which the ranks of a node keep. Any thread may read.
+    """Images (N, H, W, C) uint8 of a file; the ranks of a node keep some of them. Any thread may read.
 
     A sample comes out of memory of the node; else out of the node's local copy; else out of the file, and is then kept in both as
     far as they have a place for it. Samples that others replace, as they cannot be read on this rank, are never kept.
@@ -298,7 +298,7 @@ class SampleCache(ReadImages):
             places = places[~there & ~np.isin(places, mine)]
 
     def _load(self, samples: np.ndarray) -> np.ndarray:
-        """Read samples from the source and keep those that no others stand in for."""
+        """Read samples from the source and keep those that were not replaced by others."""
         self._states[samples] = _BEING_READ
         state = np.full(len(samples), _ABSENT, np.uint8)
         try:

@@ -1,4 +1,4 @@
-"""A data file looked at from end to end: every damage with the samples that it concerns, duplicates, and empty classes."""
+"""A data file checked from end to end: every damage with the samples that it concerns, duplicates, and empty classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.data.format import Stored, changed_datasets, check_names, check_pl
 from hpctrain.data.image_file import ImageFile, read_contents
 from hpctrain.data.readers import BlockReader
 
-#: called with the number of samples that were just looked at
+#: called with the number of samples that were just checked
 Advance = Callable[[int], None]
 
 _SHOWN = 20
@@ -72,7 +72,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
     check_names(path, contents.class_names)
     findings = list(_of_contents(path, contents))
     samples = _Samples(ImageFile.of(path, contents), contents, threads)
-    findings += samples.look(advance)
+    findings += samples.check(advance)
     findings += _duplicates(samples)
     findings += _empty_classes(contents)
     return CheckedFile(path, len(contents.labels), len(contents.class_names), tuple(findings))
@@ -115,7 +115,7 @@ class _Samples:
         self.pixel_sums = np.zeros(len(file), np.uint32)
         self.sound = np.ones(len(file), bool)
 
-    def look(self, advance: Advance) -> Iterator[FileFinding]:
+    def check(self, advance: Advance) -> Iterator[FileFinding]:
         """Read all; what is wrong with them."""
         digest = hashlib.sha256()
         unreadable: dict[int, str] = {}

@@ -1,7 +1,7 @@
 """Picture files decoded: upright, grey or RGB, brought to one size; and the reader of data files that hold picture files.
 
-Pillow decodes everything and says what a picture is. Plain JPEG files, which most are, go to simplejpeg where it is installed:
-the same libjpeg-turbo with less around it. It computes what Pillow computes, the slow and exact transform with smooth
+Pillow decodes everything and determines what a picture is. Plain JPEG files, which most are, go to simplejpeg if that is
+installed: the same libjpeg-turbo with less around it. It computes what Pillow computes, the slow and exact transform with smooth
 upsampling of colours, so that the pixels are the same, bit by bit, with it and without it.
 
 Of a file with several frames or pages, the first one is decoded. Damaged metadata is ignored: only pixels count. This module
@@ -164,7 +164,7 @@ def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
         grey = colours == "Gray" and channels == 1
         pixels: np.ndarray = simplejpeg.decode_jpeg(content, "GRAY" if grey else "RGB")
         return pixels
-    except ValueError:  # damaged; Pillow says how, or bears it
+    except ValueError:  # damaged; Pillow raises the reason, or decodes it all the same
         return None
 
 
@@ -375,7 +375,7 @@ class EncodedReader(BlockReader):
         """Write whole images of samples (n,) to `out` (n, H, W, C), and return it.
 
         Raises:
-            UnreadableError: a sample cannot be read or decoded, and none may stand in for it.
+            UnreadableError: a sample cannot be read or decoded, and none may replace it.
             DataError: this machine's libraries decode pictures to other pixels than those that made the file.
         """
         samples = np.asarray(samples, np.int64)
@@ -411,7 +411,7 @@ class EncodedReader(BlockReader):
         return int(self._pixel_sums[sample]) if stored_sum == self._sums[sample] else -1 - stored_sum
 
     def _decode_all(self, samples: np.ndarray, outs: list[np.ndarray], patient: bool) -> Mapping[int, str]:
-        """Read and decode samples (n,); those of which that cannot be done, by their number, with the reason."""
+        """Read and decode samples (n,); return the reason, by number, for each sample that cannot be read or decoded."""
         sizes = self.extents.sizes(samples)
         ends = np.cumsum(sizes)
         contents = np.empty(int(sizes.sum()), np.uint8)

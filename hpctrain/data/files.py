@@ -39,7 +39,7 @@ def open_regular(path: Path) -> int:
     _check_regular(os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _check_regular(os.fstat(descriptor).st_mode)  # another file may have replaced it meanwhile
+        _check_regular(os.fstat(descriptor).st_mode)  # another file may have replaced it since
     except BaseException:
         os.close(descriptor)
         raise
@@ -73,7 +73,7 @@ def require_file(path: Path, kind: str, advice: str) -> None:
     """Make sure that `path` is a file that can be read.
 
     Args:
-        kind: "data file", as it stands in the sentence. advice: how to get one, after a semicolon.
+        kind: such as "data file", for the sentence. advice: how to get one, after a semicolon.
 
     Raises:
         DataError: missing, a directory or device, or not readable by this user.

@@ -56,7 +56,7 @@ _SUMS = "sums"
 
 @dataclass(frozen=True)
 class StoredImages:
-    """Where the images lie.
+    """Place of the images in a file.
 
     Attributes:
         shape, dtype: as the file says. offset: of the first byte in the file; None if they do not lie in one block.
@@ -107,7 +107,7 @@ def text(value: object) -> str:
 
 
 def read_stored(file: h5py.File) -> Stored:
-    """Return everything that an open HDF5 file says, but its pixels.
+    """Return all contents of an open HDF5 file but its pixels.
 
     Raises:
         Exception: whatever h5py raises where the file is damaged.
@@ -149,7 +149,7 @@ def _values(file: h5py.File, name: str) -> np.ndarray:
     """
     dataset = file[name]
     if dataset.nbytes > dataset.id.get_storage_size():
-        raise ValueError(f"{name} has {dataset.nbytes} bytes, of which the file holds {dataset.id.get_storage_size()}")
+        raise ValueError(f"{name} has {dataset.nbytes} bytes, but the file holds {dataset.id.get_storage_size()}")
     return np.asarray(dataset[()])
 
 
@@ -285,7 +285,7 @@ def changed_datasets(contents: Stored) -> list[str]:
 
 
 def check_place(path: Path, images: StoredImages) -> None:
-    """Make sure that the images lie where the file says.
+    """Make sure that the images lie within the file.
 
     Raises:
         DataError: the file has fewer bytes than they need.

@@ -381,7 +381,7 @@ def _numbers(values: np.ndarray) -> tuple[float, ...]:
 Split = Literal["train", "test"]
 _WINDOWS = 1 << 20  # places in the pool where an image may begin
 _STRIPES = 8  # of one brightness: wider than shifts of augmentations
-_MEASURED = 64  # images of which mean and deviation are taken
+_MEASURED = 64  # images that mean and deviation are computed from
 
 
 class SyntheticImages:
@@ -438,7 +438,7 @@ def synthetic_file(split: Split, samples: int, shape: tuple[int, int, int], clas
     """Return synthetic images as if they were in a data file; no file is read.
 
     Args:
-        samples: images, of which sample n is of class n modulo `classes`. shape: (H, W, C).
+        samples: number of images; image n has class n modulo `classes`. shape: (H, W, C).
     """
     labels = np.arange(samples, dtype=np.int64) % classes
     names = tuple(f"class {number}" for number in range(classes))

@@ -128,7 +128,7 @@ class _Division:
 
 
 class _Batches:
-    """What the loaders have in common: a rank's place among those that divide the batches of a sampler."""
+    """Base of the loaders: a rank's place among those that divide the batches of a sampler."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Loader(_Batches):
             self._in_use = False
 
     def _take_size(self, epoch: int) -> None:
-        """Make images of the epoch's size from now on; what was made for another one is let go."""
+        """Make images of the epoch's size from now on; release what was made for another one."""
         if self._sizes is None:
             return
         pipeline = self._any_size.resized(self._sizes.at(epoch))
@@ -286,7 +286,7 @@ class Loader(_Batches):
         share, group_ids, own_ids = division.share, ids[division.group], ids[division.own]
         box = self._box_of[share.counts]
         x = self._pixels_of(slot, own_ids, epoch) if self._leaves_pixels else self._images_of(slot, group_ids, epoch, box)
-        self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may stand in for some
+        self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may replace some
         mixed = self._mix(slot, ids[::-1], epoch, begin + step * self.sampler.batch, box, division)
         number, labels = -(-begin // self.sampler.batch) + step, slot.y[: len(own_ids)]
         return Batch(x, labels, group_ids, division.counts, len(ids), epoch, number, share, mixed, self.image_shape)

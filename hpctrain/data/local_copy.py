@@ -61,7 +61,7 @@ class LocalCopy:
         self.sample_bytes = sample_bytes
         self._table, self._descriptor = table, descriptor
         weakref.finalize(self, os.close, descriptor)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._full = False
 
     def keeps(self, sample: int) -> bool:
@@ -82,7 +82,9 @@ class LocalCopy:
         if why is None:
             return True
         self.states[number] = _ABSENT
-        self._tell(f"the node's local copy of samples cannot be trusted ({why}); these samples are read from the data file again")
+        self._warn_once(
+            f"the node's local copy of samples cannot be trusted ({why}); these samples are read from the data file again"
+        )
         return False
 
     def write(self, sample: int, stored: memoryview) -> None:
@@ -96,7 +98,9 @@ class LocalCopy:
                 done += os.pwrite(self._descriptor, stored[done:], offset + done)
         except OSError as error:
             self._full = True
-            self._tell(f"the node's local copy of samples gets no larger ({error.strerror}); others are read from the data file")
+            self._warn_once(
+                f"the node's local copy of samples gets no larger ({error.strerror}); others are read from the data file"
+            )
             return
         self.checksums[number] = zlib.crc32(stored)
         self._table.fence()
@@ -115,10 +119,10 @@ class LocalCopy:
             return error.strerror or str(error)
         return None
 
-    def _tell(self, sentence: str) -> None:
+    def _warn_once(self, sentence: str) -> None:
         """Log a sentence once."""
-        if sentence not in self._told:
-            self._told.add(sentence)
+        if sentence not in self._logged:
+            self._logged.add(sentence)
             get_logger(__name__).warning(sentence)
 
 

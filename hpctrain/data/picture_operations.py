@@ -149,7 +149,7 @@ def check_channels(augmentation: str, channels: int) -> None:
     """Raise unless the number of channels is that of a picture.
 
     Raises:
-        ShapeError: no picture has so many channels.
+        ShapeError: no picture has this number of channels.
     """
     if channels not in (1, 3):
         raise ShapeError(f"{augmentation} works on grey or RGB images, of 1 or 3 channels, and not of {channels}.")

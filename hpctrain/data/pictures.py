@@ -91,7 +91,7 @@ class DecodedPictures(ReadImages):
         max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
 
     Attributes:
-        shape: (N, H, W, C). broken: number -> the sentence that says why it cannot be decoded, of those that were read so far.
+        shape: (N, H, W, C). broken: by number, the reason why a picture cannot be decoded, for those that were read so far.
 
     Raises:
         ShapeError: a form of another number of channels than pictures can be turned into.

@@ -173,7 +173,7 @@ class Pipeline:
     """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`, then those of normalised pixels.
 
     The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for each of its threads, of
-    which there is one unless `share_out` says more, so one thread at a time may call it.
+    which there is one unless `share_out` sets more, so one thread at a time may call it.
 
     Args:
         specs: (name, options) pairs, of `AUGMENTATIONS`.
@@ -438,7 +438,7 @@ def check_order(steps: Sequence[Augmentation]) -> None:
             late = step
         elif late is not None:
             raise ConfigError(
-                f'The augmentation "{step.name}" is number {number} of the list, behind "{late.name}", which changes normalised '
+                f'The augmentation "{step.name}" is number {number} of the list, after "{late.name}", which changes normalised '
                 f'pixels; put "{late.name}" at the end of the list.'
             )
 

@@ -2,10 +2,10 @@
 
 A file that becomes unreadable under a memory map (an error of its disk, a file that is cut short, a file system that is gone)
 ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system
-copies out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and says where it could
-not go on. What is missing then is read from the file, again after some pauses, which yields the reason.
+copies out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and returns where it
+stopped. The rest is then read from the file, again after some pauses, which yields the reason.
 
-`Extents` says where the bytes of each sample lie, `ReadPolicy` how often a sample is tried and whether others may replace it.
+`Extents` has the offsets of each sample's bytes, `ReadPolicy` how often a sample is tried and whether others may replace it.
 `MappedReader` reads pixels as an array's are read; `decoding.EncodedReader` decodes picture files.
 """
 
@@ -78,7 +78,7 @@ class ReadPolicy:
     """How a rank reads.
 
     Attributes:
-        most: samples of the file that others may stand in for; None: the first that cannot be read is an error.
+        most: number of samples of the file that others may replace; None: the first that cannot be read is an error.
         place: of the reader, at the end of sentences, as in " (on rank 1 of 4, node7)".
         pauses_seconds: before a sample is read again.
     """
@@ -301,14 +301,14 @@ class BlockReader(ReadImages):
         return failed
 
     def _complete(self, samples: np.ndarray, attempt: Callable[[np.ndarray, np.ndarray, bool], Mapping[int, str]]) -> None:
-        """Read until every sample, or one that stands in for it, is there.
+        """Read until every sample, or one that replaces it, is there.
 
         Args:
             attempt: reads samples (m,) to the places (m,) of a batch; it receives whether to be patient, and returns those that
                 cannot be read, by their number, with the reason.
 
         Raises:
-            UnreadableError: a sample cannot be read, and none may stand in for it.
+            UnreadableError: a sample cannot be read, and none may replace it.
         """
         pending, patient = np.arange(len(samples)), True
         while len(pending):
@@ -384,7 +384,7 @@ class BlockReader(ReadImages):
         return f"Sample {sample} of the data file {self._path} cannot be read: {why}{self.policy.place}."
 
     def _replace(self, sample: int, actual: int, why: str) -> None:
-        """Let another sample stand in for `sample`, for which `actual` could not be read.
+        """Replace `sample` by another one, as `actual` could not be read.
 
         Raises:
             UnreadableError: that is not allowed, or there were too many.
@@ -436,7 +436,7 @@ class MappedReader(BlockReader):
         """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it.
 
         Raises:
-            UnreadableError: a sample cannot be read, and none may stand in for it.
+            UnreadableError: a sample cannot be read, and none may replace it.
         """
         height, width, _ = self.shape[1:]
         self._read(np.asarray(samples, np.int64), slice(0, height), slice(0, width), out)

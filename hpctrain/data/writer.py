@@ -2,7 +2,7 @@
 
 The block of samples lies where the finished file will have it, so that finishing writes HDF5's structures around it and copies
 nothing. A journal has a line for each chunk of the block: its bytes, their checksum, and whatever the writer needs to know of
-them. A chunk counts when its line is whole and its bytes have their checksum, so an interrupted conversion goes on behind the
+them. A chunk counts when its line is whole and its bytes have their checksum, so an interrupted conversion continues after the
 last one, no matter when a process was killed or what a machine lost that went down.
 """
 
@@ -148,7 +148,7 @@ class UnfinishedFile:
         os.ftruncate(self._descriptor, 0)
 
     def publish(self) -> None:
-        """Give the file, which is finished and on the disk, its name."""
+        """Rename the file, which is finished and on the disk, to its name."""
         publish(self.path, self._target)
         self.close()
         if self.keeps:
@@ -265,7 +265,7 @@ class DataFileWriter:
             for record, block in self._file.kept():
                 self._account(record, block)
         if self.done:
-            get_logger(__name__).info("going on with %s behind the first %d of %d images", self._file.path, self.done, count)
+            get_logger(__name__).info("continuing %s after the first %d of %d images", self._file.path, self.done, count)
 
     def __enter__(self) -> DataFileWriter:
         return self

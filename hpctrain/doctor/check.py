@@ -43,12 +43,12 @@ class DoctorFinding:
     """One finding.
 
     Attributes:
-        key: of its kind, for programs; empty if all is well. mend: a command, a setting or a short advice.
+        key: of its kind, for programs; empty if all is well. fix: a command, a setting or a short advice.
     """
 
     severity: Severity
     sentence: str
-    mend: str = ""
+    fix: str = ""
     key: str = ""
 
 
@@ -66,18 +66,18 @@ class FindingKind:
     meaning: str
     remedy: str
 
-    def found(self, sentence: str, mend: str = "") -> DoctorFinding:
+    def found(self, sentence: str, fix: str = "") -> DoctorFinding:
         """Return a finding of this kind.
 
         Args:
-            mend: the remedy in this case; by default the general one.
+            fix: the remedy in this case; by default the general one.
         """
-        return DoctorFinding(self.severity, sentence, mend or self.remedy, self.key)
+        return DoctorFinding(self.severity, sentence, fix or self.remedy, self.key)
 
     def from_error(self, error: str) -> DoctorFinding:
         """Return a finding from the sentence of an error, whose last part, after a semicolon, is the remedy."""
-        fact, semicolon, mend = error.removesuffix(".").rpartition("; ")
-        return self.found(f"{fact}.", capital(f"{mend}.")) if semicolon else self.found(error)
+        fact, semicolon, fix = error.removesuffix(".").rpartition("; ")
+        return self.found(f"{fact}.", capital(f"{fix}.")) if semicolon else self.found(error)
 
 
 def fine(sentence: str) -> DoctorFinding:

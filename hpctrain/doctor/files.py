@@ -97,16 +97,14 @@ def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> lis
     fact = facts[0]
     assert fact is not None, "the first rank looks"
     if fact.error:
-        return [
-            NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", _mend_directory(fact.error))
-        ]
+        return [NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", _directory_fix(fact.error))]
     if not fact.matches:
         return [READS_OTHER.found(f"A file in {fact.directory} is read with other content than was written.")]
     sentence = f"1 MB was written, synchronised and read back in {fact.directory} in {fact.seconds:.2f} s."
     return [SLOW_DIRECTORY.found(sentence) if fact.seconds > _SECONDS else fine(sentence)]
 
 
-def _mend_directory(error: int) -> str:
+def _directory_fix(error: int) -> str:
     if error in (errno.ENOSPC, errno.EDQUOT):
         return "Free space, or train with output=DIR on another disk."
     return "Train with output=DIR, a directory that you may write."

@@ -198,7 +198,7 @@ def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[]
     library = note.facts.get(mpi_library.MPI_LIBRARY.name)
     ended = nodes.from_start(end.words)
     if ended is None and isinstance(library, LibraryFacts) and note.phase == STARTS:
-        ended = ranks.wrong_launcher(place.launcher, library.library, library.beside)
+        ended = ranks.wrong_launcher(place.launcher, library.library, library.mpiexec)
     if ended is None:
         words = f": {last_line(end.words)}" if end.code is not None and end.words.strip() else ""
         rank = "The process" if place.launcher.rank is None else f"Rank {place.launcher.rank} ({platform.node()})"

@@ -122,10 +122,10 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     if shares[worst] <= _TIGHT:
         return [fine(sentence)]
     kind = TOO_LITTLE if shares[worst] > 1 else TIGHT
-    return [kind.found(sentence, _mend_memory(job.config, planned, count, node.node_bytes))]
+    return [kind.found(sentence, _memory_fix(job.config, planned, count, node.node_bytes))]
 
 
-def _mend_memory(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
+def _memory_fix(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
     """Return the number of micro-batches with which the ranks fit, or the number of ranks that fit."""
     room = _TIGHT * node_bytes - ranks * planned.held_bytes
     if room > 0 and config is not None:
@@ -307,7 +307,7 @@ def judge_kernels(job: JobView, facts: Sequence[KernelFacts | None]) -> list[Doc
         kind = NO_ONEDNN if wanted else UNLIKE_KERNELS if len(missing) < len(looked) else SLOW_KERNELS
         where = "" if len(missing) == len(looked) else f" ({', '.join(dict.fromkeys(job.hosts[rank] for rank in missing))})"
         finding = kind.from_error(reason) if "; " in reason else kind.found(reason)
-        return [kind.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.mend)]
+        return [kind.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.fix)]
     return [fine(f"Kernels {looked[0][1].name}.")]
 
 
@@ -344,7 +344,7 @@ def judge_versions(job: JobView, facts: Sequence[tuple[str, str]]) -> list[Docto
         finding = MISMATCH.from_error(difference)
         ranks = [rank for rank in range(job.size) if f"Rank {rank} has " in difference]
         where = "".join(f" (rank {rank} is on {job.hosts[rank]})" for rank in ranks)
-        return [MISMATCH.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.mend)]
+        return [MISMATCH.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.fix)]
     return [fine(f"{'The same on all ranks: ' if job.size > 1 else ''}{versions}.")]
 
 

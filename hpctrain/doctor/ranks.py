@@ -68,40 +68,40 @@ class LauncherFacts:
     """The processes that run together with this one.
 
     Attributes:
-        beside: the mpiexec in the folder of this Python; empty if there is none.
+        mpiexec: the mpiexec in the folder of this Python; empty if there is none.
         siblings: processes of the same command that the same process started, including this one.
         alone: why a training is refused, if the job was allocated several ranks and this process is the only one.
     """
 
-    beside: str
+    mpiexec: str
     siblings: int = 1
     alone: str | None = None
 
 
 def gather_launcher(place: OwnPlace) -> LauncherFacts:
     """Return the facts of this rank."""
-    return LauncherFacts(mpiexec_beside_python(), 1 + len(_siblings(os.getppid())), lone_fault(place.launcher, os.environ))
+    return LauncherFacts(environment_mpiexec(), 1 + len(_siblings(os.getppid())), lone_fault(place.launcher, os.environ))
 
 
-def mpiexec_beside_python() -> str:
+def environment_mpiexec() -> str:
     """Return the mpiexec that was installed with this Python's packages; empty if there is none."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    return str(beside) if beside.exists() else ""
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    return str(mpiexec) if mpiexec.exists() else ""
 
 
-def wrong_launcher(launcher: Launcher, library: str, beside: str) -> DoctorFinding | None:
+def wrong_launcher(launcher: Launcher, library: str, mpiexec: str) -> DoctorFinding | None:
     """Return the finding if one of launcher and library is Open MPI's and the other is not; None if that is unknown.
 
     Args:
-        library: the name of the library. beside: the mpiexec in the folder of this Python.
+        library: the name of the library. mpiexec: the mpiexec in the folder of this Python.
     """
     hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these are compatible
     of_open_mpi = launcher.name.startswith("Open MPI")
     known = of_open_mpi or launcher.name.startswith(hydras)
     if not library or not known or of_open_mpi == ("Open MPI" in library):
         return None
-    mend = f"{beside} -n {launcher.expected_size} python -m mpi4py -m hpctrain ..." if beside else ""
-    return WRONG_LAUNCHER.found(f"{launcher.name} has started these ranks, but mpi4py loads {library}.", mend)
+    fix = f"{mpiexec} -n {launcher.expected_size} python -m mpi4py -m hpctrain ..." if mpiexec else ""
+    return WRONG_LAUNCHER.found(f"{launcher.name} has started these ranks, but mpi4py loads {library}.", fix)
 
 
 def first_of_siblings() -> bool:
@@ -119,8 +119,8 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
         sentence = (
             f"{launcher.name} has started {processes} processes, and each is rank 0 of 1: they would train {processes} times."
         )
-        own = f"{first.beside} -n {processes} python -m mpi4py -m hpctrain ..."
-        return [SINGLETONS.found(sentence, own if first.beside and not launcher.name.startswith("Slurm") else _line(fault[1]))]
+        own = f"{first.mpiexec} -n {processes} python -m mpi4py -m hpctrain ..."
+        return [SINGLETONS.found(sentence, own if first.mpiexec and not launcher.name.startswith("Slurm") else _line(fault[1]))]
     if fault is not None:
         return [WORLD_SIZE.found(f"{fault[0]}.", _line(fault[1]))]
     if launcher.name == "none" and first.siblings > 1:
@@ -128,7 +128,7 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
             f"{first.siblings} processes of this command run at the same time, and each is rank 0 of 1: "
             "this MPI does not know what started them."
         )
-        return [SINGLETONS.found(sentence, f"{first.beside or 'mpiexec'} -n {first.siblings} python -m mpi4py -m hpctrain ...")]
+        return [SINGLETONS.found(sentence, f"{first.mpiexec or 'mpiexec'} -n {first.siblings} python -m mpi4py -m hpctrain ...")]
     if launcher.name == "none" and first.alone is not None:
         return [ONE_OF_SEVERAL.from_error(first.alone)]
     if launcher.name == "none":
@@ -145,8 +145,8 @@ LAUNCHER = Check(
 )
 
 
-def _line(mend: str) -> str:
-    return capital(f"{mend}.")
+def _line(fix: str) -> str:
+    return capital(f"{fix}.")
 
 
 def _siblings(process: int) -> list[int]:
@@ -210,14 +210,14 @@ class LibraryFacts:
     """The launchers on PATH, in its order.
 
     Attributes:
-        launchers: (path of an mpiexec, its MPI, "" if unknown). beside: the mpiexec in the folder of this Python.
+        launchers: (path of an mpiexec, its MPI, "" if unknown). mpiexec: the mpiexec in the folder of this Python.
         library: that mpi4py loads, found by a process that starts no MPI. level_asked: the thread level that the environment
             requests.
         error: why no library could be loaded.
     """
 
     launchers: tuple[tuple[str, str], ...] = ()
-    beside: str = ""
+    mpiexec: str = ""
     library: str = ""
     level_asked: str = ""
     error: str = ""
@@ -232,7 +232,7 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
     launchers = tuple((path, family(_said_by([path, "--version"]))) for path in paths)
     library = _said_by([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
     name = " ".join(library.partition("\n")[0].split()) if family(library) else ""
-    return LibraryFacts(launchers, mpiexec_beside_python(), name, os.environ.get(_LEVEL, ""))
+    return LibraryFacts(launchers, environment_mpiexec(), name, os.environ.get(_LEVEL, ""))
 
 
 def family(text: str) -> str:
@@ -267,9 +267,9 @@ def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
     if not families or not library or next(iter(families.values())) == library:
         return []
     path, name = next(iter(families.items()))
-    right = facts.beside or next((other for other, its in families.items() if its == library), "")
-    mend = f"export PATH={shlex.quote(str(Path(right).parent))}:$PATH" if right else f"Use the mpiexec of {library}."
-    return [OTHER_MPIEXEC.found(f"The first mpiexec on PATH ({path}) is of {name}, but mpi4py loads {library}.", mend)]
+    right = facts.mpiexec or next((other for other, its in families.items() if its == library), "")
+    fix = f"export PATH={shlex.quote(str(Path(right).parent))}:$PATH" if right else f"Use the mpiexec of {library}."
+    return [OTHER_MPIEXEC.found(f"The first mpiexec on PATH ({path}) is of {name}, but mpi4py loads {library}.", fix)]
 
 
 def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:

@@ -36,8 +36,8 @@ def print_table(examination: Examination, *, strict: bool) -> None:
     for name, findings in examination.findings.items():
         for number, finding in enumerate(findings):
             table.add_row(name if not number else "", finding.severity.value, finding.sentence, style=_STYLES[finding.severity])
-            if finding.mend:
-                table.add_row("", "mend", finding.mend)
+            if finding.fix:
+                table.add_row("", "fix", finding.fix)
     console.print(table)
     if examination.job.size > 1:
         console.print()
@@ -91,7 +91,7 @@ def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
 def print_json(examination: Examination, *, strict: bool) -> None:
     """Print everything as one JSON object."""
     findings = [
-        {"check": name, "severity": one.severity.value, "key": one.key, "sentence": one.sentence, "mend": one.mend}
+        {"check": name, "severity": one.severity.value, "key": one.key, "sentence": one.sentence, "fix": one.fix}
         for name, of_check in examination.findings.items()
         for one in of_check
     ]

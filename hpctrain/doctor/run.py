@@ -119,7 +119,7 @@ class DoctorRank:
             return self._report(examine())
         if end.code is not None:  # a rank at its time limit has waited longer than rank 0
             time.sleep(LATER_SECONDS)
-        self._say(place, f"{found.sentence} {found.mend}")
+        self._say(place, f"{found.sentence} {found.fix}")
         return USER_ERROR
 
     def _configuration(self) -> _Read:

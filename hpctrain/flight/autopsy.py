@@ -1,8 +1,8 @@
 """Findings from the flight records of all ranks: the first rank that went wrong, and where; one sentence each.
 
 A rank that waits points to the ranks that have not posted what it waits for. Following these pointers ends at a rank that does
-not wait, which held up all others, or runs in a circle. If all ranks have posted, a rank that no longer moves is to blame: a
-message also needs the processor of the ranks that posted it.
+not wait, which delayed all others, or returns to a rank already seen: a cycle. If all ranks have posted, a rank that no longer
+moves is to blame: a message also needs the processor of the ranks that posted it.
 
 The rules are pure functions of records. `find_records` reads those of a directory; `rank_table` and `autopsy_json` show them.
 """
@@ -75,7 +75,7 @@ _OF_RANKS = re.compile(r" of ranks ([0-9, -]+)\)$")
 _STILL_SHARE = 0.75
 
 
-def held_up(records: Sequence[FlightRecord]) -> Autopsy | None:
+def waited_for(records: Sequence[FlightRecord]) -> Autopsy | None:
     """Return the ranks at the end of the waits, and what they did not post; None if no rank waits."""
     by_rank = {record.rank: record for record in records}
     edges = {rank: _absence(record, by_rank) for rank, record in by_rank.items() if record.wait}
@@ -87,9 +87,9 @@ def held_up(records: Sequence[FlightRecord]) -> Autopsy | None:
         if free:
             return _never_posted(path[-1], free, edges[path[-1]], by_rank)
         if absent[0] in path:
-            return _circle([*path[path.index(absent[0]) :], absent[0]], edges, by_rank)
+            return _cycle([*path[path.index(absent[0]) :], absent[0]], edges, by_rank)
         path.append(absent[0])
-    return _nobody_absent(path[-1], edges[path[-1]], by_rank)
+    return _all_posted(path[-1], edges[path[-1]], by_rank)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _text(absence: _Absence, record: FlightRecord) -> str:
     return f"{what}, number {operation.sequence} of {operation.queue}{posted_at(operation)}"
 
 
-def _circle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
+def _cycle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
     """Return the finding for ranks each of which waits for the next; the first rank is last again."""
     texts = {rank: _text(edges[rank], by_rank[rank]) for rank in path}
     blamed = tuple(sorted(texts))
@@ -186,7 +186,7 @@ def _circle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping
     return Autopsy((f"{named(blamed).capitalize()} wait for each other: {'; '.join(steps)}.",), blamed)
 
 
-def _nobody_absent(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRecord]) -> Autopsy:
+def _all_posted(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRecord]) -> Autopsy:
     """Return the finding if all ranks posted what a rank waits for: a rank stopped driving it, or the transport did."""
     record = by_rank[rank]
     waited = f"rank {rank} waited {_seconds(record, record.wait_since_ns)} for ({place(record)})"
@@ -221,7 +221,7 @@ def _seconds(record: FlightRecord, since_ns: int) -> str:
 
 
 # Collectives whose sizes are the same on all ranks.
-_ALIKE = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d+) of \d+ \w+ elements|barrier")
+_SAME_SIZES = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d+) of \d+ \w+ elements|barrier")
 
 
 def newest(records: Sequence[FlightRecord]) -> tuple[FlightRecord, ...]:
@@ -238,13 +238,13 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
     ranks = [record.ranks for record in records]
     missing = sorted(set(range(max(ranks, key=ranks.count))) - {record.rank for record in records})
     # These come first: an MPI may end a rank for them, hang, or continue with wrong numbers.
-    unlike = _parted(records) or _mismatch(records)
-    if unlike is None and not missing and all(record.end is End.FINISHED for record in records):
+    difference = _different_phase(records) or _different_operation(records)
+    if difference is None and not missing and all(record.end is End.FINISHED for record in records):
         return Autopsy((f"The job finished: {named(range(len(records)))} ended normally.",))
-    findings = unlike or _failed(records)
+    findings = difference or _failed(records)
     ahead: tuple[str, ...] = ()
     if findings is None:
-        findings, ahead = held_up(records) or _silent(records) or _stuck(records), _ahead(records)
+        findings, ahead = waited_for(records) or _silent(records) or _stuck(records), _ahead(records)
     sentences = [*findings.sentences, *ahead]
     if missing:
         sentences.append(
@@ -259,24 +259,24 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
     first = min(ended, key=lambda record: record.wall_seconds(record.seen_ns), default=None)
     if first is None or first.end is End.DEADLINE:  # a job that ends at a deadline has its ranks killed
         return None
-    alike, how = [first.rank], f"was ended by {Signals(first.signal).name}" if first.end is End.SIGNAL else "failed"
-    if first.end is End.LEFT:
-        how = f"left with exit code {first.signal} before the run was over"
+    failed, how = [first.rank], f"was ended by {Signals(first.signal).name}" if first.end is End.SIGNAL else "failed"
+    if first.end is End.EXITED:
+        how = f"exited with code {first.signal} before the run was over"
     if first.end is End.CLOSED:
         how = "closed the descriptors of other parts of the program, as by os.closerange"
     if first.end is End.LAUNCHER:  # all ranks of a node lose the launcher together
-        alike = [record.rank for record in ended if (record.end, record.host) == (first.end, first.host)]
+        failed = [record.rank for record in ended if (record.end, record.host) == (first.end, first.host)]
         did = "was stopped" if first.signal else "had ended"
-        how = f"{'was' if len(alike) == 1 else 'were'} ended as the launcher's process on {first.host} {did}"
+        how = f"{'was' if len(failed) == 1 else 'were'} ended as the launcher's process on {first.host} {did}"
     if first.end is End.FAILED:  # all ranks report an error that concerns all of them
-        alike = [record.rank for record in ended if record.sentence == first.sentence and record.end is End.FAILED]
-        cause = f", because of {named(first.blamed)}" if first.blamed and first.blamed != tuple(sorted(alike)) else ""
+        failed = [record.rank for record in ended if record.sentence == first.sentence and record.end is End.FAILED]
+        cause = f", because of {named(first.blamed)}" if first.blamed and first.blamed != tuple(sorted(failed)) else ""
         how = f"failed first{cause}: {first.sentence.rstrip('.')}"
-    return Autopsy((f"{named(alike).capitalize()} {how} ({place(first)}).",), first.blamed or tuple(alike))
+    return Autopsy((f"{named(failed).capitalize()} {how} ({place(first)}).",), first.blamed or tuple(failed))
 
 
-def _parted(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the first collective phase that ranks did not enter alike; None if they did, as far as the records reach."""
+def _different_phase(records: Sequence[FlightRecord]) -> Autopsy | None:
+    """Return the first collective phase that not all ranks entered; None if all did, as far as the records reach."""
     of_ranks = {record.rank: dict(record.phases) for record in records}
     for number in sorted(set().union(*of_ranks.values())):
         sentence, others = different_phases({rank: phases[number] for rank, phases in of_ranks.items() if number in phases})
@@ -308,7 +308,7 @@ def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
     return f"Ranks entered different phases of the run: {entered}.", tuple(rank for ranks in smaller for rank in ranks)
 
 
-def _mismatch(records: Sequence[FlightRecord]) -> Autopsy | None:
+def _different_operation(records: Sequence[FlightRecord]) -> Autopsy | None:
     """Return the first operation of a queue that ranks posted differently."""
     by_queue: dict[str, dict[int, dict[int, RecordedOperation]]] = {}
     for record in records:
@@ -320,17 +320,19 @@ def _mismatch(records: Sequence[FlightRecord]) -> Autopsy | None:
             posted = sequences[sequence]
             texts = {rank: _comparable(recorded) for rank, recorded in posted.items()}
             if len(set(texts.values())) > 1:
-                return _unlike(queue, sequence, posted, texts)
+                return _operations_sentence(queue, sequence, posted, texts)
     return None
 
 
 def _comparable(operation: RecordedOperation) -> tuple[str, str]:
     """Return the words of an operation that must be the same on all ranks."""
-    alike = _ALIKE.match(operation.operation)
-    return operation.purpose, alike[0] if alike else ""
+    match = _SAME_SIZES.match(operation.operation)
+    return operation.purpose, match[0] if match else ""
 
 
-def _unlike(queue: str, sequence: int, posted: Mapping[int, RecordedOperation], texts: Mapping[int, tuple[str, str]]) -> Autopsy:
+def _operations_sentence(
+    queue: str, sequence: int, posted: Mapping[int, RecordedOperation], texts: Mapping[int, tuple[str, str]]
+) -> Autopsy:
     """Return the finding for ranks that posted different operations. The smallest group is to blame, or the later of two."""
     ordered = _by_size(texts)
     groups = "; ".join(
@@ -377,13 +379,13 @@ def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
 
 
 _ENDS = {
-    End.RUNNING: "did not say",
+    End.RUNNING: "unknown",
     End.FINISHED: "finished",
     End.FAILED: "failed",
     End.DEADLINE: "deadline",
     End.SIGNAL: "killed",
-    End.LEFT: "left",
-    End.WENT_ON: "went on",
+    End.EXITED: "exited",
+    End.CONTINUED: "continued",
     End.LAUNCHER: "launcher",
     End.CLOSED: "closed",
 }

@@ -336,7 +336,7 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None
     that a process which finished its run may still end by a signal, with an exit code of a failure, or without a launcher.
 
     Args:
-        number: of the signal; for End.LEFT, the exit code; for End.LAUNCHER, SIGSTOP if the launcher was stopped, else 0.
+        number: of the signal; for End.EXITED, the exit code; for End.LAUNCHER, SIGSTOP if the launcher was stopped, else 0.
         process: whose record is meant; the record of any other process stays as it is. None: any process.
 
     Raises:
@@ -346,7 +346,7 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None
     try:
         words = (Word.MAGIC, Word.ENDED, Word.PROCESS)
         head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in words]
-        ended_well = end is End.DEADLINE or (end is End.LEFT and number in (FINISHED, STOPPED))
+        ended_well = end is End.DEADLINE or (end is End.EXITED and number in (FINISHED, STOPPED))
         if head[0] != MAGIC or head[1] not in ((End.RUNNING,) if ended_well else (End.RUNNING, End.FINISHED)):
             return False
         if process not in (None, head[2]):  # another process's record has replaced the one that is meant

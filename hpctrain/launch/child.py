@@ -81,7 +81,7 @@ class RankEnd:
             return "did not end"
         if self.code < 0:
             return f"was ended by {Signals(-self.code).name}"
-        return f"left with exit code {self.code}"
+        return f"exited with code {self.code}"
 
 
 class Notebook:

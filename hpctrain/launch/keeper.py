@@ -306,13 +306,13 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
         finished = True
     if not finished and code not in _EXPLAINED and (lost := child.lost_launcher()) is not None and lost.gone:
         _leave_without_launcher(child, record, lost)  # MPI may notice first and call exit()
-    marked = None if finished else child.mark_end(record, code, End.LEFT)
+    marked = None if finished else child.mark_end(record, code, End.EXITED)
     # A rank that has neither joined the others nor told them by MPI must end in a way that they notice at once.
     alone = not child.pulse.deadline_seconds and not child.pulse.told
     overlooked = alone and code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED
     if not finished and (code not in _EXPLAINED if marked is None else marked):
         cause = f"something called exit() in it.{child.place(record)}"
-        _say(child.rank, f"the process left with exit code {code} before the run was over: {cause}")
+        _say(child.rank, f"the process exited with code {code} before the run was over: {cause}")
         code, overlooked = BUG if code in (FINISHED, STOPPED) else code, True
     _await_launcher(child, record)
     if overlooked and may_overlook_exit_codes(os.environ):

@@ -36,10 +36,10 @@ class End(IntEnum):
     FAILED = 2
     DEADLINE = 3
     SIGNAL = 4
-    LEFT = 5  # by something that called exit()
-    WENT_ON = 6  # the process continues: another rank was lost, and it has another record from there on
-    LAUNCHER = 7  # by its keeper, since the launcher's process had ended or was stopped
-    CLOSED = 8  # by its keeper, since the process had closed descriptors of other parts of the program
+    EXITED = 5  # code of the program or a library ended the process
+    CONTINUED = 6  # the process continues: another rank was lost, and a new record begins
+    LAUNCHER = 7  # by its keeper, because the launcher's process had ended or was stopped
+    CLOSED = 8  # by its keeper, because the process had closed descriptors of other parts of the program
 
 
 # Time until a job ends after another rank has given up.

@@ -68,12 +68,12 @@ class GuardedOptimizer(ForwardingOptimizer):
         for update in self._updates.values():
             update.remembered = False
 
-    def look(self) -> None:
-        """Ask for the result of the comparisons so far; if arrays are not on the host, `tell` waits for it."""
+    def fetch_findings(self) -> None:
+        """Ask for the result of the comparisons so far; if arrays are not on the host, `read_findings` waits for it."""
         self._ask(self._updates.values())
 
-    def tell(self) -> None:
-        """Update `found` with the result of the latest `look`."""
+    def read_findings(self) -> None:
+        """Update `found` with the result of the latest `fetch_findings`."""
         for names, fetch in self._asked:
             changed = tuple(name for name, is_changed in zip(names, fetch.result(), strict=True) if is_changed)
             self.found = self.found or changed
@@ -88,8 +88,8 @@ class GuardedOptimizer(ForwardingOptimizer):
             self._compare(update)
             if not update.remembered:
                 update.remember()
-        self.look()
-        self.tell()
+        self.fetch_findings()
+        self.read_findings()
 
     @property
     def vouches(self) -> bool:
@@ -146,7 +146,7 @@ class GuardedOptimizer(ForwardingOptimizer):
         update.guard.compare()
         if self._group.arithmetic.on_host:  # the result is there
             self._ask([update])
-            self.tell()
+            self.read_findings()
 
     def _ask(self, updates: Iterable[_Update]) -> None:
         self._asked = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]

@@ -1,6 +1,6 @@
-"""Price the averaging of gradients layer by layer, before any schedule is planned: bytes times the cost of a byte of a slice.
+"""Price the averaging of gradients layer by layer, before any schedule exists, in proportion to the bytes of a layer.
 
-A strategy declares what it sends (`StrategyCosts`), so that a user's own strategy has a price, too.
+The costs follow from the strategy's declaration of what it sends (`StrategyCosts`), also for a user's own strategy.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class AveragedParts:
 
     Attributes:
         elements: number of elements.
-        messages: number of parameters, of several elements each.
-        linear: weights of linear layers, which also count in `elements`.
+        messages: number of parameters with several elements.
+        linear: sizes of the weights of linear layers, which also count in `elements`.
     """
 
     elements: int = 0
@@ -48,7 +48,7 @@ class AveragedParts:
 
 @dataclass(frozen=True)
 class AveragingSeconds:
-    """Seconds of averaging. program: of the rank's core, for messages and updates. wire: of its messages, one after another."""
+    """Seconds of averaging. program: time of the rank's core for messages and updates. wire: time of its messages in sequence."""
 
     program: float
     wire: float
@@ -129,7 +129,7 @@ class _GroupCosts:
             self._of_slice = _less(self._of_slice, self._compressed(Compression(self.links, strategy.density)))
 
     def _compressed(self, compression: Compression) -> AveragingSeconds:
-        """Return the seconds of a slice whose largest elements alone cross between nodes."""
+        """Return the seconds of a slice of which only the largest elements cross between nodes."""
         kinds = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.ALLGATHER)
         chosen = _sum(self.operation(kind, self._slice_bytes, compression) for kind in kinds)
         elements = self._slice_bytes / self._item_bytes / (self.ranks // compression.nodes)
@@ -141,7 +141,7 @@ class _GroupCosts:
         return AveragingSeconds(self._of_slice.program * share, self._of_slice.wire * share)
 
     def latency(self, messages: int) -> AveragingSeconds:
-        """Return the seconds of almost empty messages."""
+        """Return the seconds of this many almost empty messages."""
         small = _sum(self.operation(kind, 64) for kind in self._kinds)
         return AveragingSeconds(small.program * messages, small.wire * messages)
 
@@ -156,7 +156,7 @@ def _sum(several: Iterable[AveragingSeconds]) -> AveragingSeconds:
 
 
 def _less(one: AveragingSeconds, other: AveragingSeconds) -> AveragingSeconds:
-    """Return the lesser of both kinds of seconds: small parameters are sent whole, large ones in the cheaper way."""
+    """Return the lesser of both kinds of seconds: small parameters are sent whole, large ones in the cheaper form."""
     return AveragingSeconds(min(one.program, other.program), min(one.wire, other.wire))
 
 

@@ -1,8 +1,8 @@
-"""Calibrate a machine: its links, memory and operator rates, measured by the ranks of a job within a given time.
+"""Calibrate a machine: measure its links, memory and operator rates by the ranks of a job, within a time limit.
 
-Links are measured between pairs of ranks: within nodes by all pairs at once, as ranks of a node communicate at the same time
-in a step; between nodes by one pair, which then has the network cards of its nodes to itself, and by all pairs at once to
-learn how many ranks share a card. Rates of operator classes are work over time in steps of small networks.
+Links are measured between pairs of ranks. Within nodes, all pairs communicate at once, as in a step. Between nodes, one pair
+measures first, alone on its network cards, and then all pairs at once, which shows how many ranks share a card. The rate of an
+operator class is work over time in steps of small networks.
 """
 
 from __future__ import annotations
@@ -265,11 +265,11 @@ def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ran
 
 
 def _both(point: MessagePoint) -> float:
-    """Return the seconds of two messages that are posted together; their separation is disturbed more easily."""
+    """Return the seconds of two messages posted together, which is less sensitive to disturbances than their difference."""
     return point.seconds + point.next_seconds
 
 
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
-    """Return the number of the rank's pair, among all pairs by their keys; None if it has no partner."""
+    """Return the index of the rank's pair among all pairs, ordered by their keys; None if it has no partner."""
     keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
     return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None

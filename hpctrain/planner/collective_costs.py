@@ -37,7 +37,7 @@ from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 
 def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:
-    """Return the placement of groups alike, which contain each rank once."""
+    """Return the placement of groups of the same kind, which together contain each rank once."""
     alike: Counter[int] = Counter()
     ranks = nodes = most = 0
     for members in groups:
@@ -48,7 +48,7 @@ def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacem
 
 
 def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
-    """Return the placements on a grid of Pr x Pc; of split groups and of data groups, that of the group on most nodes."""
+    """Return the placements on a grid of Pr x Pc. For split and data groups, take the group on the most nodes."""
     size = rows * cols
     return GridPlacements(
         GroupPlacement(size, machine.nodes_of(size), min(size, machine.ranks_per_node)),
@@ -72,20 +72,21 @@ _LEVELLED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKin
 
 @dataclass(frozen=True)
 class CollectiveStage:
-    """A stage of a collective: it begins when the stage before it is complete, on all ranks of the group together.
+    """A stage of a collective. It begins when the previous stage is complete, on all ranks of the group together.
 
     Attributes:
         between: whether the network cards of nodes limit it; otherwise a rank's own copies through the memory of its node do.
         latency_seconds: latency of all its rounds.
         wire_bytes: bytes that one rank sends through the limiting resource, mean over ranks.
-        beta_seconds_per_byte: time per byte there, while nothing else goes through.
+        beta_seconds_per_byte: time per byte on that resource without other traffic.
         cpu_seconds: time of each rank's core; part of the stage's time if the rank waits for it, otherwise in addition to
             what the rank computes.
-        rounds: rounds that follow each other; the program has to poll once for each.
-        sharers: ranks whose wire_bytes go through the same card when all groups alike do this at once; 1 within a node.
-        unattended_bytes: of wire_bytes, those that move between two polls of the rank; None: all of a round.
+        rounds: number of consecutive rounds; the program has to poll once for each.
+        sharers: ranks whose wire_bytes pass through the same card when all groups of this kind communicate at once; 1 within
+            a node.
+        unattended_bytes: the part of wire_bytes that moves between two polls of the rank; None: all of a round.
         polls: polls that each round needs before its first byte moves.
-        yields: whether shorter messages of a rank to the same others overtake its own.
+        yields: whether shorter messages of a rank to the same ranks overtake its own.
     """
 
     between: bool
@@ -101,20 +102,21 @@ class CollectiveStage:
 
     @property
     def wire_seconds(self) -> float:
-        """Time on the wire for all groups alike at once; other operations on the same wire come on top."""
+        """Time on the wire when all groups of this kind communicate at once, without other operations on the same wire."""
         return self.wire_bytes * self.sharers * self.beta_seconds_per_byte
 
     @property
     def seconds(self) -> float:
-        """Time if ranks do nothing but wait for it: all groups alike at once and nothing else."""
+        """Time of the stage when all ranks wait for it and all groups of this kind communicate at once, and nothing else."""
         return max(self.latency_seconds + self.wire_seconds, self.cpu_seconds)
 
 
 def unhindered_seconds(stages: Iterable[CollectiveStage], burst_seconds: float = 0.0) -> float:
-    """Return the time of an operation of these stages if ranks do nothing but wait for it.
+    """Return the time of an operation of these stages when all ranks only wait for it.
 
     Args:
-        burst_seconds: time that a pause before it saves on the cards of nodes (`Link.burst_seconds`); 0: it follows others.
+        burst_seconds: time that a pause before the operation saves on the cards of nodes (`Link.burst_seconds`); 0: there is
+            no pause before it.
     """
     seconds = 0.0
     for stage in stages:
@@ -132,14 +134,14 @@ def stages(
     levels: Levels | None = None,
     peers: int | None = None,
 ) -> tuple[CollectiveStage, ...]:
-    """Return the stages of one operation, one after another; none if there is one rank or nothing to move.
+    """Return the consecutive stages of one operation; none if there is one rank or nothing to move.
 
     Args:
         n_bytes: bytes of the whole buffer, as comm/link.py counts: what every rank sends in a reduction, what is gathered,
-            and the largest buffer with its own piece in an all-to-all of all ranks. With `peers`: what a rank sends to others.
+            and the largest buffer with its own piece in an all-to-all of all ranks. With `peers`: bytes to other ranks.
         placement: placement of the group's ranks. Those of a node are neighbours, unless `levels` orders them otherwise.
         levels: levels of the group's streams; None: one level.
-        peers: number of ranks with which a rank exchanges, nearest ones first, in an all-to-all that leaves others out.
+        peers: number of ranks with which a rank exchanges, nearest ones first, in an all-to-all with some ranks; None: all.
     """
     ranks = placement.ranks
     if ranks == 1 or n_bytes == 0 or peers == 0:
@@ -174,10 +176,10 @@ def within_nodes(placement: GroupPlacement, per_node: int) -> GroupPlacement:
 
 
 def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupPlacement:
-    """Return the placement of the ranks of a group with the same number on all nodes, while all other numbers do the same.
+    """Return the placement of the ranks with the same local number on all nodes, while all local numbers communicate at once.
 
     Args:
-        per_node: how many such numbers there are.
+        per_node: number of local numbers.
     """
     return GroupPlacement(nodes, nodes, 1, placement.alike * per_node)
 
@@ -189,8 +191,8 @@ class _Round:
     Attributes:
         distance: distance in ranks to the receiver.
         count: number of such rounds.
-        ring: whether it goes to the next rank; otherwise two ranks exchange.
-        peers: this many messages instead, to the nearest ranks on both sides.
+        ring: whether each rank sends to the next rank; otherwise two ranks exchange.
+        peers: number of messages of a rank, to the nearest ranks on both sides; 0: one message.
         at_once: whether its messages do not wait for each other.
         sums: whether arriving data are added up.
     """
@@ -212,7 +214,7 @@ class _Round:
         return 1 if self.at_once else self.messages
 
     def crossing(self, placement: GroupPlacement, spread: bool) -> float:
-        """Return the share of the messages that leave their node.
+        """Return the share of the messages that cross between nodes.
 
         Args:
             spread: whether neighbours are on different nodes, as in the order of levels.
@@ -256,7 +258,7 @@ def _allreduce(n_bytes: float, ranks: int) -> list[_Round]:
     if n_bytes <= _SHORT_ALLREDUCE_BYTES:
         middle = [_Round(n_bytes, distance, sums=True) for distance in _powers(power)]
     else:
-        # MPICH's allreduce halves from the nearest rank on, so that most bytes stay near.
+        # MPICH's allreduce starts halving with the nearest rank, so that most bytes stay near.
         shares = [one.n_bytes for one in _halving(n_bytes, power)]
         near = list(zip(shares, _powers(power), strict=True))
         middle = [_Round(share, distance, sums=True) for share, distance in near]
@@ -282,19 +284,19 @@ def _power_below(ranks: int) -> int:
 
 
 def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacement, spread: bool) -> tuple[CollectiveStage, ...]:
-    """Return a stage for each run of rounds in which messages leave nodes, and for each run of rounds in which none does."""
+    """Return a stage for each run of consecutive rounds that all have, or all lack, messages between nodes."""
     runs: list[list[tuple[_Round, float]]] = []
     for one in rounds:
         crossing = one.crossing(placement, spread)
         if not runs or (runs[-1][-1][1] > 0) != (crossing > 0):
             runs.append([])
         runs[-1].append((one, crossing))
-    # A collective is posted once: its first stage has what that costs.
+    # A collective is posted once; its first stage contains the cost of the post.
     return tuple(_stage(machine, run, placement, posts=position == 0) for position, run in enumerate(runs))
 
 
 def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: GroupPlacement, *, posts: bool) -> CollectiveStage:
-    """Return the stage of rounds, each with its share of messages that leave their node: all shares are 0, or none."""
+    """Return the stage of rounds, each with its share of messages between nodes; the shares are all 0 or all positive."""
     rounds = [one for one, _ in run]
     sent = sum(one.messages * one.n_bytes for one in rounds)
     crossing = sum(one.messages * one.n_bytes * share for one, share in run)
@@ -304,14 +306,14 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
     latency, beta = _message_costs(link, rounds)
     _, within_beta = _message_costs(machine.within, rounds)
     sharers = _sharers(machine, placement, crossing / sent if any(one.ring for one in rounds) else 1.0)
-    # A ring in which one rank of a node sends to the next node may be held up by the copies of the other ranks.
+    # In a ring, the copies of other ranks may delay the one rank of a node that sends to the next node.
     if crossing and (sent - crossing) * within_beta <= crossing * sharers * beta:
         between, wire = True, crossing
     else:
         between, wire, beta, sharers = False, sent - crossing, within_beta, 1.0
     largest = link.segment(max(one.n_bytes for one in rounds))
     unattended = None
-    if largest.unattended_bytes is not None:  # messages of a round move side by side
+    if largest.unattended_bytes is not None:  # messages of a round move at the same time
         unattended = largest.unattended_bytes * max(one.messages / one.rounds for one in rounds) * wire / sent
     return CollectiveStage(
         between=between,
@@ -337,12 +339,12 @@ def _message_costs(link: Link, rounds: Sequence[_Round]) -> tuple[float, float]:
 
 
 def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> float:
-    """Return the number of ranks of a node whose bytes go through the same card, counting all groups alike.
+    """Return the number of ranks of a node whose bytes pass through the same card, counting all groups of the same kind.
 
     Cards are used evenly.
 
     Args:
-        crossing: share of the ranks that send to other nodes: in a ring only the last of a node does.
+        crossing: share of the ranks that send to other nodes; in a ring, only the last rank of a node does.
     """
     cards = max(1, machine.ranks_per_node // machine.ranks_per_card)
     using = placement.per_node * placement.alike
@@ -362,9 +364,10 @@ class MessageCosts:
     """Prices the operations of one parameter group.
 
     Attributes:
-        placement, levels: of the group's ranks.
+        placement: placement of the group's ranks.
+        levels: levels of the group's streams.
         item_bytes: bytes of an element.
-        rounding: rounding of its messages; None: they are whole.
+        rounding: rounding of its messages; None: none.
     """
 
     machine: Machine
@@ -394,16 +397,16 @@ class MessageCosts:
         return self._working(self._whole(kind, self._sent(n_bytes)), read + write / self.placement.ranks)
 
     def selection_seconds(self, elements: float) -> float:
-        """Return the seconds of a core to choose the largest of `elements` elements of a part."""
+        """Return the seconds of a core to select the largest of `elements` elements of a part."""
         return self.memory_seconds(_SELECTION_BYTES * elements)
 
     def scatter_seconds(self, elements: float, compression: Compression) -> float:
-        """Return the seconds of a core to add up what all nodes sent for a part of `elements` elements."""
+        """Return the seconds of a core to add the elements from all nodes to a part of `elements` elements."""
         pairs = compression.nodes * compression.kept(round(elements))
         return self.memory_seconds(elements * self.item_bytes + _PAIR_BYTES * pairs)
 
     def choice_seconds(self, elements: float, compression: Compression) -> float:
-        """Both."""
+        """Return the seconds of selection and sum together."""
         return self.selection_seconds(elements) + self.scatter_seconds(elements, compression)
 
     def memory_seconds(self, n_bytes: float) -> float:
@@ -425,7 +428,7 @@ class MessageCosts:
     def _exchange(
         self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None
     ) -> tuple[CollectiveStage, ...]:
-        """Return the stages of rounded parts that travel to their owners, who add them up."""
+        """Return the stages of rounded parts that are sent to their owners, who add them up."""
         exchanged = stages(self.machine, OperationKind.INPUTS, self._sent(n_bytes), placement or self.placement)
         return self._working(exchanged, work_bytes)
 
@@ -438,7 +441,7 @@ class MessageCosts:
         return (*within, *self._exchange(n_bytes / per_node, work_bytes / per_node, across))
 
     def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[CollectiveStage, ...]:
-        """Return the stages of a sum whose parts and results travel rounded.
+        """Return the stages of a sum whose parts and results are sent rounded.
 
         Args:
             write, read: work of rounding the buffer once, and of reading it.
@@ -464,7 +467,7 @@ class MessageCosts:
         return stages(self.machine, OperationKind.ALLGATHER, nodes * elements * (self.item_bytes + INDEX_BYTES), across)
 
     def _working(self, stages_of: tuple[CollectiveStage, ...], work_bytes: float) -> tuple[CollectiveStage, ...]:
-        """Return the stages with work of a core added to the first of them."""
+        """Return the stages, with work of a core added to the first of them."""
         if not stages_of:
             return ()
         seconds, first = self.memory_seconds(work_bytes), stages_of[0]

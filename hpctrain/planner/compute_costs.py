@@ -1,8 +1,7 @@
-"""Price the computation of one rank: the seam between programs and times, and its implementations.
+"""Price the computation of one rank: the protocol `ComputeCosts` and its implementations.
 
-`ComputeCosts` is the protocol. `RateCosts` uses the rates of a machine alone; `MeasuredCosts` uses measured times, and rates
-where nothing was measured; `SampledCosts` uses times from a few steps of a run, so that only messages and waits for them
-remain to be predicted.
+`RateCosts` uses only the rates of a machine. `MeasuredCosts` uses measured times, and rates where no time was measured.
+`SampledCosts` uses times from a few steps of a run, so that a prediction adds only messages and waits.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class ComputeCosts(Protocol):
         ...
 
     def measured_share(self) -> float:
-        """Return the share, 0 .. 1, of the seconds requested so far that follows from measured times."""
+        """Return the share, 0 .. 1, of the seconds requested so far that comes from measured times."""
         ...
 
 
@@ -79,21 +78,21 @@ class RateCosts:
         return self._call_seconds(work)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the seconds of any call with these operations and bytes."""
+        """Return the seconds of the product by its operations and bytes."""
         return self._call_seconds(OperatorWork(OperatorClass.PRODUCT, product.flops, product.bytes(self._item_bytes)))
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update with momentum of `elements` elements, and of their check."""
+        """Return the seconds of an update with momentum of `elements` elements, with the check for finite values."""
         rate = self._rates[OperatorClass.MEMORY]
         return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of the input's copy and of a number of calls; calls of operators count in `seconds`."""
+        """Return the seconds of the copy of the input and of some calls; calls of operators count in `seconds`."""
         rate = self._rates[OperatorClass.MEMORY]
         return _CALLS_OF_A_STEP * rate.call_seconds + 2 * input_bytes / rate.bytes_per_second
 
     def measured_share(self) -> float:
-        """Return 0: rates are no measurement of an operator."""
+        """Return 0: rates are not measured times."""
         return 0.0
 
     def _call_seconds(self, work: OperatorWork) -> float:
@@ -102,13 +101,13 @@ class RateCosts:
 
 
 class _CountedCosts:
-    """Counts which of the requested seconds follow from measured times."""
+    """Counts the requested seconds that come from measured times."""
 
     def __init__(self) -> None:
         self._measured_seconds = self._all_seconds = 0.0
 
     def measured_share(self) -> float:
-        """Return the share of the seconds requested so far that follows from measured times; 0 before any were."""
+        """Return the share of the seconds requested so far that comes from measured times; 0 without any."""
         return self._measured_seconds / self._all_seconds if self._all_seconds else 0.0
 
     def _counted(self, seconds: float, *, measured: bool) -> float:
@@ -143,7 +142,7 @@ class MeasuredCosts(_CountedCosts):
     Args:
         times: measured while as many ranks of a node compute as in the job.
         rates: costs of everything else.
-        speed: how many times as fast ranks compute as when times were measured; `rates` have it already.
+        speed: compute speed relative to that of the measurement; `rates` already include it.
     """
 
     def __init__(self, times: OperatorTimes, rates: RateCosts, speed: float = 1.0) -> None:
@@ -175,7 +174,7 @@ class MeasuredCosts(_CountedCosts):
         return self._either(measured, self._rates.step_seconds(input_bytes, operators))
 
     def _scaled(self, key: OperatorKey) -> float | None:
-        """Return interpolated seconds, or those at the rate of the nearest size, however far."""
+        """Return interpolated seconds, or those at the rate of the nearest size at any distance."""
         seconds = self._times.seconds(key)
         nearest = self._times.nearest(key)
         if seconds is not None or nearest is None or not nearest[0]:
@@ -191,7 +190,7 @@ _PHASES = {Category.FORWARD: Action.FORWARD, Category.PARAMETERS: Action.PARAMET
 
 @dataclass(frozen=True)
 class SampledTimes:
-    """Medians of a rank's times, in seconds. operators: by phase and name. others: of other named work, by name."""
+    """Medians of a rank's times, in seconds. operators: by phase and name. others: by name, for named work outside operators."""
 
     operators: Mapping[tuple[Action, str], float]
     others: Mapping[str, float]
@@ -236,7 +235,7 @@ class SampledCosts(_CountedCosts):
     Args:
         plan: plan of the sampled rank, with its micro-batch.
         times: times of that rank.
-        costs: costs of any operator; they determine the ratio of costs of different sizes.
+        costs: costs of any operator; their ratio at two sizes scales a sampled time.
     """
 
     def __init__(self, plan: ExecutionPlan, times: SampledTimes, costs: ComputeCosts) -> None:
@@ -255,17 +254,17 @@ class SampledCosts(_CountedCosts):
         self._usual_factor = sampled_sum / planned_sum if planned_sum > 0 else 1.0
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return the sampled seconds, scaled to the size; without a sample, the other costs with the samples' mean factor."""
+        """Return the sampled seconds, scaled to the size; without a sample, the other costs times the samples' mean ratio."""
         by_cost = self._costs.seconds(step, action, memory)
         factor = self._factors.get((action, step.name))
         return self._counted(by_cost * (self._usual_factor if factor is None else factor), measured=factor is not None)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the other costs: no sample contains a product alone."""
+        """Return the other costs, because no sample contains only a product."""
         return self._counted(self._costs.product_seconds(product), measured=False)
 
     def update_seconds(self, elements: int) -> float:
-        """Return the other costs: no sample contains an update alone."""
+        """Return the other costs, because no sample contains only an update."""
         return self._counted(self._costs.update_seconds(elements), measured=False)
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
@@ -276,7 +275,7 @@ class SampledCosts(_CountedCosts):
 
 
 def _spans(plan: ExecutionPlan, actions: Actions, times: SampledTimes) -> Iterator[list[tuple[Action, int]]]:
-    """Yield the actions of a pass in stretches, each up to a sampled one."""
+    """Yield the actions of a pass in groups, each of which ends with a sampled action."""
     stretch: list[tuple[Action, int]] = []
     for action, k in actions:
         stretch.append((action, k))
@@ -291,9 +290,9 @@ def _waits(step: PlannedStep) -> bool:
 
 
 def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClass, OperatorRate]:
-    """Return the rates of a rank's sampled operators: the ratio of costs of different sizes if nothing else determines it.
+    """Return the rates of a rank's sampled operators, which scale times between sizes if nothing else is known.
 
-    A class without operators has the rate of all others. plan: plan of the sampled rank.
+    A class without operators has the rate of all other operators together. plan: plan of the sampled rank.
     """
     works = []
     for members in (*_spans(plan, plan.forward, times), *_spans(plan, plan.backward, times)):
@@ -306,7 +305,7 @@ def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClas
 
 
 def _rate(works: list[tuple[OperatorWork, float]], call_seconds: float) -> OperatorRate:
-    """Return operations and bytes over time, each as if it took all of it, for the largest operators: calls count least there."""
+    """Return the rates of the operators with the most operations and the most bytes, in which calls matter least."""
     flops = max(((work.flops, seconds) for work, seconds in works), default=(1, 1.0))
     n_bytes = max(((work.bytes, seconds) for work, seconds in works), default=(1, 1.0))
     return OperatorRate(max(1, flops[0]) / max(flops[1], 1e-9), max(1, n_bytes[0]) / max(n_bytes[1], 1e-9), call_seconds)

@@ -1,9 +1,9 @@
 """Search and simulate for a configuration: costs, the search for grid, plan and averager, and simulated scaling.
 
-Computation costs measured times if there are some, otherwise the rates of the machine. A candidate becomes keys of the
-configuration, with which `train` runs it as planned. A scaling study simulates one step on several numbers of ranks and needs
-neither MPI nor data. Its efficiency compares with the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) if each
-rank has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) if all share one (strong scaling).
+Computation costs measured times if there are any, otherwise the rates of the machine. The best candidate becomes keys of the
+configuration, with which `train` runs it. A scaling study simulates one step on several numbers of ranks and needs neither
+MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) if each rank
+has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) if all share one (strong scaling).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
 
     Args:
         machine: the machine, not scaled.
-        compute: how many times as fast ranks compute.
+        compute: speed of computation relative to the machine's.
     """
     rates = RateCosts(machine.scaled(compute=compute), task.config.dtype)
     if not is_here(machine):
@@ -49,7 +49,7 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
 
 
 def is_here(machine: Machine) -> bool:
-    """Return whether the machine's rates were measured on a processor like this one, whose times are then valid there."""
+    """Return whether the machine's rates were measured on a processor of this model, so that times of this machine are valid."""
     sources = [source for key, source in machine.sources.items() if key.startswith("rates")]
     return any(source.startswith("measured") and processor_model() in source for source in sources)
 
@@ -83,7 +83,7 @@ class SearchTask:
 
 @dataclass(frozen=True)
 class PlannedSearch:
-    """A search and its result. job: on a grid that stands for any."""
+    """A search and its result. job: the job on an arbitrary possible grid."""
 
     task: SearchTask
     job: PlannedRun
@@ -91,7 +91,7 @@ class PlannedSearch:
 
 
 def job_of(task: SearchTask) -> PlannedRun:
-    """Return the job on some grid on which it can be planned, without the configured values of what is searched.
+    """Return the job on some grid on which it can be planned, without the configured values of the searched sections.
 
     Raises:
         HpctrainError: configuration and data do not agree.
@@ -125,7 +125,7 @@ def with_best(task: SearchTask) -> Config:
 
 
 def resolved(config: Config, ranks: int | None, machine: str | None, image: Image | None, classes: int | None) -> Config:
-    """Return the configuration that a job with this number of ranks on a machine would run, without that job.
+    """Return the configuration that a job with this number of ranks would run on a machine, without starting the job.
 
     Args:
         ranks: None: the size of the configured grid.
@@ -133,7 +133,7 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
         image, classes: as `prepare` takes them.
 
     Raises:
-        ConfigError: something is left open, and ranks or a machine are missing; or no plan fits.
+        ConfigError: a section is left open, and ranks or a machine are missing; or no plan fits.
     """
     if not config.automatic:
         return config
@@ -245,7 +245,7 @@ class SimulatedStudy:
                 yield label, prepare(with_best(search), ranks, self.image, self.classes)
 
     def search_task(self, label: str, ranks: int) -> SearchTask:
-        """Return the search for what the configuration of a label leaves open (auto) on `ranks` ranks; all else is kept."""
+        """Return the search for the sections that a label's configuration leaves open (auto), on `ranks` ranks."""
         config = self.configs[label]
         batch = config.batch * ranks if self.mode == "weak" else config.batch
         keep = kept_sections(config)
@@ -317,7 +317,7 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
     except ImportError:
         return None
     matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # otherwise a $ in a name begins a formula
+    matplotlib.rcParams["text.parse_math"] = False  # otherwise a $ in a name would start a formula
     from matplotlib import pyplot
 
     figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
@@ -344,7 +344,7 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
 
 
 def _draw(axes: Any, points: Sequence[SimulatedPoint], value: Callable[[SimulatedPoint], float], style: str, suffix: str) -> None:
-    """Draw a line for each averager, with the same colours for all styles. Zeros are left out, as the axis is logarithmic."""
+    """Draw a line for each averager, with the same colours in all styles. Omit zeros, because the axis is logarithmic."""
     for number, (name, line) in enumerate(by_averager(points).items()):
         numbers = [point.ranks for point in line], [value(point) or float("nan") for point in line]
         axes.plot(*numbers, style, color=f"C{number}", markersize=4, label=f"{name}{suffix}")
@@ -376,7 +376,7 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
 
 
 def overrides(candidate: Candidate) -> tuple[str, ...]:
-    """Return the keys as overrides of a command line, each in one word: "grid={rows: 2, cols: 4}"."""
+    """Return the keys as overrides of a command line, one word each: "grid={rows: 2, cols: 4}"."""
     return tuple(f"{key}={flow(value)}" for key, value in keys_of(candidate).items())
 
 

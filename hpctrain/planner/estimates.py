@@ -1,7 +1,7 @@
 """Estimate lower bounds of a step's time for all grids, uses, averagers and micro-batches, without a simulation.
 
-By grid and averager, the uses follow from a shortest path through the network's segments; see `shortest_path`. `patterns`
-turns the use of each layer into the few patterns of a plan, which a configuration can hold.
+For each grid and averager, the uses of the layers are a shortest path through the network's segments; see `shortest_path`.
+`patterns` turns the use of each layer into the few patterns of a plan, which a configuration can hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, lower_boun
 
 
 def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:
-    """Return (default, pattern -> use) with which a `ParallelPlan` uses each dotted name so; few, general ones first."""
+    """Return (default, pattern -> use) of a `ParallelPlan` with these uses by dotted name; few patterns, general ones first."""
     default = _most_frequent(list(uses.values()))
     rules: dict[str, Parallelism] = {}
     _add(rules, uses, list(uses), (), default)
@@ -47,7 +47,7 @@ def _add(
     prefix: tuple[str, ...],
     inherited: Parallelism,
 ) -> None:
-    """Add rules for names that begin with a prefix, all of which follow `inherited` so far."""
+    """Add rules for the names that begin with a prefix, which have the use `inherited` so far."""
     children: dict[str, list[str]] = {}
     for name in names:
         children.setdefault(name.split(".")[len(prefix)], []).append(name)
@@ -59,7 +59,7 @@ def _add(
         if not below:
             continue
         use = _most_frequent([uses[name] for name in below])
-        # Worth a rule of its own where it saves others.
+        # A separate rule is used if it replaces several others.
         differing = sum(uses[name] is not inherited for name in below)
         remaining = 1 + sum(uses[name] is not use for name in below)
         if use is not inherited and remaining <= differing:
@@ -87,7 +87,7 @@ _ALTERNATIVES = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate, the lower bound of its step and the approximate memory of a rank."""
+    """A candidate with a lower bound of its step time and the approximate memory of a rank."""
 
     candidate: Candidate
     seconds: float
@@ -98,7 +98,7 @@ class GridEstimates:
     """Estimates on one grid with one number of micro-batches.
 
     Args:
-        memory_factor: bytes of a step's arena per byte of activations that are kept.
+        memory_factor: bytes of a step's arena per byte of activations that are kept for backward.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GridEstimates:
         self._total_bytes = self._item_bytes * sum(math.prod(spec.shape) for spec in job.trained_specs.values())
 
     def _priced_edges(self) -> dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]]:
-        """Return, by (segment, layout of its input), each use and its cost; uses that no kernels compute are left out."""
+        """Return a mapping from (segment, input layout) to (use, cost) pairs, without uses that no kernel supports."""
         uses: tuple[SegmentUse, ...] = (None,) if self._space.fixed_plan is not None else tuple(Parallelism)
         if self._grid.rows == 1:
             uses = (Parallelism.BATCH,)
@@ -145,22 +145,22 @@ class GridEstimates:
         return self._prices.cost(self._segments[number], layout, self._space.fixed_plan.use_of)
 
     def best(self, choice: AveragerChoice, incumbent_seconds: float = math.inf) -> list[Estimate]:
-        """Return the uses with the lowest bounds with one averager, the best first; none that fits no rank's memory.
+        """Return the uses with the lowest bounds for one averager, the best first, without those that fit no rank's memory.
 
         Args:
-            incumbent_seconds: a step that is known to be possible; what cannot come near it is left out.
+            incumbent_seconds: step time of a known candidate; uses that cannot come near it are left out.
         """
         limit = self._machine.memory_bytes
         for with_memory in (False, True):
             paths = self._paths(choice, incumbent_seconds, with_memory=with_memory)
             estimates = [self.of_uses(choice, path.choices) for path in self._promising(choice, paths)]
             fitting = [estimate for estimate in estimates if estimate.memory_bytes <= limit]
-            if len(fitting) == len(estimates):  # a plan that needs less memory would be no faster
+            if len(fitting) == len(estimates):  # a plan with less memory would not be faster
                 break
         return sorted(fitting, key=lambda estimate: estimate.seconds)[:_ALTERNATIVES]
 
     def _promising(self, choice: AveragerChoice, paths: Sequence[ShortestPath[SegmentUse]]) -> Sequence[ShortestPath[SegmentUse]]:
-        """Return the fastest paths, of those that fit if their memory is known."""
+        """Return the fastest paths, only those that fit if their memory is known."""
 
         def seconds(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
             too_large = len(path.costs) == 3 and path.costs[2] > self._machine.memory_bytes
@@ -253,7 +253,7 @@ class GridEstimates:
 
 
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
-    """Return the grid with all that is fixed of a plan; nothing is split if each rank has samples of its own."""
+    """Return the grid with the fixed options of a plan, and without split layers if each rank has samples of its own."""
     rows, cols = shape
     if rows == 1 or space.fixed_plan is None:
         return ParallelPlan(rows, cols)

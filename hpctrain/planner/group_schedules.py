@@ -1,7 +1,7 @@
-"""Plan the averaging of a job's gradients as data: by parameter group, the strategy, the ranks and the schedule of operations.
+"""Plan the averaging of a job's gradients as data: strategy, ranks and schedule of each parameter group.
 
-From the schedules follow the bytes that ranks exchange, and the pinned memory for what travels between devices through the
-host (`mirror_bytes`).
+The schedules determine the bytes that ranks exchange, and the pinned memory for messages between devices that pass through
+the host (`mirror_bytes`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupSchedule:
         schedule: None for a strategy without a schedule, which posts one allreduce of all gradients after backward.
         samples: samples of the step, by rank of the group.
         order: the group's ranks in the order of the schedule; None: their own order.
-        rounding: rounding of the strategy's messages, also if it has no schedule.
+        rounding: rounding of the strategy's messages, also without a schedule.
     """
 
     group: str
@@ -63,7 +63,7 @@ class GroupSchedule:
 
 @dataclass(frozen=True)
 class GroupStrategy:
-    """The strategy of a parameter group on the ranks that hold it alike. samples: of the step, by rank of the group."""
+    """The strategy of a parameter group on ranks with equal parts. samples: samples of the step, by rank of the group."""
 
     group: str
     split_ranks: tuple[int, ...]
@@ -136,7 +136,7 @@ def group_schedules(
 def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None = None) -> tuple[GroupStrategy, ...]:
     """Return the strategies of all parameter groups.
 
-    Ranks of a split group that hold alike parameters on alike nodes have the same strategy.
+    Ranks of a split group have a common strategy if their parts have equal sizes and their groups lie on nodes in the same way.
 
     Raises:
         ConfigError: an averager that a run would refuse.
@@ -181,7 +181,7 @@ def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: 
 
 
 def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:
-    """Return a partitioned graph that knows the parts of split parameters; None if nothing can be split."""
+    """Return a partitioned graph with the parts of split parameters; None if nothing can be split."""
     if plan.rows == 1:
         return None
     # Shards depend on the plan and the layers alone, so any samples will do.
@@ -190,7 +190,7 @@ def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Ranks of a split group whose parts of split parameters have the same sizes. intervals: by parameter, one such part."""
+    """Ranks of a split group with equal sizes of their parts of split parameters. intervals: by parameter, one such part."""
 
     split_ranks: tuple[int, ...]
     shards: Mapping[str, Shard]
@@ -241,7 +241,7 @@ def _places(
 
 
 def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
-    """Return numbers in the order of a schedule in the order of the ranks."""
+    """Reorder numbers from the order of a schedule to the order of the ranks."""
     if order is None:
         return tuple(by_place)
     numbers = dict(zip(order, by_place, strict=True))
@@ -251,9 +251,9 @@ def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int,
 def mirror_bytes(group: GroupSchedule, item_bytes: int) -> tuple[int, ...] | None:
     """Return the bytes of the mirrors of each rank of a group, in one level.
 
-    Each array that travels has one: for an allreduce, the slice; if owners update, the slice's gradient, the sum of the owned
-    part and the slice's parameters. None if the schedule does not determine them: inputs and errors of layers, or chosen
-    elements, travel.
+    Each array that is sent has one: for an allreduce, the slice; if owners update, the slice's gradient, the sum of the owned
+    part and the slice's parameters. None if the schedule does not determine them: if inputs and errors of layers, or selected
+    elements, are sent.
 
     Args:
         item_bytes: bytes of an element of gradients and parameters.

@@ -1,4 +1,4 @@
-"""The job that is planned, and a candidate for how to run it. Pure data and functions; no configuration, no ranks, no arrays."""
+"""The job to plan, and a candidate for how to run it, as data. No configuration, no ranks, no arrays."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class PlannedJob:
         batch: samples of a step over all ranks.
         norms_needed: norms that the optimiser needs, for LARS and clipping.
         strategy: (name, options, group) -> the averaging strategy; raises ConfigError if they do not fit.
-        momentum: momentum of the optimiser; 0 if it has none.
-        state_arrays: elements that the optimiser, and the average of the weights if there is one, keep for each parameter
-            element.
+        momentum: momentum of the optimiser; 0 without momentum.
+        state_arrays: elements of optimiser state, and of averaged weights if there are any, per parameter element.
     """
 
     model: str
@@ -70,7 +69,7 @@ class AveragerChoice:
         return strategy_costs(self.name, self.options)
 
     def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:
-        return AveragerChoice, (self.name, dict(self.options))  # without the costs, whose functions cannot be sent
+        return AveragerChoice, (self.name, dict(self.options))  # without the costs, whose functions cannot be pickled
 
     def __str__(self) -> str:
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
@@ -79,7 +78,7 @@ class AveragerChoice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a job, on the ranks of the grid of its plan."""
+    """A way to run a job on the ranks of its plan's grid."""
 
     plan: ParallelPlan
     averager: AveragerChoice = AveragerChoice()

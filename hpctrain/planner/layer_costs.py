@@ -1,10 +1,9 @@
-"""Cut a network into segments, and price a segment on a grid for one use of its layers: seconds and memory.
+"""Cut a network into segments, and compute the seconds and memory of a segment on a grid for one use of its layers.
 
-A segment is a part of a graph that takes one choice: a chain is cut in front of each layer with weights, and what follows it
-(batch norm, ReLU, pooling) belongs to it. The branches of a residual block meet before anything can be cut, so a block takes
-one choice for all of it. The layouts are those of the sharding rules, and operators are priced at the blocks of one rank, one
-with two neighbours where there are three or more. No plan is compiled and no schedule made, so that pricing a segment takes
-milliseconds.
+A segment is a part of a graph with one use. A chain is cut before each layer with weights; the layers after it (batch norm,
+ReLU, pooling) belong to its segment. A residual block is one segment, because a cut needs a point with a single tensor. Layouts
+follow the sharding rules. Operators are priced at the blocks of one rank, one with two neighbours if there are three or
+more. No plan is compiled and no schedule is made, so a segment is priced within milliseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from hpctrain.planner.operator_work import is_move
 
 @dataclass(frozen=True)
 class NetworkSegment:
-    """Neighbouring nodes of a graph. start, stop: their positions. source, output: the one tensor that enters, and leaves."""
+    """Neighbouring nodes of a graph. start, stop: their positions. source, output: its only input tensor and output tensor."""
 
     start: int
     stop: int
@@ -47,7 +46,7 @@ class NetworkSegment:
     output: int
 
     def nodes(self, graph: Graph) -> tuple[Node, ...]:
-        """Return the nodes in this graph, or in that of the same model for another number of samples."""
+        """Return the nodes in this graph, or in the graph of the same model for another number of samples."""
         return graph.nodes[self.start : self.stop]
 
 
@@ -69,14 +68,14 @@ def _is_weighted(node: Node) -> bool:
 
 
 def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
-    """Yield the shortest stretches after which a single tensor is still needed."""
+    """Yield the shortest ranges of nodes that end where a single tensor is still needed."""
     last_reader: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         for tensor in node.inputs:
             last_reader[tensor] = position
     start, source, reach = 0, 0, last_reader.get(0, -1)
     for position, node in enumerate(graph.nodes):
-        if reach <= position:  # all tensors so far are read by now
+        if reach <= position:  # no later node reads an earlier tensor
             yield NetworkSegment(start, position + 1, source, node.output)
             start, source = position + 1, node.output
         reach = max(reach, last_reader.get(node.output, len(graph.nodes)))
@@ -87,9 +86,10 @@ class SegmentCost:
     """The cost of a segment for one rank in one step.
 
     Attributes:
-        seconds: time of its operators, and of moves and merged statistics that nothing hides.
+        seconds: time of its operators, and exposed time of moves and merged statistics.
         memory_bytes: bytes of activations that backward needs.
-        whole, split: parameters that all ranks hold, and parts of split ones.
+        whole: parameters that all ranks hold.
+        split: parts of split parameters.
         output: layout of its output.
     """
 
@@ -104,7 +104,7 @@ class SegmentCosts:
     """Prices the segments of a job on a grid, each kind of segment once.
 
     Args:
-        plan: the grid, with tiles and the layers that are computed in parts; uses are given by segment.
+        plan: the grid, with tiles and overlapped layers; uses are given by segment.
         micro_batches: number of passes into which a rank splits a step.
     """
 
@@ -137,7 +137,7 @@ class SegmentCosts:
         seconds, hides = 0.0, 0.0
         for position, step in reversed(list(enumerate(steps.steps))):
             if step.node is None:
-                continue  # the whole network has copies between layouts elsewhere
+                continue  # copies between layouts count for the whole network, not here
             if is_move(step.operator):
                 seconds += self._move(step, steps, position, hides)
                 continue
@@ -151,7 +151,7 @@ class SegmentCosts:
         return SegmentCost(seconds * self._micro_batches, memory, whole, split, lowering.output)
 
     def _move(self, step: PlannedStep, steps: Steps, position: int, hides: float) -> float:
-        """Return the seconds of a move and its adjoint, packing and waits. hides: the reader's time meanwhile."""
+        """Return the seconds of a move and its adjoint, packing and waits. hides: computation of the reader at the same time."""
         spec: Any = step.operator.spec
         item_bytes = step.operator.inputs[0].item_bytes
         summed = isinstance(spec, ReduceScatterSpec)
@@ -273,7 +273,7 @@ class _Lowering:
 
 
 def layout_key(of_tensor: Layout) -> Hashable:
-    """Return a key of layouts of one tensor on one grid: the rules make no two of a kind with the same first and last box."""
+    """Return a hashable key of a tensor's layout on one grid; first and last box identify it among the layouts of the rules."""
     return of_tensor.kind, of_tensor.boxes[0], of_tensor.boxes[-1]
 
 

@@ -1,8 +1,8 @@
 """Measure one link between two ranks, and fit a `Link` to the measured points.
 
-`LinkProbe` posts, polls and waits for messages of several sizes as averagers do. All times are the least of several: other
-work on the machine can only make them longer. The fit draws straight lines between neighbouring sizes, and derives what
-moves between two polls and what passes after a pause.
+`LinkProbe` posts, polls and waits for messages of several sizes, as averagers do. Each time is the minimum of several
+measurements, because other work on the machine only lengthens them. The fit joins neighbouring sizes by straight lines, and
+derives the bytes that move between two polls and the bytes that pass at once after a pause.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
 _POLLED_REPEATS = 2
 _MOST_PASSES = 8
-# A link with a burst has saved it up after such a pause; smaller messages do not show it.
+# After such a pause a link has its full burst; smaller messages do not show it.
 _PAUSE_SECONDS = 0.03
 _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# A step sends what was written some layers ago and has left all caches: this many bytes are written before a message.
+# A step sends data that were written some layers ago and are in no cache: write this many bytes before a message.
 _CACHE_BYTES = 128 << 20
 # A message that takes longer than this is measured less often, ...
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
-# ... and one that takes longer than this is the last size.
+# ... and if one takes longer than this, its size is the last one.
 _MOST_MESSAGE_SECONDS = 0.3
 _PURPOSE = "measurement of a link"
 
@@ -76,7 +76,7 @@ class _Raw(NamedTuple):
 
 
 def _point(passes: Sequence[_Raw]) -> MessagePoint:
-    """The least of all passes."""
+    """Return the minimum of each time over all passes."""
     one, two = min(raw.one for raw in passes), min(raw.two for raw in passes)
     fewest = min(passes, key=lambda raw: raw.polls)
     core, summing = min(raw.core for raw in passes), min(raw.summing_core for raw in passes)
@@ -111,8 +111,8 @@ class LinkProbe:
     ) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks that have partners. Collective.
 
-        Repeats passes over all sizes, at least two, within the time budget on their rank 0: a disturbance of one pass
-        is over in the next. Sizes end when a message takes too long; at least two sizes are measured.
+        Repeats passes over all sizes, at least two, within the time budget of rank 0: a disturbance rarely lasts for two passes.
+        Larger sizes are left out once a message takes too long; at least two sizes are measured.
         """
         begin = self._progress.now()
         if self._pair is not None:
@@ -170,7 +170,7 @@ class LinkProbe:
         self._progress.wait_handle(self._meeting.ibarrier(), _PURPOSE)
 
     def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
-        """Return the least time until both ranks have waited for operations that are posted together. The first ones warm up."""
+        """Return the shortest time for both ranks to post the operations together and wait for them, after a warm-up."""
         assert self._queue is not None
         assert self._pair is not None
         times = []
@@ -180,7 +180,7 @@ class LinkProbe:
             begin = self._progress.now()
             self._progress.wait([self._queue.post(post, _PURPOSE) for post in posts])
             times.append(self._progress.now() - begin)
-        # A late rank finds the message of its partner there, so the longer time counts.
+        # A late rank measures too little, because its partner's message has arrived already; take the longer time.
         least: float = min(max(of_both) for of_both in zip(*self._pair.allgather_object(times[1:]), strict=True))
         return least
 
@@ -200,7 +200,7 @@ class LinkProbe:
         return polls
 
     def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
-        """Return the time inside posting and polls of an operation, between computation. cold: its data are in no cache."""
+        """Return the time in posting and polls of an operation, between computation. cold: its data are in no cache."""
         assert self._queue is not None
         if cold:
             self._written += 1.0
@@ -226,14 +226,14 @@ def _busy(seconds: float) -> None:
         pass
 
 
-# Messages that take this many polls more than their time explains move in chunks, one between two polls.
+# Messages move in chunks, one between two polls, if they take this many polls more than their time explains.
 _CHUNKED_POLLS = 7
 # Largest share by which a second message of the largest size may take longer than the first, because a pause saves time; of
 # smaller messages that is a larger share.
 _LONGER = 0.1
 # Messages from this share of the largest on have the rate of large ones; the rate follows from pairs this far apart.
 _LARGE, _APART = 0.25, 0.5
-# A burst is a little larger than it seems, because what it lets pass takes time as well.
+# A burst is a little larger than measured, because its bytes take time as well.
 _COVERED = 1.25
 # Bytes that seem to pass at once count only from this share of all bytes on.
 _LEAST_BURST = 0.2
@@ -241,7 +241,7 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
-    """Fit a link to points of rising size, at least two. bursts: whether it may let bytes pass at once."""
+    """Fit a link to points of ascending size, at least two. bursts: whether bytes may pass at once after a pause."""
     burst_bytes = burst(points) if bursts else 0
     first, large = points[0], points[-3:]
     return Link(
@@ -259,7 +259,7 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
 def burst(points: Sequence[MessagePoint]) -> int:
     """Return the bytes that pass at once after a pause, relative to the rate of large messages; 0 if none do.
 
-    Other work reduces them, so the maximum counts.
+    Take the maximum over the points, because other work only reduces them.
     """
     beta = _large_beta(points)
     most = 0.0
@@ -274,8 +274,8 @@ def burst(points: Sequence[MessagePoint]) -> int:
 def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[LinkSegment, ...]:
     """Return lines through neighbouring points, each from its smaller point on.
 
-    The last line continues without end, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
-    messages, and alpha is the time of a message after a pause without the bytes that the burst does not cover.
+    The last line continues without limit, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
+    messages, and alpha is the time of a message after a pause without the bytes that exceed the burst.
     """
     # Times do not decrease with the size: a smaller message that seems slower was disturbed.
     times = [min(point.seconds for point in points[position:]) for position in range(len(points))]
@@ -289,22 +289,24 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
         else:
             beta = (times[high] - times[low]) / (second - first)
             alpha = times[low] - beta * first
-            if alpha < 0:  # a jump to another protocol lies between: the line continues until that begins
+            if alpha < 0:  # another protocol begins between them; the line continues up to its begin
                 alpha, beta = 0.0, times[low] / first
         unattended, polls = _between_polls(points[low])
         chunk, _ = _between_polls(points[high])
-        if chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1:  # it fits into a few chunks of its neighbour
+        if (
+            chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1
+        ):  # it fits into a few chunks of the neighbouring size
             unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
     made.append(LinkSegment(last.n_bytes, made[-1].alpha_seconds, made[-1].beta_seconds_per_byte, unattended, polls))
-    # Of neighbours that differ in nothing but their begin, the first stays.
+    # Of neighbouring segments with equal values, keep the first.
     return tuple(next(alike) for _, alike in groupby(made, key=lambda segment: replace(segment, from_bytes=0)))
 
 
 def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
-    """Return the time of a message after a pause, without the bytes that the burst does not cover."""
-    covered = n_bytes < _COVERED * burst_bytes  # a message that just fits does not wait for the rate of the link
+    """Return the time of a message after a pause, without the bytes that exceed the burst."""
+    covered = n_bytes < _COVERED * burst_bytes  # a message that barely fits does not wait for the link
     return seconds if covered else max(0.0, seconds - rate * (n_bytes - burst_bytes))
 
 
@@ -319,7 +321,7 @@ def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
 
 
 def _large_beta(points: Sequence[MessagePoint]) -> float:
-    """Return the time per byte of large messages: the median slope among them, after Theil and Sen, as some are disturbed."""
+    """Return the time per byte of large messages: the median slope between them (Theil and Sen), which is robust to outliers."""
     largest = points[-1].n_bytes
     large = [point for point in points if point.n_bytes >= _LARGE * largest]
     totals = [(point.n_bytes, point.seconds) for point in large]

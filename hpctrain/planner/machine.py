@@ -1,4 +1,4 @@
-"""The machine that a plan is made for, as data: nodes, cores, memory, links and rates. Pure; the same on every rank."""
+"""The machine of a plan as data: nodes, cores, memory, links and rates. Pure; the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class OperatorClass(StrEnum):
-    """A class of operators whose time follows from the same rate."""
+    """A class of operators with a common rate."""
 
     CONVOLUTION = "convolution"
     PRODUCT = "product"  # linear layers
@@ -30,7 +30,7 @@ class OperatorRate:
 
 @dataclass(frozen=True)
 class LinkSegment:
-    """Cost of messages of at least `from_bytes`: alpha_seconds + n beta_seconds_per_byte, until the next segment begins.
+    """Cost of messages of at least `from_bytes`: alpha_seconds + n beta_seconds_per_byte, up to the begin of the next segment.
 
     Attributes:
         unattended_bytes: bytes of such a message that move between two polls; None: all.
@@ -50,10 +50,10 @@ class Link:
 
     Attributes:
         segments: by size of a message, the first from 0 bytes on (eager and rendezvous protocols differ).
-        operation_seconds: time of a core to post one operation and to see it complete.
+        operation_seconds: time of a core to post one operation and to complete it.
         byte_seconds: time of a core per byte that a rank sends or receives; 0 if a card moves them.
         sum_seconds: additional time of a core per byte that a reduction adds up.
-        burst_bytes: bytes that pass at once after a pause, before the link's rate limits; they are regained at that rate.
+        burst_bytes: bytes that pass at once after a pause, before the link's rate limits; a pause restores them at that rate.
     """
 
     segments: tuple[LinkSegment, ...]
@@ -76,21 +76,21 @@ class Link:
 
     @property
     def burst_seconds(self) -> float:
-        """Time on the wire that a pause saves at most."""
+        """Maximum time on the wire that a pause saves."""
         return self.burst_bytes * self.segments[-1].beta_seconds_per_byte
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal ranks.
+    """Nodes with equal numbers of ranks.
 
     Attributes:
-        name, description: for people.
+        name, description: for display.
         nodes: number of nodes.
         ranks_per_node: ranks of a job on each node.
         cores_per_rank: below 1 if ranks share a core.
         memory_bytes: memory of a rank.
-        within: the link among ranks of a node.
+        within: the link between ranks of a node.
         between: the link of a rank to other nodes, while it has the card of its node to itself.
         ranks_per_card: ranks of a node that share one network card and its rate.
         rates: by class, of one rank.

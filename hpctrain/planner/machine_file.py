@@ -1,7 +1,7 @@
 """Read and write machine files: YAML in which every number has its source.
 
-A number is {value: ..., source: ...}, or stands in a section with a source of its own. The classes state the fields of a
-file with their units and ranges; `read` and `parse` return a `Machine`, and report each fault in one sentence with its line.
+A number is {value: ..., source: ...}, or belongs to a section with a common source. The classes state the fields of a file with
+their units and ranges. `read` and `parse` return a `Machine`, and report each fault in one sentence with its line.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _schema_at(path: KeyPath) -> type[BaseModel] | None:
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (path, sentence) of each fault; a missing key with a misspelt one next to it is one fault."""
+    """Yield (path, sentence) for each fault; a missing key next to a misspelt one counts as one fault."""
     items = error.errors(include_url=False)
     paths = [tuple(item["loc"]) for item in items]
     meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
@@ -325,7 +325,7 @@ def _meant(path: KeyPath) -> KeyPath | None:
 
 
 def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: Machine, prefix: str) -> dict[str, Any]:
-    """Return values with their sources: the most frequent source for the section, all others next to their numbers."""
+    """Return values with their sources: the most frequent source at the section, all others next to their numbers."""
     leaves = {
         key: source_of(machine, prefix + key) for key in values if not _section_in(schema, key) and (prefix or key not in _WORDS)
     }

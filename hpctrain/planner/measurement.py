@@ -1,9 +1,9 @@
 """Measure for plans: a machine by the ranks of a job, and times of operators by ranks or by separate processes.
 
-`run_calibration` is the job of `hpctrain calibrate`. A started job measures its whole machine for a choice at the start, or its
-links in haste for the account at the end. Times of operators come from the file of earlier ones; others are measured by as many
-processes at the same time as a node has ranks of the job, so that caches, memory and cores are as busy as in a step. The
-processes of `plan search --measure` need no MPI: they meet at barriers only.
+`run_calibration` is the job of `hpctrain calibrate`. A job measures its whole machine if it chooses its plan at the start,
+and only its links, within two seconds, for the prediction at the end. Times of operators are read from the user's cache; missing
+ones are measured by as many processes at once as a node has ranks, so that caches, memory and cores are as busy as in a step.
+The processes of `plan search --measure` synchronise by barriers and need no MPI.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def facts_here() -> RankFacts:
 
 def print_machine(machine: Machine) -> None:
     """Print a table of every number of a machine and its source; a source that repeats is printed once."""
-    from rich.table import Table  # imported here, as trainings use this module without it
+    from rich.table import Table  # imported here, because trainings use this module without it
 
     from hpctrain.core.console import PlainConsole
 
@@ -84,7 +84,7 @@ def print_machine(machine: Machine) -> None:
 
 
 def _source(machine: Machine, key: str) -> str:
-    """Return the source of a number, or the first one of a section."""
+    """Return the source of a number, or the first source in a section."""
     below = (name for name in machine.sources if name.startswith(f"{key}."))
     return machine_file.source_of(machine, next(below, key))
 
@@ -149,7 +149,7 @@ def measured(
     seconds: float = _WHOLE_SECONDS,
     name: str = NAME,
 ) -> Machine:
-    """Measure links, memory and rates, within `seconds`. Collective; the same on every rank."""
+    """Measure links, memory and rates within `seconds`. Collective; the result is the same on every rank."""
     return _calibrated(
         world, lambda before: calibration.measure_rates_of(kernels, threads, before), seconds, deadline_seconds, name
     )
@@ -186,12 +186,12 @@ def measured_times(
     budget_seconds: float,
     deadline_seconds: float,
 ) -> OperatorTimes:
-    """Measure what the likely candidates compute, while all ranks compute; rank 0 stores the times. Collective.
+    """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective.
 
     Args:
         threads: threads of a rank.
-        memory_bytes: memory of a rank; candidates that take more are not measured.
-        budget_seconds: time after which no further measurement begins.
+        memory_bytes: memory of a rank; candidates that need more are not measured.
+        budget_seconds: time budget; no measurement starts after it.
         deadline_seconds: longest wait of a rank for the others.
 
     Raises:
@@ -204,7 +204,7 @@ def measured_times(
     )
     candidates = list(_likely(job, space, world.size))
     left = budget_seconds
-    for some in (candidates[:1], candidates[1:]):  # whatever is chosen, it is compared with the first one
+    for some in (candidates[:1], candidates[1:]):  # the choice is always compared with it
         coverage = ensure_measured(
             job,
             some,
@@ -221,7 +221,7 @@ def measured_times(
 
 
 def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
-    """Yield one use for all layers on each grid, or the fixed plan; data parallelism alone comes first."""
+    """Yield candidates with one use for all layers on each grid, or with the fixed plan; pure data parallelism comes first."""
     micro_batches = space.fixed_micro_batches or 1
     shapes = sorted(grid_shapes(space, job.graph_of(1), ranks, job.batch))
     for rows, cols in shapes:
@@ -242,12 +242,12 @@ def _keep(times: OperatorTimes) -> None:
 
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_PATIENCE_SECONDS = 600.0  # of a process for the others: one that failed never comes
+_PATIENCE_SECONDS = 600.0  # longest wait for other processes, which may have failed
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of each process, as it can be sent there."""
+    """The work of each process, in a form that can be pickled."""
 
     task: SearchTask
     candidates: tuple[Candidate, ...]
@@ -256,7 +256,7 @@ class _Work:
 
 
 def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: float) -> Coverage:
-    """Measure what the candidates compute and the user's cache does not contain, for about `budget_seconds`, and store it there.
+    """Measure the operators of the candidates that the user's cache lacks, for about `budget_seconds`, and store the times there.
 
     Raises:
         ConfigError: the machine is not this one.
@@ -276,7 +276,7 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
     context = multiprocessing.get_context("spawn")
     barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
     before = {name: os.environ.get(name) for name in _THREADS}
-    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # pools of threads read them when they start
+    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read them when they start
     try:
         members = [
             context.Process(target=_measure, args=(work, number, barrier, decision, results), daemon=True)
@@ -292,13 +292,13 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
             if value is not None:
                 os.environ[name] = value
     if any(member.exitcode for member in members):
-        raise ConfigError("The operators could not be measured (see above); leave --measure out.")
+        raise ConfigError("Measuring the operators failed (see above); leave --measure out.")
     coverage: Coverage = results.get()
     return coverage
 
 
 def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """Do the work of one process. A process that fails ends the others' waits."""
+    """Do the work of one process. On failure, break the barrier, which ends the waits of the others."""
     try:
         _measure_with_others(work, number, barrier, decision, results)
     except BaseException:
@@ -307,7 +307,7 @@ def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any
 
 
 def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """Measure with the other processes; the first one decides for all when to stop, and stores the times."""
+    """Measure together with the other processes; the first process decides for all when to stop, and stores the times."""
 
     def agree(go_on: bool) -> bool:
         if number == 0:
@@ -318,7 +318,7 @@ def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, 
         return answer
 
     times = OperatorTimes(work.setting, cache_file())
-    barrier.wait(_PATIENCE_SECONDS)  # all have read what there was before anything is written
+    barrier.wait(_PATIENCE_SECONDS)  # all processes have read the cache before it is written
     coverage = ensure_measured(
         planned_run.job(job_of(work.task)),
         work.candidates,

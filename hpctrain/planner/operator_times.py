@@ -1,8 +1,8 @@
-"""Keep measured times of operators, from one run to the next.
+"""Store measured times of operators between runs.
 
-The key of a time holds everything that changes it: operation, channels, layouts, use of memory and extents, but no names,
-purposes or random seeds. Between times at neighbouring sizes of the same operator, times are interpolated; far from all
-measured sizes there is no time.
+The key of a time contains everything that changes it: operation, channels, layouts, use of memory and extents, but no names,
+purposes or random seeds. Times at neighbouring sizes of the same operator are interpolated; a size far from all measured
+ones has no time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class OperatorKey:
 
     Attributes:
         family: operation, channels, layouts and use of memory; operators of one family differ only in their extents.
-        extents: (N, H, W) of the first input; H and W are 1 if it has no images.
-        details: other differences, padding and the pieces of a move, which have little effect on the time.
+        extents: (N, H, W) of the first input; H and W are 1 without images.
+        details: other differences with little effect on the time: padding, and the pieces of a move.
     """
 
     family: str
@@ -65,7 +65,7 @@ def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = 
 
 
 def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
-    """Return letters: gradients that are written (w), added to (a), summed by the program (s); i: the output is in the input."""
+    """Return letters: gradients that are written (w), added to (a), summed by the program (s); i: the output is in place."""
     if memory is None:
         return "w" * len(step.inputs)
     summed = {number for number, _, _ in memory.sums}
@@ -78,7 +78,7 @@ def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a spec as text; only the type of values that are no data."""
+    """Return a spec as text, with only the type of values that are no data."""
     if is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in fields(value) if field.name not in _IRRELEVANT)
         return f"{type(value).__name__}({','.join(f'{name}={_text(getattr(value, name))}' for name in names)})"
@@ -153,17 +153,17 @@ class OperatorTimes:
         return len(self._exact)
 
     def put(self, key: OperatorKey, seconds: float) -> None:
-        """Store a time; it replaces an older one with the same key."""
+        """Store a time; it replaces the previous one of the same key."""
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def take_less(self, others: OperatorTimes) -> None:
-        """Keep the lesser of both times of everything that another measurement has timed, because it was disturbed less."""
+        """Keep the lesser of both times for everything that another measurement has timed too, because it was disturbed less."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))
 
     def measured(self, key: OperatorKey) -> bool:
-        """Return whether an operator of these extents was measured, with any details."""
+        """Return whether an operator with these extents was measured, with any details."""
         return key.extents in self._families.get(key.family, {})
 
     def seconds(self, key: OperatorKey) -> float | None:
@@ -208,7 +208,7 @@ class OperatorTimes:
 
 
 def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None:
-    """Return the seconds at a size from sorted (size, seconds): piecewise linear, and by the rate of the nearest point outside.
+    """Return the seconds at a size from sorted (size, seconds): piecewise linear, and at the rate of the nearest point outside.
 
     None if there are no points, or none within a factor of `REACH`.
     """
@@ -231,7 +231,7 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the file's content; empty, with a warning, if it is no such file."""
+    """Return the file's content; empty, with a warning, if it is not a file of times."""
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError:

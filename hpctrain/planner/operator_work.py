@@ -26,8 +26,8 @@ class MoveTraffic:
 
     Attributes:
         packing: before the messages are posted.
-        copying: while they travel.
-        unpacking: after they have arrived.
+        copying: while the messages are in flight.
+        unpacking: after the messages have arrived.
     """
 
     packing: int
@@ -75,7 +75,7 @@ def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False
 
 
 def _forward(share: Transfer, wanted: int, *, keeps: bool) -> tuple[int, int, int]:
-    """Return elements read and written. wanted: size of the local target. keeps: received elements are copied once more."""
+    """Return elements read and written. wanted: size of the local target. keeps: received elements are copied a second time."""
     zeroed = wanted if share.gaps else 0
     return 2 * share.send_size, 2 * _local_size(share) + zeroed, (2 + 2 * keeps) * share.receive_size
 
@@ -158,12 +158,12 @@ class OperatorWork:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the call does nothing that takes time."""
+        """Whether the call does no work."""
         return not self.flops and not self.bytes
 
 
 def class_of(spec: Spec | None) -> OperatorClass:
-    """Return the class of an operation; a copy between layouts (None) is bound by memory."""
+    """Return the class of an operation; a copy between layouts (None) is memory-bound."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     if isinstance(inner, Conv2dSpec):
         return OperatorClass.CONVOLUTION
@@ -173,7 +173,7 @@ def class_of(spec: Spec | None) -> OperatorClass:
 def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None) -> OperatorWork:
     """Return the work of a step's phase. memory: see `ComputeCosts.seconds`.
 
-    The gradients of parameters and of each input of a product take about the operations of its forward pass.
+    For products, the gradients of the parameters and of each input take about as many operations as the forward pass.
     """
     operator = step.operator
     spec = operator.spec if step.node is not None else None
@@ -215,7 +215,7 @@ def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory |
 def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
     """Return the bytes of an input's phase.
 
-    It reads the output's gradient and what backward needs; it writes gradients, or reads and writes those that are added to.
+    It reads the output's gradient and the values that backward needs. It writes gradients, or reads and writes them if it adds.
     """
     operator = step.operator
     n_bytes = operator.output.bytes + _parameter_bytes(step, spec)

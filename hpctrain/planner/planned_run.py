@@ -100,7 +100,7 @@ def _job(
 
 
 def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
-    """Return the number of elements that an optimiser keeps per parameter element; binds it to a parameter of one element.
+    """Return the elements that an optimiser keeps per parameter element; binds it to a parameter of one element.
 
     Args:
         averages: whether an average of the weights is kept as well.
@@ -198,7 +198,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
     grid.check_overlap(config, sample, plan)
-    if plan.rows == 1:  # a run then splits nothing
+    if plan.rows == 1:  # then a run splits no layers
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
@@ -214,7 +214,7 @@ def _header(config: Config) -> tuple[Image, int]:
 
 
 def _of_the_model(config: Config) -> tuple[Image, int]:
-    """Return the images for which the model is meant, after the configured augmentations, and its number of classes."""
+    """Return the model's default images after the configured augmentations, and its number of classes."""
     options = catalogue.check(config.model.name, config.model.options)
     height, width, channels = catalogue.image_shape(config.model.name)
     shape = (height, width, int(options.get("channels_in", channels)))
@@ -235,7 +235,7 @@ def _assumption(config: Config, image: Image, classes: int) -> str:
 
 
 def description(task: PlannedRun) -> PlanReport:
-    """Return the owners of everything, the bytes that move and the memory."""
+    """Return the owners of parameters and activations, the exchanged bytes and the memory."""
     shapes = {name: spec.shape for name, spec in task.specs.items()}
     return report_plan(task.graph_of, task.plan, micro_counts(task), shapes, task.kernels)
 
@@ -274,10 +274,10 @@ _OTHER_MESSAGES = ("lazy", "sparse")
 
 @dataclass(frozen=True)
 class PlannedPinnedMemory:
-    """Pinned memory in bytes, by position. messages: mirrors of what travels between devices. images: batches of stored pixels.
+    """Pinned memory in bytes, by position. messages: mirrors for messages between devices. images: batches of stored pixels.
 
-    None if only a run knows them: `messages` with several nodes of several ranks, split layers, exchanged inputs and errors, the
-    averagers lazy and sparse, and other transports than staged; `images` if the data files do not exist yet.
+    None if only a run can determine it: `messages` with several nodes of several ranks, split layers, exchanged inputs and
+    errors, the averagers lazy and sparse, and other transports than staged; `images` if the data files do not exist yet.
     """
 
     messages: tuple[int, ...] | None
@@ -285,7 +285,7 @@ class PlannedPinnedMemory:
 
 
 def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> PlannedPinnedMemory | None:
-    """Return the pinned memory of a run; None if it computes in the memory of the host.
+    """Return the pinned memory of a run; None if it computes in host memory.
 
     Raises:
         HpctrainError: data files that cannot be read.

@@ -1,9 +1,8 @@
-"""Time the operators of a rank's program, as they follow each other in a step: alone they would find other caches.
+"""Time the operators of a rank's program in the order of a step, because the caches change the time of an operator alone.
 
-`TimedProgram` runs one rank's step by itself, with a clock between its actions. The other ranks of its split group are
-replaced by a `FakeSplitGroup`: nothing travels, messages are complete at once and hold whatever their buffers held, so that
-packing, copies and unpacking take their time and the numbers mean nothing. `ensure_measured` times what candidates compute
-and what is not known yet.
+`TimedProgram` runs one rank's step, with a clock between its actions. A `FakeSplitGroup` replaces the other ranks of its split
+group: it sends nothing, and its messages are complete at once with arbitrary values. Packing, copies and unpacking take
+their usual time. `ensure_measured` times the operators of candidates that have no time yet.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from hpctrain.version import __version__
 
 
 class _CompleteHandle:
-    """The handle of an operation that never began."""
+    """The handle of an operation that is complete from the beginning."""
 
     def test(self) -> bool:
         return True
@@ -75,7 +74,7 @@ class FakeStatisticsMerger:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank, and so nothing to merge."""
+        """Whether there is one rank only, so that nothing is merged."""
         return self._ranks == 1
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
@@ -108,12 +107,12 @@ _FILL = {"running_mean": 0.0, "running_var": 1.0}
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """An undisturbed step, from those that were timed, in seconds.
+    """An undisturbed step, estimated from several timed steps, in seconds.
 
     Attributes:
-        actions: of (action, position) of the plan; what begins early counts in the phase in which it ends.
+        actions: by (action, position) of the plan; an exchange that begins early counts in the phase in which it ends.
         input: copy of the images.
-        update: update of all parameters, with the check of finite values.
+        update: update of all parameters, with the check for finite values.
         others: loss, sums and statistics.
         step: whole steps without a clock between actions; 0 if none were run.
     """
@@ -189,7 +188,7 @@ class TimedProgram:
         self._images = random.standard_normal(shape, np.float32).astype(held)
         samples, classes = self.plan.tensors[self.plan.output].shape
         self._labels = random.integers(0, classes, samples)
-        # Operators that draw numbers by sample read the ids of the whole split group, from any position.
+        # Operators with random numbers by sample read the ids of the whole split group.
         first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
         ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
         self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
@@ -202,11 +201,11 @@ class TimedProgram:
 
     @_without_warnings
     def measure(self, steps: int, before: Callable[[], None] = lambda: None, *, wholes: bool = False) -> ProgramTimes:
-        """Return the least disturbed of `steps` steps with a clock between actions, after two that warm up.
+        """Return the times of an undisturbed step from `steps` steps with a clock between actions, after two warm-up steps.
 
         Args:
             before: called before each step: a barrier, if several ranks measure at the same time.
-            wholes: also run as many steps without that clock, in turn with the others.
+            wholes: also run as many steps without that clock, alternating with the others.
         """
         laps, whole_seconds = [], []
         for number in range(-_WARM_UP, steps):
@@ -223,7 +222,7 @@ class TimedProgram:
         return self._times(typical(np.array(laps)).tolist(), whole)
 
     def _times(self, laps: list[float], step: float) -> ProgramTimes:
-        """Return the laps in the order of `_run`, by their meaning."""
+        """Assign the laps, in the order of `_run`, to the fields of `ProgramTimes`."""
         forward, backward = self.plan.forward, self.plan.backward
         loss_at = 1 + len(forward)
         phases = [(Action.FORWARD if action is Action.BEGIN else action, k) for action, k in forward]
@@ -271,11 +270,11 @@ class TimedProgram:
 
 
 def typical(laps: np.ndarray) -> np.ndarray:
-    """Return the seconds of each lap (L,) of an undisturbed step, from several steps (steps, L); their sum is the least sum.
+    """Return the seconds of each lap (L,) in an undisturbed step, estimated from several steps (steps, L).
 
-    Other work on the machine only lengthens steps, by half and more for seconds at a time, so the least is reproducible. The
-    least
-    of each lap would add up to too little: most steps are disturbed somewhere.
+    They add up to the duration of the fastest step: other work on the machine only lengthens steps, by half and more for
+    seconds at a time, so the minimum is reproducible. The sum of each lap's minimum would be too small, because most steps are
+    disturbed somewhere.
     """
     medians: np.ndarray = np.median(laps, axis=0)
     total = float(medians.sum())
@@ -295,7 +294,7 @@ def _statistic_specs(graph: Graph) -> dict[str, StatisticSpec]:
 
 
 def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
-    """Return the CPU clock if one thread of the host computes, as others do not lengthen it; otherwise the wall clock."""
+    """Return the CPU clock if one host thread computes, because other processes do not affect it; otherwise the wall clock."""
     return time.process_time if threads == 1 and on_host else time.perf_counter
 
 
@@ -303,7 +302,7 @@ def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
 _STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
-# Parameters, gradients and momentum, and as many again for temporaries.
+# Parameters, gradients and momentum, and the same again for temporaries.
 _COPIES_OF_PARAMETERS = 4
 
 
@@ -327,7 +326,7 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The result of a measurement. programs: programs that were run. left: those for which time or memory did not suffice."""
+    """The result of a measurement. programs: number of timed programs. left: number of those without enough time or memory."""
 
     programs: int
     left: int
@@ -335,7 +334,7 @@ class Coverage:
 
 
 def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
-    """Return the setting of this process: its processor, and the versions of everything that computes."""
+    """Return the setting of this process: its processor, and the versions of all software that computes."""
     version = getattr(kernels, "version", "")
     versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
     known = processor_flags()
@@ -344,7 +343,7 @@ def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
 
 
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
-    """Yield the programs of ranks that may differ: first, middle and last of each kind of split group, largest first."""
+    """Yield the distinct programs of ranks: first, middle and last rank of each kind of split group, largest first."""
     plan = candidate.plan
     positions = counts_over(job.batch, candidate.ranks, plan.rows)
     largest = [even(count, candidate.micro_batches)[0] for count in positions]
@@ -392,13 +391,13 @@ def ensure_measured(
     before: Callable[[], None] = lambda: None,
     agree: Callable[[bool], bool] = lambda go_on: go_on,
 ) -> Coverage:
-    """Measure what the candidates compute and `times` does not contain, programs with the most unknown operators first.
+    """Measure the operators of the candidates that `times` lacks, programs with the most unknown operators first.
 
     If several ranks of a node measure at the same time, so that caches and memory are as busy as in a step, all call this
     with the same arguments, and both functions are collective among them.
 
     Args:
-        memory_bytes: memory of this rank; programs that take more are left out.
+        memory_bytes: memory of this rank; programs that need more are left out.
         before: called before each step: a barrier.
         agree: makes one decision for all ranks: whether to continue.
     """
@@ -451,7 +450,7 @@ def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Calla
 
 
 def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the name of the processor, as machine files contain it in sources."""
+    """Return the name of the processor, as machine files state it in sources."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""The tasks of one rank's step, in the order in which its program and its training step do them."""
+"""The tasks of one rank's step, in the order of its program and of the training step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MOMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a rank's tasks depend on besides its execution plans.
+    """Inputs of a rank's tasks in addition to its execution plans.
 
     Attributes:
         groups: by parameter, the key of its averaging.
@@ -60,7 +60,7 @@ class StepFacts:
 
 
 def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeCosts) -> tuple[Task, ...]:
-    """Return all tasks of a step. plans: of the program of each micro-batch, in order."""
+    """Return all tasks of a step. plans: the execution plan of each micro-batch, in order."""
     several = len(plans) > 1
     elements = sum(facts.sizes.values())
     sums = Compute(HOOKS, Category.AVERAGING, _SUM_OF_UPDATE * costs.update_seconds(elements), polls=False)
@@ -92,7 +92,7 @@ class _PassTasks:
     Args:
         numbers: numbers of exchanges, counted over the step.
         announces: whether gradients are final after it.
-        adds: whether gradients of previous micro-batches are added.
+        adds: whether it adds to the gradients of previous micro-batches.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class _PassTasks:
         self._plan, self._facts, self._costs = plan, facts, costs
         self._numbers, self._announces, self._adds = numbers, announces, adds
         self._begun: dict[int, int] = {}  # by step, the number of its exchange in flight
-        self._held_seconds = 0.0  # of work that traces count with the next operator
+        self._held_seconds = 0.0  # seconds of work that traces count with the next operator
         self._tasks: list[Task] = []
 
     def tasks(self) -> list[Task]:
@@ -149,7 +149,7 @@ class _PassTasks:
                 self._tasks += self._announced(EventKind.LAST_READ, self._parameters(step)) if self._announces else ()
             case Action.BEGIN:
                 self._begin_move(k, Action.INPUT)
-            case _:  # no operator's end follows
+            case _:  # no operator ends after it
                 self._held_seconds += self._seconds(k, action)
 
     def _parameter_gradients(self, k: int) -> None:
@@ -179,7 +179,7 @@ class _PassTasks:
         self._compute(step, Action.INPUT, self._seconds(k, Action.INPUT))
 
     def _announced(self, kind: EventKind, names: Sequence[str]) -> list[Task]:
-        """Return the announcements; parameters of which this rank holds nothing are not announced."""
+        """Return the announcements, without parameters of which this rank holds no part."""
         return [Happens(self._facts.groups[name], LocalEventKey(kind, name)) for name in names if self._facts.sizes[name]]
 
     # -- moves within the split group ------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class _PassTasks:
         self._tasks.append(BeginExchange(number, self._exchange(step, action)))
 
     def _end_move(self, k: int, action: Action) -> None:
-        """Add local copies, the wait, and unpacking of an exchange that begins now, unless it has begun before."""
+        """Add local copies, the wait for an exchange, and unpacking; begin the exchange first unless it has begun before."""
         step = self._plan.steps[k]
         if k not in self._begun:
             self._begin_move(k, action)
@@ -236,7 +236,7 @@ class _PassTasks:
         return factors and any(name in self._facts.exchanging for name in self._parameters(step))
 
     def _pack(self, k: int, kind: EventKind, elements: int) -> None:
-        """Add the copy of inputs or errors to the buffer from which they are sent."""
+        """Add the copy of inputs or errors to the send buffer."""
         weight = self._facts.exchanging[self._parameters(self._plan.steps[k])[0]]
         seconds = _COPY_OF_UPDATE * self._costs.update_seconds(elements)
         self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))

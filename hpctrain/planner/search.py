@@ -1,8 +1,8 @@
-"""Search the grid, plan, averager and micro-batches with the shortest step under a machine's memory.
+"""Search the grid, plan, averager and micro-batches with the shortest step within a machine's memory.
 
-Lower bounds of all candidates come first (see `estimates`); the best few by them are simulated, and pure batch with each
-averager next to them. Averagers and plans are then exchanged among the best of these, and all are ranked by their simulated
-steps, each with the reason why it loses to the one before it, in a sentence.
+The search computes lower bounds of all candidates (see `estimates`), and simulates the best few of them and pure batch with
+each averager. It then exchanges averagers and plans among the best, and ranks all by their simulated steps. Each result
+states why it is slower than the one before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNCERTAIN_SHARE = 0.05
 
 
 def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
-    """Return the main reason why `worse` takes longer than `better`, or that it does not fit into a rank's memory."""
+    """Return the main reason why `worse` takes longer than `better`, or why it does not fit into a rank's memory."""
     if worse.memory_bytes > machine.memory_bytes:
         return f"does not fit: needs {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
     longer = worse.step.seconds - better.step.seconds
@@ -83,7 +83,7 @@ class SearchChoice:
     """A simulated candidate.
 
     Attributes:
-        why: the reason why it loses to the one before it, in a sentence; empty for the best.
+        why: a sentence that states why it is slower than the one before it; empty for the best.
         fits: whether it fits into a rank's memory.
     """
 
@@ -95,7 +95,7 @@ class SearchChoice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The simulated candidates, the fastest that fits first, but pure batch before grids that are hardly faster.
+    """The simulated candidates, the fastest that fits first; pure batch precedes grids that are hardly faster.
 
     Attributes:
         estimated: number of candidates with a computed lower bound.
@@ -147,7 +147,7 @@ def search(
         return results
 
     results = simulated(_picks(estimates, bounds.pure_batch(), space.simulated))
-    results += simulated(_beside_the_best(results, machine, space) if results else ())
+    results += simulated(_variations_of_best(results, machine, space) if results else ())
     if not any(prediction.memory_bytes <= machine.memory_bytes for _, prediction in results):
         known = [candidate for candidate, _ in results]
         results += simulated(one for one in bounds.leanest() if one not in known)
@@ -171,9 +171,9 @@ class _Bounds:
     def estimates(self) -> list[Estimate]:
         """Return the best estimates of each grid and averager, those with the lowest bounds first.
 
-        Micro-batches are tried if nothing fits without them, and on the best grid. Larger split groups move more and save
-        less: after two grids that are each slower than the one before, or one on which pure batch is best, no larger one is
-        tried, if there are enough samples for a choice.
+        Micro-batches are tried if nothing fits without them, and on the best grid. Larger split groups exchange more and save
+        less. If there are enough samples for a choice, the search stops at a grid on which pure batch is best, and after two
+        consecutive grids that are each slower than the previous one.
         """
         first, *more = self._space.micro_batch_choices
         estimates: list[Estimate] = []
@@ -251,8 +251,8 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
     return [*chosen, *islice(others, max(0, most - len(chosen)))]
 
 
-def _beside_the_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
-    """Return the best simulated plan with all averagers, and its averager with the next best plans, without simulated ones."""
+def _variations_of_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
+    """Return the best plan with all averagers, and its averager with the next best plans, without simulated candidates."""
     ranked = _ranked(results, machine)
     best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
     wanted = [replace(best, averager=choice) for choice in space.averager_choices]
@@ -275,7 +275,7 @@ def _is_past_the_best(of_grids: list[Estimate]) -> bool:
 def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return the estimates without duplicates.
 
-    Pure batch with split groups equals pure batch without them; options of averagers that change nothing have the same bound.
+    Pure batch with split groups equals pure batch without them. Averagers' options without effect have equal bounds.
     """
     estimates = list(estimates)
     with_one = any(one.candidate.plan.rows == 1 for one in estimates)
@@ -313,10 +313,9 @@ def _ranked(results: Iterable[tuple[Candidate, Prediction]], machine: Machine) -
 
 
 def _simplest(in_order: list[tuple[Candidate, Prediction]], machine: Machine) -> tuple[Candidate, Prediction]:
-    """Return the first result, or the first pure batch if the first gains too little by splitting layers.
+    """Return the first result, or the best pure-batch one if the first gains too little from splitting layers.
 
-    Predictions can be wrong by more than such a gain. An error that all candidates have in common does not matter; the cost of
-    split layers adds to it.
+    Prediction errors can exceed such a gain. Errors common to all candidates cancel; errors in the cost of split layers do not.
     """
     limit = in_order[0][1].step.seconds * (1 + UNCERTAIN_SHARE)
     for result in in_order:
@@ -333,6 +332,6 @@ def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchC
     uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
     return ConfigError(
         f"{job.model} with a batch of {job.batch} fits in no plan on {ranks} ranks of {gibibytes(machine.memory_bytes)} each; "
-        f"the least that would do is {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x {plan.cols} "
+        f"the leanest plan needs {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x {plan.cols} "
         f"({plan.default}{uses}) with micro_batches {micro_batches}."
     )

@@ -1,6 +1,6 @@
 """The candidates of a search: grid shapes, uses, averagers and micro-batches, except what the user has fixed.
 
-`configured_space` is the one way from a configuration to a `SearchSpace`.
+`configured_space` returns the `SearchSpace` of a configuration.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class SearchSpace:
         fixed_grid: (Pr, Pc) of the user.
         fixed_plan: a plan whose uses, tiles and overlapped layers stay; its grid is ignored.
         fixed_averager, fixed_micro_batches: choices of the user.
-        averagers, micro_batches: those that are tried if none is fixed.
+        averagers, micro_batches: alternatives if none is fixed.
         simulated: number of candidates that are simulated first: the best by their lower bounds, and pure batch with each
-            averager. A few follow that exchange averagers and plans among the best.
+            averager. Some more follow, with averagers and plans exchanged among the best.
         options: options of the simulations.
     """
 
@@ -71,10 +71,10 @@ def kept_sections(config: Config) -> tuple[str, ...]:
 
 
 def configured_space(config: Config, ranks: int, keep: Collection[str], kernels: KernelSet) -> SearchSpace:
-    """Return all grids, plans, averagers and micro-batches, with the configured values in sections that are kept.
+    """Return all grids, plans, averagers and micro-batches, with the configured values in the kept sections.
 
     Raises:
-        ConfigError, ShapeError: a kept grid or plan that these ranks cannot have.
+        ConfigError, ShapeError: a kept grid or plan that is impossible on these ranks.
     """
     fixed_grid = open_grid(ranks, kernels)
     if "grid" in keep:
@@ -91,9 +91,9 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
 
 
 def open_grid(ranks: int, kernels: KernelSet) -> tuple[int, int] | None:
-    """Return None, which leaves the grid open; on devices a grid without split layers.
+    """Return None, which leaves the grid open; on devices, return a grid without split layers.
 
-    There, split layers exchange through the memory of the host, whose cost the model does not include.
+    On devices, split layers exchange through host memory, whose cost is not in the model.
     """
     return None if kernels.arithmetic.on_host else (1, ranks)
 

@@ -1,9 +1,9 @@
 """Find shortest paths through layers of states by several costs at once: all paths that no other path beats in every cost.
 
-Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and the redistribution in front of it, which is a
-shortest path over (layer, choice). A step's time is the larger of what the program and the messages take, so one sum does
-not determine the best path; the paths that are best by any rule that rises with both costs are those that no other path beats
-in both. `lower_bound` bounds paths that are not complete.
+Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and the redistribution before it, which is a
+shortest path over (layer, choice). Here, a step's time is the larger of the times of program and messages, so a single sum does
+not determine the best path. Any rule that increases with both costs selects one of the paths that no other path beats in
+both. `lower_bound` bounds the costs of incomplete paths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Costs = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Edge(Generic[Choice, State]):
-    """A step from a state: the choice, the costs that it adds and the state to which it leads."""
+    """An edge from a state: the choice, its costs and the next state."""
 
     choice: Choice
     costs: Costs
@@ -64,7 +64,7 @@ def shortest_paths(
 
     Args:
         edges: (layer, state) -> the edges from it. Costs have the same length everywhere and are not negative.
-        hopeless: (number of layers behind, costs so far) -> whether no completion of such a path can be useful.
+        hopeless: (layers done, partial costs) -> whether the path can be pruned.
     """
     reached: dict[State, list[_Label[Choice]]] = {start: [_Label((), None, None)]}
     for layer in range(layers):
@@ -89,7 +89,7 @@ Item = TypeVar("Item")
 
 
 def unbeaten(items: Sequence[Item], costs_of: Callable[[Item], Costs]) -> list[Item]:
-    """Return the items that no other item beats in all costs, of equals the first; in ascending order of costs."""
+    """Return the items that no other item beats in all costs, in ascending order of costs; the first of equal items."""
     best: list[Item] = []
     best_costs: list[Costs] = []
     in_order = sorted(((costs_of(item), number) for number, item in enumerate(items)))
@@ -110,7 +110,7 @@ def _thinned(labels: list[_Label[Choice]], most: int) -> list[_Label[Choice]]:
 
 
 def lower_bound(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers: int, length: int) -> Callable[[int, Costs], Costs]:
-    """Return a function of (layers behind, costs so far) that bounds a path's costs at its end from below.
+    """Return a function from (layers done, partial costs) to a lower bound of the complete path's costs.
 
     Args:
         edges: the edges of each (layer, state), with `length` costs each.
@@ -124,8 +124,8 @@ def lower_bound(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers: in
         ahead.append(tuple(map(sum, zip(costs_of_layer, ahead[-1], strict=True))))
     ahead.reverse()
 
-    def bound(layers_behind: int, costs: Costs) -> Costs:
-        """Return a lower bound on any completion of this partial path."""
-        return tuple(map(sum, zip(costs, ahead[layers_behind], strict=True)))
+    def bound(layers_done: int, costs: Costs) -> Costs:
+        """Return a lower bound of the costs of all completions of this path."""
+        return tuple(map(sum, zip(costs, ahead[layers_done], strict=True)))
 
     return bound

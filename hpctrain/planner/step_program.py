@@ -1,11 +1,10 @@
 """Build the step of a job on all ranks as data, and predict its time, memory and bytes.
 
-Thousands of ranks are a few classes whose steps are alike. Their tasks follow the execution plans that a run compiles, the
-training step and the averagers' schedules, settled with the times that a run would measure; the seconds are those of the
-costs. Pure: no rank, no array, and the work does not grow with the ranks beyond a few numbers for each.
+Thousands of ranks form a few classes with equal steps. Their tasks follow the execution plans that a run compiles, the
+training step and the averagers' schedules, which are settled with the times that a run would measure. Pure: no ranks, no
+arrays, and almost the same work for any number of ranks.
 
-`predict` is the one entrance for searches, commands and runs: it simulates the program, and counts memory and bytes in
-integers.
+`predict` is the entry point of searches, commands and runs: it simulates the program, and counts memory and bytes exactly.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ class AlikeRanks:
     """Ranks that do the same work and average the same parameters.
 
     Attributes:
-        first: position of the first of them.
-        ranks: how many there are.
-        split_rank: r of the first.
+        first: position of the first rank.
+        ranks: number of ranks.
+        split_rank: r of the first rank.
         samples: samples of a rank.
         micro_batches: the graph of each micro-batch of a step.
         groups: by parameter group, the key of its averaging.
@@ -93,7 +92,7 @@ def group_keys(strategies: Sequence[GroupStrategy]) -> list[str]:
 
 
 def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrategy]) -> list[AlikeRanks]:
-    """Return all ranks of a candidate in classes, ordered by their first positions; there are a few on any grid."""
+    """Return the classes of a candidate's ranks, ordered by their first positions; any grid has only a few."""
     rows = candidate.plan.rows
     groups_of = _groups_of(strategies, rows)
     classes: dict[tuple[object, ...], AlikeRanks] = {}
@@ -120,7 +119,7 @@ def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str,
 
 
 def _shares(batch: int, candidate: Candidate) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yield (samples of a split group's ranks, the first such group, number of such groups); there are at most two sizes."""
+    """Yield (samples of a split group's ranks, the first such group, number of such groups), for at most two sizes."""
     rows, cols = candidate.plan.rows, candidate.plan.cols
     of_groups = counts_over(batch, cols)
     for samples, many in Counter(of_groups).items():
@@ -145,7 +144,7 @@ def _graphs_of(job: Job, candidate: Candidate, counts: tuple[int, ...]) -> list[
     return local_graphs(partition_graph(graph, candidate.plan, counts), range(len(counts)))
 
 
-# Of a data loader: the batch that a step reads, and the one that is being made.
+# Batches of a data loader: the one that a step reads, and the next one.
 _BATCHES = 2
 
 
@@ -158,8 +157,8 @@ class RankMemory:
         messages: buffers of the split group.
         parameters: values of parameters.
         gradients: gradients of parameters, with sums over micro-batches.
-        averaging: buffers in which sums arrive.
-        state: state of the optimiser and of the weights' average, for what the rank owns.
+        averaging: receive buffers of sums.
+        state: state of the optimiser and of the averaged weights, for the elements that the rank owns.
         images: the batch of the step, and the next one.
     """
 
@@ -186,7 +185,7 @@ def rank_memory(
     """Return the memory of a rank.
 
     Args:
-        graphs: by micro-batch; they share one arena.
+        graphs: graph of each micro-batch; they share one arena.
         samples: samples of the rank in a step.
         sizes: elements of all parameters that the rank holds.
         schedules: schedules of its parameter groups.
@@ -213,18 +212,18 @@ def rank_memory(
 
 
 def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
-    """Return the elements that the first rank, which owns most, updates."""
+    """Return the elements that the first rank updates, which owns the most."""
     replicated = sum(sizes[name] for piece in schedule.slices for name in piece.replicated)
     return replicated + sum(piece.owned_size(0, schedule.ranks) for piece in schedule.slices)
 
 
 def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
-    """Return the elements of buffers for sums of owned parts, for exchanged inputs and errors, and for what owners keep."""
+    """Return the elements of buffers for sums of owned parts, for exchanged inputs and errors, and for state of the owners."""
     total = 0
     rounded_parameters = schedule.rounding is not None and schedule.rounding.parameters != "float32"
     for k, piece in enumerate(schedule.slices):
         owned = piece.owned_size(0, schedule.ranks)
-        if piece.compression is not None:  # the sum within the node, what is kept back, and what all nodes send
+        if piece.compression is not None:  # the sum within the node, the residual, and the elements that all nodes send
             pairs = piece.compression.nodes * piece.compression.kept(owned)
             total += owned * (2 if schedule.ranks > piece.copies else 1) + 2 * pairs
             continue
@@ -236,7 +235,7 @@ def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
     return total
 
 
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # of the buffers that `comm.link.calibrate` measures with
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # sizes of the buffers of `comm.link.calibrate`
 
 
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
@@ -294,7 +293,7 @@ _NUMBER_BYTES = 8
 
 
 def step_program(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> StepProgram:
-    """Return one step of a job, with schedules settled by measured times.
+    """Return one step of a job, with schedules settled by the times that a run would measure.
 
     Raises:
         HpctrainError: an averager or a layer that a run would refuse.
@@ -348,7 +347,7 @@ class _Builder:
         return StepFacts(groups, sizes, exchanging, merging, self._message_bytes)
 
     def _update_seconds(self, known: StepFacts) -> float:
-        """Return the seconds of an element's update, among all of the rank: caches hold the state of small networks only."""
+        """Return the seconds of an element's update, mean over the rank's elements: only a small network's state is in caches."""
         elements = max(1, sum(known.sizes.values()))
         return self._costs.update_seconds(elements) / elements
 
@@ -357,7 +356,7 @@ class _Builder:
         return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules).total
 
     def _averaged(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> AveragedGroup:
-        """Return a group with its schedule, reordered by the times that its ranks measure, if a run does so."""
+        """Return a group with its schedule, reordered by the times that its ranks measure if a run would reorder it."""
         of_group = self._strategies[key]
         placement = self._placements.of("all" if of_group.group == ALL else "data")
         strategy = of_group.strategy
@@ -378,7 +377,7 @@ class _Builder:
         )
 
     def _times(self, key: str, strategy: Strategy, tasks: Sequence[tuple[Task, ...]]) -> Times:
-        """Return the times of a typical rank of the group, as a run takes them."""
+        """Return the times of a typical rank of the group, as a run measures them."""
         layout = strategy.group.layout
         names = tuple(segment.parameter for segment in layout.segments if segment.size)
         members = [number for number, alike in enumerate(self._classes) if key in alike.groups.values()]
@@ -400,7 +399,7 @@ def statistics_size(graph: Graph) -> int:
 def exchanged_bytes(program: StepProgram) -> int:
     """Return the bytes that all ranks send in a step: activations, batch statistics and the averaging of gradients.
 
-    `hpctrain plan show` and the communicators of a run count the same; norms and the step's message are left out.
+    `hpctrain plan show` and the communicators of a run count the same bytes; norms and the step's message are left out.
     """
     return split_bytes(program) + sum(_averaging_bytes(group, program) for group in program.groups.values())
 
@@ -429,10 +428,10 @@ _USUAL = SimulationOptions()
 def predict(
     job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts, options: SimulationOptions = _USUAL
 ) -> Prediction:
-    """Predict the step of a candidate by simulation, the memory of the rank that needs most, and the exchanged bytes.
+    """Predict the step of a candidate by simulation, the maximum memory of a rank, and the exchanged bytes.
 
     Raises:
-        HpctrainError: what a run would refuse.
+        HpctrainError: a candidate that a run would refuse.
     """
     program = step_program(job, candidate, machine, costs)
     step = simulate(program, machine, options)

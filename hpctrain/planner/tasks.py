@@ -1,7 +1,7 @@
-"""Describe a step as data: the tasks of each class of ranks in the order of the program, and the result of simulating them.
+"""Describe a step as data: the tasks of each class of ranks in program order, and the result of their simulation.
 
-Ranks whose steps are alike form a class. The order of tasks is that of the execution plan and of the training step, so that a
-simulation posts, waits and polls where a run does.
+Ranks with equal steps form a class. The order of tasks is that of the execution plan and of the training step, so that a
+simulation posts, waits and polls at the same places as a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.trace.tracer import Category, Events
 
 @dataclass(frozen=True)
 class Compute:
-    """Work of the program that nothing interrupts, with its name and category in traces. A poll follows if `polls`."""
+    """Uninterrupted work of the program, with its name and category in traces. A poll follows if `polls`."""
 
     row: str
     category: Category
@@ -29,7 +29,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Happens:
-    """An event on which operations of a group's schedule depend; a poll follows, unless it is a LAST_READ."""
+    """An event on which operations of a group's schedule depend. A poll follows, except after LAST_READ."""
 
     group: str
     event: LocalEventKey
@@ -55,7 +55,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """The post of an exchange. number: counted over the step, the same on all ranks of the split group."""
+    """The post of an exchange. number: counted over the step, equal on all ranks of the split group."""
 
     number: int
     exchange: Exchange
@@ -70,7 +70,7 @@ class EndExchange:
 
 @dataclass(frozen=True)
 class Merge:
-    """The merge of batch statistics: an allgather of `bytes` from each rank of a group, waited for at once.
+    """The merge of batch statistics: an allgather of `bytes` from each rank of a group, and the wait for it.
 
     ranks: "all", "data" or "split", as `BatchNormSpec.merge` names them.
     """
@@ -82,12 +82,12 @@ class Merge:
 
 @dataclass(frozen=True)
 class EndBackward:
-    """The end of backward, when all gradients are announced: averagers send or wait for what they held back."""
+    """The end of backward, when all gradients are announced. Averagers send, or wait for, all deferred operations."""
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """The small message of a step: the rank waits for that of the previous step, then posts this one to all ranks."""
+    """The small message of a step: the rank waits for its previous message, then posts this one to all ranks."""
 
     bytes: int
 
@@ -100,10 +100,10 @@ class GroupPlacement:
     """The placement of a group's ranks on nodes.
 
     Attributes:
-        ranks: ranks of the group.
-        nodes: nodes on which they lie.
-        per_node: most ranks of the group on one node.
-        alike: groups of this kind with ranks on the same node, this one included; they use its links at the same time.
+        ranks: number of ranks of the group.
+        nodes: number of nodes with ranks of the group.
+        per_node: maximum number of ranks of the group on one node.
+        alike: number of groups of this kind with ranks on the same node, this one included; they use its links at the same time.
     """
 
     ranks: int
@@ -117,9 +117,9 @@ class GridPlacements:
     """Placements on a grid of Pr x Pc.
 
     Attributes:
-        all_ranks: of the whole grid.
-        split: of the Pr ranks that share samples.
-        data: of the Pc ranks with the same weights.
+        all_ranks: placement of the whole grid.
+        split: placement of the Pr ranks that share samples.
+        data: placement of the Pc ranks with the same weights.
     """
 
     all_ranks: GroupPlacement
@@ -133,17 +133,17 @@ class GridPlacements:
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks whose steps are alike.
+    """Ranks with equal steps.
 
     Attributes:
-        ranks: how many there are.
-        split_rank: r of the first of them.
+        ranks: number of ranks.
+        split_rank: r of the first rank.
         samples: samples of a rank.
         tasks: tasks of one step.
         update_seconds: by group, seconds to update one owned element.
         product_seconds: by weight of a layer that exchanges inputs and errors, seconds to compute one owned element of its
             gradient before the update.
-        memory_bytes: the most memory of a rank of the class.
+        memory_bytes: maximum memory of a rank of the class.
     """
 
     name: str
@@ -198,7 +198,7 @@ class SimulationOptions:
     """Options of a simulation.
 
     Attributes:
-        progress: what moves messages while kernels run.
+        progress: how messages progress while kernels run.
         steps: number of simulated steps; the last one counts, when all pipelines are full.
         slow: by world rank, the factor by which its computation takes longer.
         jitter: relative deviation of operator times, drawn from `seed`. Slow ranks and jitter unfold the classes of ranks.
@@ -235,9 +235,9 @@ class Prediction:
     """The prediction of a candidate on a machine.
 
     Attributes:
-        memory_bytes: the most of any rank.
+        memory_bytes: maximum memory of a rank.
         exchanged_bytes: bytes of a step, over all ranks.
-        measured_share: share of the compute seconds that follows from measured times rather than from rates.
+        measured_share: share of the compute seconds that comes from measured times; the rest comes from rates.
     """
 
     step: SimulatedStep

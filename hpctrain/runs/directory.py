@@ -66,7 +66,7 @@ _MOST_BYTES_OF_SMALL = 1 << 20
 
 #: files of a traced run: events for a time line, and the table of where the time of a step went
 TRACE_FILE, TABLE_FILE = "trace.json", "time_table.json"
-#: name of the file that says where flight records lie
+#: name of the file with the directory of the flight records
 FLIGHT_POINTER = "flight-directory"
 
 
@@ -170,7 +170,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints lie."""
+        """Directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -195,7 +195,7 @@ class RunDirectory:
 
     @property
     def flight(self) -> Path:
-        """Where the flight records of its ranks lie, unless they are kept elsewhere."""
+        """Directory of the flight records of its ranks, unless they are kept elsewhere."""
         return self.path / "flight"
 
     def log_path(self, rank: int) -> Path:
@@ -334,7 +334,7 @@ class StoredCheckpoint:
 
 
 def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints of a directory, oldest step first. Leave out broken links and those that are deleted meanwhile."""
+    """Return the checkpoints of a directory, oldest step first. Leave out broken links, and what is deleted during the call."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(directory):
@@ -486,7 +486,7 @@ def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
 
     A run that ended before its first checkpoint is passed over.
     """
-    from hpctrain.storage.checkpoint import read_newest  # loads NumPy, which those who only look at runs do without
+    from hpctrain.storage.checkpoint import read_newest  # loads NumPy, which commands that only list runs do not need
 
     found = (read_newest(run.checkpoints) for run in runs(output, name))
     return next((each for each in found if each is not None), None)

@@ -1,14 +1,14 @@
 """The identity of a run and its owner: the proof that a directory is a run, and the rule that one job at a time writes to it.
 
 A run has a marker file, `run.json`, which also orders runs without clocks or time zones. Runs of earlier versions have none.
-They are recognised by their versions.json, and are marked when they go on. Files in a directory are written, cut or deleted
+They are recognised by their versions.json, and are marked when they are resumed. Files in a directory are written, cut or deleted
 only after this proof, as other programs may have a `config.yaml` or a `metrics.jsonl`, too.
 
 The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on. The record with the highest number
 is that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and
 Lustre, creates at most once. So if several processes try to succeed a dead owner, exactly one creates the next record, and a
-process that dies leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. At the end
-that line says that the run was released.
+process that is killed leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. At the
+end that line marks the run as released.
 
 An owner counts as dead if its process has ended on the same machine, if its scheduler reports that its job is over, or if its
 record has not changed for MISSED_SECONDS. The waiting process measures that time; clocks of two machines are never compared.
@@ -158,7 +158,7 @@ MISSED_SECONDS = 60.0
 
 _NAME = re.compile(r"owner-(\d{5,})\.jsonl")
 _LOOK_SECONDS = 0.5
-# Longest time that one look counts for: a process that was stopped between two looks has not watched meanwhile.
+# Longest time that one check counts for: a process that was stopped between two checks has not watched since.
 _MOST_BETWEEN_LOOKS_SECONDS = 2.0
 _LINE_BYTES = 40
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -174,7 +174,7 @@ class Owner:
         number: of the record. token: unique to this owner. mark: of its process. host: the host's name.
         job: of the scheduler. since: the time in UTC at which it became the owner. command: the command that it runs.
         missed_seconds: time without a change of the record after which it counts as dead. outlives: whether other ranks of the
-            job go on after the death of the process.
+            job continue after the end of the process.
         supervisor: mark of the process of `hpctrain run` that has started it; "" if none has.
     """
 

@@ -138,7 +138,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
 
     Args:
         epoch, step: of the position: the next step's epoch, and the steps done. evaluates: it will be evaluated again, too.
-        goes_back: the run itself goes back to the position, so that what it says of earlier times stays.
+        goes_back: the run itself goes back to the position, so that its records of earlier times stay.
 
     Raises:
         CheckpointError: the file cannot be read or written; it is what it was before.

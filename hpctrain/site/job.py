@@ -366,7 +366,9 @@ def _directive(text: str) -> str:
 
 def _comment(text: str) -> str:
     """Return lines of comment."""
-    return "\n".join(textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False))
+    return "\n".join(
+        textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False)
+    )
 
 
 _FOLDER = "jobs"

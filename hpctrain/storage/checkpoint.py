@@ -126,12 +126,12 @@ def _last_write_seconds(path: Path) -> float:
     try:
         files = list(path.iterdir()) if path.is_dir() else []
         return max(each.stat().st_mtime for each in (path, *files))
-    except OSError:  # another process deletes it meanwhile
+    except OSError:  # another process has deleted it
         return math.inf
 
 
 _log = get_logger(__name__)
-#: broken links, each of which is logged once
+#: broken links; each is logged once
 _logged_broken_links: set[Path] = set()
 #: metadata key: a checkpoint's number among all that its run has written, from 1
 SEQUENCE = "sequence"
@@ -380,22 +380,22 @@ def set_aside(directory: Path, step: int) -> list[Path]:
         CheckpointError: the directory cannot be written.
     """
     later = [path for number, path in checkpoints(directory) if number > step]
-    behind = [(path, path.with_name(f"{path.stem}-set-aside{path.suffix}")) for path in later]
-    if not behind:
+    later_names = [(path, path.with_name(f"{path.stem}-set-aside{path.suffix}")) for path in later]
+    if not later_names:
         return []
     try:
-        for path, other in behind:
+        for path, other in later_names:
             if os.path.lexists(other):  # left from an earlier time; a directory cannot be replaced by a rename
                 remove(other)
             os.replace(path, other)
         synchronise_directory(directory)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoints behind step {step} in {directory} cannot be renamed ({error.strerror}); allow it, or delete them."
+            f"The checkpoints after step {step} in {directory} cannot be renamed ({error.strerror}); allow it, or delete them."
         ) from error
-    names = ", ".join(other.name for _, other in behind)
+    names = ", ".join(other.name for _, other in later_names)
     _log.warning("The run goes on from step %d; its checkpoints of later steps are set aside: %s in %s.", step, names, directory)
-    return [other for _, other in behind]
+    return [other for _, other in later_names]
 
 
 def restore(

@@ -102,7 +102,7 @@ class StoreFile(io.RawIOBase):
         self._size = max(self._size, offset + len(view))
 
     def finish(self) -> None:
-        """Write what HDF5 wrote, once it has let go of the file, and wait until all is on the disk.
+        """Write what HDF5 wrote, once it has closed the file, and wait until all is on the disk.
 
         Raises:
             OSError: it cannot be written.
@@ -148,7 +148,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class StoreIndex:
-    """What a file says of its tensors, all of it verified but the tensors themselves.
+    """Index of a file's tensors: all that is stored about them, verified; the tensors themselves are not.
 
     Attributes:
         places: by name. sha256: of the root, over the names and checksums of all tensors. meta: the metadata.
@@ -193,7 +193,7 @@ def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str
     """Write a new file `path` and synchronise it with the disk; return its root's checksum.
 
     `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
-    Names have a group ("group/name"). Takes no memory beyond the tensor at hand and at most one copy of it. Neither Python's lock
+    Names have a group ("group/name"). Takes no memory beyond the current tensor and at most one copy of it. Neither Python's lock
     nor that of HDF5 is held while elements are written or added to a checksum.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: a directory with a shard of each rank, and a manifest that is written last and says what belongs to it.
+"""Sharded checkpoints: a directory with a shard of each rank, and a manifest that is written last and lists what belongs to it.
 
 The directory has another name until its manifest is on the disk: what has the name of a checkpoint was once complete. A shard
 holds parts of tensors, each with its place in the tensor (`Part`, `ShardFacts`); `WriteShares` is the rule by which holders of

@@ -95,7 +95,7 @@ def checksum(path: Path) -> str:
 
 
 def check_suffix(path: Path, known: tuple[str, ...]) -> str:
-    """Return the ending of a file's name, which says what kind it is.
+    """Return the ending of a file's name, which determines its kind.
 
     Raises:
         CheckpointError: it is not one of those that are known.

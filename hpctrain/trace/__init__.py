@@ -1,5 +1,5 @@
-"""Time lines: a recorder of events, the table of where a step's time goes, and trace files.
+"""Traces: a recorder of events, the table of step times, and trace files.
 
-Any room may import it, as it imports nothing of them. Read `tracer.py` first; `time_table.py` derives the table, `chrome.py`
+All packages may import this one; it imports none of them. Read `tracer.py` first; `time_table.py` derives the table, `chrome.py`
 writes and reads files.
 """

@@ -1,8 +1,8 @@
-"""Write the traces of all ranks to one file in Chrome's trace event format, and read the last step back from it.
+"""Write the traces of all ranks to one file in Chrome's trace event format, and read the last step from it.
 
 Perfetto (ui.perfetto.dev) and chrome://tracing open such files. A rank is a process of the file. Its program is one thread
-with nested events, each queue another track, whose operations may overlap and so are asynchronous events. Times are
-microseconds of rank 0's clock. `last_steps` returns, rank by rank, when each computed, waited, and had messages in flight.
+with nested events. Each queue is a track with asynchronous events, because its operations may overlap. Times are
+microseconds of rank 0's clock. `last_steps` returns when each rank computed, waited, and had messages in flight.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PROGRAM = 0  # thread number of the program's own events; queues follow
 
 
 class ChromeTrace:
-    """Writes one rank after another; the file is whole once the `with` block has ended.
+    """Writes one rank after another; the file is complete once the `with` block has ended.
 
     Args:
         base_ns: the instant, by rank 0's clock, that becomes 0.
 
     Attributes:
-        error: the first error of the system, after which nothing is written; the file is removed at the end then.
+        error: the first operating system error. Nothing is written after it, and the file is removed at the end.
     """
 
     def __init__(self, path: Path, base_ns: int) -> None:
@@ -55,7 +55,7 @@ class ChromeTrace:
 
     @contextlib.contextmanager
     def _kept_errors(self) -> Iterator[None]:
-        """Keep errors of the system inside the block, and write nothing after one."""
+        """Catch operating system errors inside the block, and write nothing after the first."""
         try:
             yield
         except OSError as error:
@@ -66,11 +66,11 @@ class ChromeTrace:
                     file.close()
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """Add to the file's metadata."""
+        """Add values to the file's metadata."""
         self._metadata.update(values)
 
     def add_rank(self, rank: int, events: Events, name: str | None = None) -> None:
-        """Write the events of one rank, whose times are rank 0's. name: of its process in viewers; None: "rank 3"."""
+        """Write the events of one rank, whose times are on rank 0's clock. name: the rank's name in viewers; None: "rank 3"."""
         with self._kept_errors():
             self._add_rank(rank, events, f"rank {rank}" if name is None else name)
 
@@ -131,7 +131,7 @@ class StepLanes:
         seconds: its length.
         lanes: by kind (the values of `PROGRAM`, and `MESSAGES`), disjoint sorted intervals in seconds since the first rank's
             begin.
-        tracks: the same of messages, by the name of their queue.
+        tracks: intervals of messages, by the name of their queue.
     """
 
     rank: int
@@ -142,7 +142,7 @@ class StepLanes:
 
 
 def last_steps(trace: Mapping[str, Any]) -> tuple[StepLanes, ...]:
-    """Return the last step of every rank in the content of a trace file, by rank; none if no step was recorded."""
+    """Return the last step of every rank in the content of a trace file, ordered by rank; empty if no step was recorded."""
     by_rank: dict[int, list[Event]] = {}
     for event in trace.get("traceEvents", ()):
         if event.get("ph") in ("X", "b", "e") or event.get("name") == "thread_name":
@@ -171,7 +171,7 @@ def _of_rank(rank: int, events: Sequence[Event], step: Interval, zero: float) ->
 
 
 def _messages(events: Sequence[Event]) -> dict[str, list[Interval]]:
-    """Return, by track, each operation from its posting to its end."""
+    """Return, by track, each operation from its post to its end."""
     names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     posted = {event["id"]: event["ts"] for event in events if event["ph"] == "b" and event.get("cat") == "communication"}
     tracks: dict[str, list[Interval]] = {}
@@ -182,13 +182,13 @@ def _messages(events: Sequence[Event]) -> dict[str, list[Interval]]:
 
 
 def _within(intervals: Iterable[Interval], step: Interval, zero: float) -> list[Interval]:
-    """The intervals, as far as they lie in a step, in seconds from `zero` on, in order."""
+    """Return the parts of the intervals inside a step, in order, in seconds from `zero` on."""
     inside = ((max(first, step[0]), min(last, step[1])) for first, last in intervals)
     return sorted(((first - zero) * _SECONDS, (last - zero) * _SECONDS) for first, last in inside if last > first)
 
 
 def joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield sorted intervals; those that overlap or touch as one."""
+    """Yield the intervals in order; merge those that overlap or touch."""
     current: Interval | None = None
     for first, last in intervals:
         if current is not None and first <= current[1] + 1e-9:

@@ -1,13 +1,13 @@
-"""Where a step's time goes, from its trace: layer | compute | communication | hidden | exposed | which rank came late.
+"""Tabulate the time of a step from its trace: layer | compute | communication | hidden | exposed | rank that came late.
 
-All numbers are means over the counted steps of one rank, in seconds. A rank's program spends every instant of a step in
-exactly one place: computing for some row, posting and testing messages, waiting for some row (exposed), or nowhere that was
-recorded (left over). So compute, messages and exposed of all rows and the left over add up to the step. Communication runs at
-the same time: a row's communication is the length of the time in which at least one of its operations was posted and not known
-to be complete; hidden is the part of it in which the program did not wait for anything. Exposed time is never a difference:
-it is the measured waits, less what was computed in them.
+All numbers are means over the counted steps of one rank, in seconds. Each instant of the program counts once: as computation
+of a row, as posting and testing of messages, as a wait of a row (exposed), or as time in no recorded event (left over). So
+compute, messages and exposed of all rows and the left over add up to the step. Communication overlaps with the program: a
+row's communication is the time in which at least one of its operations was posted and not known to be complete; hidden is
+the part of it in which the program did not wait. Exposed time is never a difference: it is the measured waits, without
+what was computed in them.
 
-A set of intervals is a pair of int64 arrays (start, stop); `union` makes it sorted and disjoint, as the measures require.
+A set of intervals is a pair of int64 arrays (start, stop); `union` makes it sorted and disjoint, as the other functions require.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from hpctrain.trace.tracer import BESIDE, Category, Events
+from hpctrain.trace.tracer import CONCURRENT, Category, Events
 
 Intervals: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -112,8 +112,8 @@ class Late:
 
     Attributes:
         rank: the rank that most often posted last.
-        share: share of the collectives in which it did.
-        behind_first_seconds: its mean delay after the first rank, over these.
+        share: share of the collectives in which it posted last.
+        behind_first_seconds: mean delay after the first rank in these collectives.
     """
 
     rank: int
@@ -129,7 +129,7 @@ class Row:
         kind: "layer", "communication" (of no single layer) or "work".
         compute_seconds: for a layer, the sum of the phases (forward, gradients of its parameters and of its input).
         messages_seconds: the program's own time for posting and testing.
-        delay_seconds: upper limit of the time between an operation's turn and its posting, in sum.
+        delay_seconds: total upper bound of the time between the turns of operations and their posts.
     """
 
     name: str
@@ -152,7 +152,7 @@ class TimeTable:
     """All rows, and their total.
 
     Attributes:
-        step_seconds: mean.
+        step_seconds: mean of the counted steps.
         median_step_seconds: median of the same steps.
         events: recorded events per step.
     """
@@ -171,10 +171,10 @@ _Stored = TypeVar("_Stored", Late, Row, TimeTable)
 
 
 def from_json(content: Mapping[str, Any]) -> TimeTable:
-    """Return the table from the content that `dataclasses.asdict` made of it.
+    """Return the table from the result of `dataclasses.asdict`.
 
     Raises:
-        TypeError, KeyError: the content is something else.
+        TypeError, KeyError: other content.
     """
     rows = tuple(_row_from_json(row) for row in content["rows"])
     return _checked(TimeTable(**{**content, "rows": rows, "total": _row_from_json(content["total"])}))
@@ -199,7 +199,7 @@ def _checked(value: _Stored) -> _Stored:
 
 
 class RowNames:
-    """Names of rows: that of a layer if an event's name contains one layer or parameter of a layer, otherwise the event's own."""
+    """Names of rows: the layer's name if an event's name contains one layer or parameter of one, otherwise the event's own."""
 
     def __init__(self, layers: Iterable[str]) -> None:
         self.layers = tuple(dict.fromkeys(layers))
@@ -227,7 +227,7 @@ def layer_names(events: Events) -> tuple[str, ...]:
 
 
 def counted_steps(events: Events, skip: int = 1) -> Intervals:
-    """Return the recorded steps, sorted, without the first `skip` (they make plans and buffers) if that leaves any."""
+    """Return the recorded steps, sorted, without the first `skip` (which make plans and buffers) unless none is left then."""
     steps = events.of(Category.STEP)
     order = np.argsort(steps.start_ns)
     if len(order) > skip:
@@ -282,8 +282,8 @@ def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
 
 
 def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
-    """Assign every instant of the program to its row; return the waits as intervals, and what is left over, in ns."""
-    program = inside.select(~np.isin(inside.category, BESIDE))
+    """Assign every instant of the program to its row; return the waits as intervals, and the left-over time, in ns."""
+    program = inside.select(~np.isin(inside.category, CONCURRENT))
     start, stop, owner = own_time(program.start_ns, program.stop_ns)
     lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
     category = program.category
@@ -334,7 +334,7 @@ def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) 
 
 
 def _flying(events: Events, window: Intervals) -> Intervals:
-    """Return the intervals with anything in flight."""
+    """Return the intervals in which any operation is in flight."""
     operations = events.of(Category.COMMUNICATION)
     return clip(union(operations.start_ns, operations.stop_ns), window)
 
@@ -417,8 +417,8 @@ class Postings:
 def latest(postings: Sequence[Postings], names: RowNames, window: Intervals) -> dict[str, Late]:
     """Return, for each row, which rank came late to its collectives.
 
-    Operations of one group, queue and sequence number are one collective. Those count that more than one rank posted, the first
-    of them inside `window` (on rank 0's clock).
+    Operations of one group, queue and sequence number are one collective. A collective counts if several ranks posted it, and
+    the first of them inside `window` (on rank 0's clock).
     """
     arrivals: dict[tuple[int, str, int], list[tuple[int, int, str]]] = {}
     for each in postings:

@@ -1,4 +1,4 @@
-"""A time table for people, on one screen: shares and milliseconds of a step, the heaviest rows first, and how much is hidden."""
+"""Format a time table for a terminal: shares and milliseconds of a step, the longest rows first, and the hidden communication."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def lines(
     width: int | None = COLUMNS,
     most: int | None = LINES,
 ) -> list[str]:
-    """Return the table line by line, the rows that took most of the step first; rows without room are summed in one.
+    """Return the lines of the table, the rows with the most time first; rows without room are summed in one.
 
     Args:
-        clock_error_seconds: delays of late ranks below this are not known, and not shown.
+        clock_error_seconds: smaller delays of late ranks are within the error of the clocks, and not shown.
         width: columns, to which long names are folded; None: no limit.
-        most: number of lines in all; None: no limit.
+        most: maximum number of lines; None: no limit.
     """
     step = table.step_seconds
     shown = [row for row in table.rows if row.compute_seconds or row.communication_seconds or _taken(row)]
@@ -52,7 +52,7 @@ def lines(
 
 
 def is_sum(line: str) -> bool:
-    """Return whether a line is that of the rows without room."""
+    """Return whether a line is the sum of the rows without room."""
     return _SUM.match(line) is not None
 
 
@@ -70,18 +70,18 @@ def _summary(table: TimeTable, ranks: int) -> str:
 
 
 def _sum(rows: Sequence[Row]) -> Row:
-    """Return the rows without room as one, without their communication: what runs at the same time cannot be added."""
+    """Return the sum of the rows without room, without their communication, because simultaneous times do not add up."""
     compute = sum(row.compute_seconds for row in rows)
     return Row(f"and {len(rows)} more", "work", compute_seconds=compute, exposed_seconds=sum(map(_taken, rows)))
 
 
 def _share(row: Row) -> float:
-    """Return the time that a row took from the program."""
+    """Return the time of the program that a row used."""
     return row.compute_seconds + _taken(row)
 
 
 def _taken(row: Row) -> float:
-    """Return the time that messages took from the program: waits, and its own work for them."""
+    """Return the time of the program that messages used: waits, and its own work for them."""
     return row.exposed_seconds + row.messages_seconds
 
 
@@ -104,13 +104,13 @@ def _late(late: Late | None, clock_error_seconds: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Return milliseconds with three decimals; one decimal from 100 on."""
+    """Return milliseconds with three decimals, or one decimal from 100 on."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.3f}" if milliseconds < 99.9995 else f"{milliseconds:.1f}"
 
 
 def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return columns of equal width: the first and the last to the left, numbers to the right; the first is folded to fit."""
+    """Return columns of equal width: the first (folded to fit) and the last left-aligned, numbers right-aligned."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
     if width is not None:
         widths[0] = min(widths[0], max(_SHORTEST_NAME, width - sum(widths[1:]) - _GAP * (len(_HEAD) - 1)))
@@ -124,7 +124,7 @@ def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def _folded(text: str, width: int | None) -> list[str]:
-    """Return the lines of a text; the second and later ones are two columns shorter, as they are indented."""
+    """Return the lines of a text; from the second line on they are two columns shorter, for the indent."""
     if width is None or len(text) <= width:
         return [text]
     first, *rest = textwrap.wrap(text, width, break_on_hyphens=False)

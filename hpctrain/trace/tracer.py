@@ -1,7 +1,7 @@
-"""A recorder of timed events: arrays made once, no object kept per event, nothing at all where it is not asked for.
+"""A recorder of timed events. Its arrays are allocated once; there is no object per event, and no cost without a recorder.
 
-What can be traced holds a `Tracer` or None and asks `if tracer is not None`. Times are nanoseconds of one process's clock;
-`ClockMap` (comm/link.py) brings those of several processes together; chrome.py writes them, intervals.py helps to add them up.
+Code that can be traced holds a `Tracer` or None and tests `if tracer is not None`. Times are nanoseconds of one process's clock;
+`ClockMap` (comm/link.py) maps several processes' clocks to one. `chrome.py` writes the events, `time_table.py` sums them up.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ HOOKS = "posting and progress"
 
 
 class Category(IntEnum):
-    """The kind of an event. Those of BESIDE run in parallel with the program; all others are the program's own time and nest."""
+    """The kind of an event. Events in CONCURRENT overlap with the program; all others are the program's own time and nest."""
 
     FORWARD = 0  # an operator's three phases; name: the layer
     PARAMETERS = 1
     INPUT = 2
-    COMMUNICATION = 3  # from the start of posting until completion was seen; name: what for, track: queue, number: sequence
+    COMMUNICATION = 3  # from the start of the post until completion was noticed; name: purpose, track: queue, number: sequence
     WAIT = 4  # the program can only wait; name, track and number of the awaited operation
     UPDATE = 5  # optimiser
     AVERAGING = 6  # averager's own work between operators, posting, progress calls
-    LOADING = 7  # until the next batch was there
+    LOADING = 7  # wait for the next batch
     WORK = 8  # other named work of the step
     STEP = 9  # a whole step, loading included; number: its position in the epoch
     MESSAGES = 10  # the engine's time for posting and progress, outside of waits; an update inside is an event of its own
@@ -47,7 +47,7 @@ class Category(IntEnum):
 #: track of a second thread's events
 THREAD_TRACK = "posting thread"
 #: kinds that are not the program's own time
-BESIDE = (Category.COMMUNICATION, Category.THREAD, Category.DELAY)
+CONCURRENT = (Category.COMMUNICATION, Category.THREAD, Category.DELAY)
 
 
 _COLUMNS = ("category", "number", "start_ns", "stop_ns")
@@ -62,7 +62,7 @@ class Events:
         category, name, track: int32 (n,).
         number: int64 (n,).
         start_ns, stop_ns: int64 (n,), by the clock of the process.
-        dropped: number of events for which there was no room.
+        dropped: number of events that did not fit.
     """
 
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ class Events:
         return len(self.start_ns)
 
     def select(self, chosen: np.ndarray) -> Events:
-        """Return the events of a boolean mask or of indices."""
+        """Return the events selected by a boolean mask or by indices."""
         columns: dict[str, Any] = {column: getattr(self, column)[chosen] for column in ("name", "track", *_COLUMNS)}
         return replace(self, **columns)
 
@@ -89,9 +89,9 @@ class Events:
 
 
 class Tracer:
-    """Records events of one thread, and separately of a second one, whose own time is of kind THREAD.
+    """Records events of one thread, and separately those of a second thread, whose own time is of kind THREAD.
 
-    If its room is used up, it counts the dropped events.
+    Counts the events that exceed its capacity as dropped.
 
     Args:
         capacity: number of events.
@@ -114,7 +114,7 @@ class Tracer:
         self._names: dict[str, int] = {}
         self._tracks: dict[str, int] = {"": 0}
         self._second: int | None = None
-        self._beside: Tracer | None = None  # of the second thread, which alone writes it
+        self._second_tracer: Tracer | None = None  # written by the second thread only
 
     def __len__(self) -> int:
         return self._count
@@ -122,9 +122,9 @@ class Tracer:
     def add(self, category: int, name: str, start_ns: int, stop_ns: int, track: str = "", number: int = 0) -> None:
         """Record one event."""
         if self._second is not None and get_ident() == self._second:
-            assert self._beside is not None
-            kind = category if category in BESIDE else Category.THREAD
-            self._beside.add(kind, name, start_ns, stop_ns, track or THREAD_TRACK, number)
+            assert self._second_tracer is not None
+            kind = category if category in CONCURRENT else Category.THREAD
+            self._second_tracer.add(kind, name, start_ns, stop_ns, track or THREAD_TRACK, number)
             return
         position = self._count
         if position == self.capacity:
@@ -144,21 +144,21 @@ class Tracer:
         self._count = position + 1
 
     def clear(self) -> None:
-        """Discard all events; names keep their numbers."""
+        """Discard all events; names keep their indices."""
         self._count = self.dropped = 0
-        if self._beside is not None:
-            self._beside.clear()
+        if self._second_tracer is not None:
+            self._second_tracer.clear()
 
     def second_thread(self, identifier: int | None) -> None:
         """Record calls of the thread with this identifier separately from now on; None: there is no second thread."""
-        if identifier is not None and self._beside is None:
-            self._beside = Tracer(self.capacity, clock_ns=self.clock_ns)
+        if identifier is not None and self._second_tracer is None:
+            self._second_tracer = Tracer(self.capacity, clock_ns=self.clock_ns)
         self._second = identifier
 
     def events(self) -> Events:
         """Return a copy of the recorded events; those of a second thread come last."""
         own_events = self._own_events()
-        return own_events if self._beside is None else joined(own_events, self._beside.events())
+        return own_events if self._second_tracer is None else joined(own_events, self._second_tracer.events())
 
     def _own_events(self) -> Events:
         return Events(
@@ -197,7 +197,7 @@ def capacity_for(ranks: int) -> int:
 
 
 def cost_per_event_seconds(events: int = 20_000) -> float:
-    """Return the CPU time of two clock readings and the record of one event, measured now; the least of three."""
+    """Return the CPU time of two clock readings and the record of one event, measured now; the minimum of three."""
     tracer = Tracer(events)
     clock_ns = tracer.clock_ns
     best = float("inf")

@@ -51,7 +51,7 @@ class Observer:
         """Read the state of the replica, whose sums are settled; called between steps where `reads_state` is true."""
 
     def after_epoch(self, position: Position) -> None:
-        """Follow the end of an epoch, which is not evaluated yet. position: behind it."""
+        """Follow the end of an epoch, which is not evaluated yet. position: after it."""
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
         """Follow an evaluation at a position. sums: over all ranks."""

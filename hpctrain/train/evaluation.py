@@ -2,7 +2,7 @@
 
 The scores of an image are those of one pass, or the mean over the image and its mirror image. A confusion matrix counts which
 class an evaluation took for which, in integers that are exact on any number of ranks; a matrix of 20,000 classes has 400
-million cells, few of which are not zero: only those are kept, and ranks add theirs in blocks. `WeightAverage` puts the average
+million cells, and few are not zero: only those are kept, and ranks add theirs in blocks. `WeightAverage` puts the average
 of the weights, and that of running statistics, in place of them for an evaluation.
 """
 
@@ -124,7 +124,7 @@ class ConfusionCounts:
         self._pending: list[np.ndarray] = []
 
     def add(self, labels: np.ndarray, scores: np.ndarray) -> None:
-        """Count samples: labels (N,), and scores (N, classes), logits or their like, of which the first of the largest counts."""
+        """Count samples: labels (N,), and scores (N, classes), such as logits; the first of the largest counts."""
         if not len(labels):
             return
         # As the loss counts hits: of equal scores the first, and nothing if there is a NaN.
@@ -180,7 +180,7 @@ def pairs(loader: BatchSource, mirrored: BatchSource | None) -> Iterator[tuple[B
 def forward(network: Network, batch: Batch) -> Program:
     """Return a program that has computed the logits of a rank's own samples. Collective over the split group.
 
-    Not for a batch of which no rank of the split group has a sample.
+    Not for a batch without samples on any rank of the split group.
     """
     program = network.program(batch.share.counts, training=False, image_shape=batch.image_shape)
     program.set_input(batch.x)
@@ -238,7 +238,7 @@ def evaluate(
         network: this rank's copy, with all parameters up to date (drained). loader: this rank's share, in order.
         comm: all ranks. progress: the process's engine.
         mirrored: the same share, mirrored: the mean of both probabilities counts, see `scores.log_probabilities`.
-        confusion: counts this rank's own samples, of which it has none so far.
+        confusion: counts this rank's own samples; empty so far.
         advance: is called with the number of samples that are done, over all ranks, before each batch but the first.
         shards: those of this rank, which are computed one after another and added up in the order of their tree; None: a rank
             computes its samples of a batch together.
@@ -330,8 +330,8 @@ class TopClasses:
     """The most probable classes of neighbouring samples, the most probable first; of equal ones the first.
 
     Args:
-        first: number of the first sample. labels: (N, K) int64. probabilities: (N, K) float64; all NaN for a sample of which an
-            output is not a number.
+        first: number of the first sample. labels: (N, K) int64. probabilities: (N, K) float64; all NaN for a sample with an
+            output that is not a number.
     """
 
     first: int

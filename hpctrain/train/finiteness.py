@@ -1,8 +1,8 @@
 """Whether all that a rank trains is finite: cheap to ask in every step; where it is not, the first layer and the ranks.
 
-A loss alone does not tell: some kernels pass NaN on as a number (oneDNN's ReLU and max pooling), so that a network of NaN
-weights has the loss of one that knows nothing. Parameters tell: what is not finite in a gradient is not finite in the
-parameter that it updates, whatever the optimiser.
+A loss alone is not enough: some kernels pass NaN on as a number (oneDNN's ReLU and max pooling), so that a network of NaN
+weights has the loss of one that has learned nothing. So parameters are checked: what is not finite in a gradient is not finite
+in the parameter that it updates, whatever the optimiser.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class FiniteCheck:
-    """A look at arrays that has begun. holders: what each array is, and the parameter's name. flags: whether each is finite."""
+    """A check of arrays that has begun. holders: what each array is, and the parameter's name. flags: whether each is finite."""
 
     holders: Sequence[tuple[Held, str]]
     flags: Fetch
@@ -134,7 +134,7 @@ class Finiteness:
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
 
     def begin(self) -> FiniteCheck:
-        """Begin to look at parameters, and at gradients that are held back, as they are at this point of the work. Never waits.
+        """Begin to check parameters, and gradients that are held back, as they are at this point of the work. Never waits.
 
         In a step: between forward and backward, when parameters hold all of the step before and nothing of this one.
         """
@@ -145,16 +145,16 @@ class Finiteness:
             holders, arrays = [*self._holders, *holders], [*self._arrays, *arrays]
         return FiniteCheck(holders, self._arithmetic.fetch_finite(arrays))
 
-    def end(self, step: int, look: FiniteCheck | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
+    def end(self, step: int, check: FiniteCheck | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
         """Return whether everything is finite; the first finding is kept for `error`. Waits for what has begun.
 
         Args:
-            step: steps done. look: at this rank's parameters; None: this micro-batch has none.
+            step: steps done. check: of this rank's parameters; None: this micro-batch has none.
             loss: of this rank's samples. statistics: names of those that are not finite.
         """
         faults = [self._fault(Held.STATISTICS, name) for name in statistics]
-        if look is not None:
-            faults += [self._fault(held, name) for held, name in look.faults()]
+        if check is not None:
+            faults += [self._fault(held, name) for held, name in check.faults()]
         bad_loss = not math.isfinite(loss)
         if (faults or bad_loss) and self.finding is None:
             self.finding = Finding(self._rank, step, bad_loss, min(faults, default=None))
@@ -164,7 +164,7 @@ class Finiteness:
         """Return the cause of a step that is to be left out, from gradients if they show it. Collective, after a drain.
 
         Args:
-            step: that has just been done, counted from 1. seen: by a look after its update.
+            step: that has just been done, counted from 1. seen: by a check after its update.
             finite: this rank's loss and batch statistics.
         """
         finding, self.finding = self.finding, None
@@ -205,8 +205,8 @@ class Finiteness:
         gathered = gather((self._rank, min(self._gradient_faults(), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
         where = f", and {_first_layer(faults, step, len(findings))}" if faults else ""
-        said = f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}"
-        return DivergedError(said, ranks=self._origin(first, len(findings)))
+        sentence = f"The loss of step {step + 1} is not finite{on_ranks(losses, len(findings))}{where}; {advice}"
+        return DivergedError(sentence, ranks=self._origin(first, len(findings)))
 
     def _origin(self, first: Sequence[Finding], world: int) -> tuple[int, ...]:
         """Return the ranks at which it began; empty if that is uncertain, or if they are all ranks.
@@ -224,8 +224,8 @@ class Finiteness:
 
     def _gradient_faults(self) -> list[LayerFault]:
         """Return faults in gradients, as far as this rank updates their parameters."""
-        look = FiniteCheck(self._holders, self._arithmetic.fetch_finite(self._owned(lambda group: group.grad)))
-        return [self._fault(Held.GRADIENTS, name) for _, name in look.faults()]
+        check = FiniteCheck(self._holders, self._arithmetic.fetch_finite(self._owned(lambda group: group.grad)))
+        return [self._fault(Held.GRADIENTS, name) for _, name in check.faults()]
 
     def _owned(self, flat_of: Callable[[FlatGroup], Array]) -> list[Array]:
         """Return parts of flat buffers, one for each of the holders."""

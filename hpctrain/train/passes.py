@@ -206,7 +206,7 @@ def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     Parameters and gradients are allocated already; the optimiser's state, of the size of the parameters, is not.
 
     Raises:
-        BackendError: it does not fit; the sentence says which batch does.
+        BackendError: it does not fit; the sentence names a batch that does.
     """
     samples = -(-batch // micro_batches)
     _CHECKED[:] = [(weakref.ref(network), samples)]

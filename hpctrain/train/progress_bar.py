@@ -52,7 +52,7 @@ class ProgressBar:
 
     Args:
         console: where it is drawn. clock: in seconds. stays: as it was drawn last, once it is closed.
-        over_stdout: what is written to stdout meanwhile appears above it.
+        over_stdout: what is written to stdout while it is shown appears above it.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class LoopState:
     Args:
         notes: for the flight record. stop_asked: whether this rank was asked to stop.
         most_skips: maximum number of consecutive steps that may change nothing because they are not finite.
-        saver: of checkpoints that are written while steps go on; None if there are none.
+        saver: of checkpoints that are written while steps continue; None if there are none.
 
     Attributes:
         skipped: steps that changed nothing. skipped_in_a_row: of the latest ones. cause: of the latest of them.
@@ -404,9 +404,16 @@ class Replica:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness, self.watch)
 
     def _training_step(self) -> TrainingStep:
-        passes, counts_of, looks = self.passes, self.groups.counts_of, not self._skips
+        passes, counts_of, checks = self.passes, self.groups.counts_of, not self._skips
         return TrainingStep(
-            self.network, self.averagers, self.progress, self._reduction, passes, counts_of, watch=self.watch, looks=looks
+            self.network,
+            self.averagers,
+            self.progress,
+            self._reduction,
+            passes,
+            counts_of,
+            watch=self.watch,
+            checks_finite=checks,
         )
 
     def record_operators(self, trace: Tracer | None) -> None:
@@ -503,7 +510,7 @@ class Replica:
 
     @_without_warnings
     def require_finite(self) -> None:
-        """Drain, and look at what the last step has made: before parameters are evaluated or kept. Collective.
+        """Drain, and check what the last step has made: before parameters are evaluated or kept. Collective.
 
         Raises:
             DivergedError: as `step`.
@@ -511,8 +518,8 @@ class Replica:
         self.drain()
         if self.averagers and self._finite_at_step != self.global_step:
             statistics = self.network.statistics
-            look = self._step.finiteness.begin()
-            self._step.finiteness.end(self.global_step, look, statistics=statistics.not_finite(statistics.running))
+            check = self._step.finiteness.begin()
+            self._step.finiteness.end(self.global_step, check, statistics=statistics.not_finite(statistics.running))
             self._raise_diverged()
             self._finite_at_step = self.global_step
 
@@ -558,7 +565,7 @@ class Replica:
         Args:
             position, meta: go into the content's metadata.
             keep: False on ranks that do not write the content: theirs has no tensors.
-            copied: training may go on while the content is being written.
+            copied: training may continue while the content is being written.
         """
         network, averagers = self.network, self.averagers
         return snapshot.take(network, averagers, self.shards, position, meta, average=self.average, keep=keep, copied=copied)

@@ -208,9 +208,9 @@ class LogReporter(Reporter):
         """Log a line where the interval is over: the step, its loss over all ranks, and this rank's share of waiting."""
         self._steps += 1
         if self._last is None or self._clock() - self._last >= self._interval_seconds:
-            self._tell(epoch, step, sums)
+            self._log_step(epoch, step, sums)
 
-    def _tell(self, epoch: int, step: int, sums: RunningSums) -> None:
+    def _log_step(self, epoch: int, step: int, sums: RunningSums) -> None:
         now = self._clock()
         waited = self._progress.waited_seconds
         since = "" if self._last is None else f" of {now - self._last:.1f} s"

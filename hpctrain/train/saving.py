@@ -1,7 +1,7 @@
-"""Checkpoints of all ranks, written at once or in the background, with one view of how that goes on every rank.
+"""Checkpoints of all ranks, written at once or in the background, with the same view of its progress on every rank.
 
 Two things are not known alike on all ranks: whether a rank's part is on the disk yet, and that it cannot be written. Each rank
-adds its flag to the small message of a step (`status_flag`); where the sum says so, all exchange their states
+adds its flag to the small message of a step (`status_flag`); if the sum shows a flag, all exchange their states
 (`exchange_status`). `BackgroundWriter` is the thread that does one piece of work at a time.
 """
 
@@ -47,7 +47,7 @@ class BackgroundWriter:
         return time.monotonic() - self._begin_seconds
 
     def start(self, work: Callable[[], Any]) -> None:
-        """Begin `work`, of which nothing is under way."""
+        """Begin `work`; no other work is under way."""
         assert not self.busy, "one piece of work at a time"
         self._outcome, self._begin_seconds = (None, None), time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(work,), name="hpctrain-checkpoint", daemon=True)
@@ -81,7 +81,7 @@ class BackgroundWriter:
 
 
 #: between two polls at the states of all ranks, where the program waits for them
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 60.0
 #: attempts to write a checkpoint at once while another process removes its files
 _ATTEMPTS = 5
@@ -144,9 +144,9 @@ class Saver:
         self._work: Callable[[], Any] | None = None
         self._publishes = False
         self._begin_seconds = 0.0
-        self._told: str | None = None  # this rank's failure that all know of
+        self._reported: str | None = None  # this rank's failure that all know of
         self._sentence = ""  # the latest failure that was reported
-        self._told_late = False
+        self._reported_late = False
         self._pause_seconds = 0.0
         self._retry_at = 0.0
         self._missing: str | None = None
@@ -166,9 +166,9 @@ class Saver:
             return True
         if any(state.busy for state in states):
             self._missing = f"The checkpoint of step {step} is left out, as that of step {before.step} is still being written"
-            self._tell(step, f"{self._missing}.")
+            self._warn(step, f"{self._missing}.")
             return False
-        self._tell(before.step, f"The checkpoint of step {before.step} is given up for that of step {step}.")
+        self._warn(before.step, f"The checkpoint of step {before.step} is given up for that of step {step}.")
         self._let_go()
         return True
 
@@ -184,7 +184,7 @@ class Saver:
         if not self.asynchronous:
             self._write_now(writing)
             return
-        self._writing, self._publishes, self._told_late, self._sentence = writing, False, False, ""
+        self._writing, self._publishes, self._reported_late, self._sentence = writing, False, False, ""
         self._begin_seconds = time.monotonic()
         self._start(writing.own)
 
@@ -195,7 +195,7 @@ class Saver:
                 return
             except CheckpointRemovedError as error:  # on all ranks alike
                 removed = str(error)
-        self._tell(writing.step, f"{removed} The run goes on without the checkpoint of step {writing.step}.")
+        self._warn(writing.step, f"{removed} The run goes on without the checkpoint of step {writing.step}.")
 
     def status_flag(self) -> int:
         """Return this rank's share of the step's message.
@@ -206,21 +206,21 @@ class Saver:
         if self._writing is None:
             return 0
         late = time.monotonic() - self._begin_seconds > self._deadline_seconds
-        if self._world.rank == 0 and late and not self._told_late:
+        if self._world.rank == 0 and late and not self._reported_late:
             return self._world.size
         if self._writer.busy:
             return 0
         failure = self._state().failure
-        if failure is not None and failure == self._told:
+        if failure is not None and failure == self._reported:
             if time.monotonic() >= self._retry_at:
                 self._retry()
             return 0
         return 1 if failure is None else self._world.size
 
     def exchange_status(self) -> None:
-        """Exchange the states of all ranks: tell of failures, go on where all are done."""
+        """Exchange the states of all ranks: report failures, and continue if all are done."""
         if self._writing is not None:
-            self._look()
+            self._exchange_states()
 
     def wait_own_part(self) -> None:
         """Wait for this rank's part of what is being written, for the deadline at most. Not collective.
@@ -261,7 +261,7 @@ class Saver:
         self._let_go()
         failed = [state for state in states if state.failure is not None]
         if failed and all(state.removed for state in failed):  # a moment later the finished files would have been removed
-            self._tell(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
+            self._warn(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
             return
         if failed:
             raise CheckpointError(failed[0].failure or "")
@@ -272,7 +272,7 @@ class Saver:
         )
 
     def _start(self, work: Callable[[], Any] | None) -> None:
-        self._work, self._told, self._pause_seconds = work, None, 0.0
+        self._work, self._reported, self._pause_seconds = work, None, 0.0
         self._writer.start(work or _nothing)
 
     def _retry(self) -> None:
@@ -293,21 +293,21 @@ class Saver:
     def _advance(self, until_seconds: float) -> tuple[bool, Sequence[_State]]:
         """Wait until it is written, or cannot be for now, or until that time on rank 0; return whether it is, and the states."""
         while True:
-            self._writer.wait(_LOOK_SECONDS)
+            self._writer.wait(_POLL_SECONDS)
             self._notes.alive()
             over = self._world.broadcast_object(time.monotonic() >= until_seconds)
-            states = self._look()
+            states = self._exchange_states()
             stands = not any(state.busy for state in states) and not all(state.done for state in states)
             if self._writing is None or over or stands:
                 return self._writing is None, states
 
-    def _look(self) -> Sequence[_State]:
-        """Exchange states, tell what is new, and go on to the next part of the work where all ranks are done with one."""
+    def _exchange_states(self) -> Sequence[_State]:
+        """Exchange states, report what is new, and begin the next part of the work once all ranks have done one."""
         writing = self._writing
         assert writing is not None
         states: list[_State] = self._world.allgather_object(self._state())
-        self._tell_failures(writing, states)
-        self._tell_late(writing, states)
+        self._report_failures(writing, states)
+        self._report_late(writing, states)
         if all(state.done for state in states):
             self._go_on(writing, [state.result for state in states])
             if self._writing is not None:  # rank 0 is busy again
@@ -327,30 +327,30 @@ class Saver:
         """Release the copies of tensors, as the next ones take as much memory."""
         self._writing = self._work = None
 
-    def _tell_failures(self, writing: Writing, states: Sequence[_State]) -> None:
+    def _report_failures(self, writing: Writing, states: Sequence[_State]) -> None:
         """Report failures, once for each sentence; this rank retries its own at the next step, then after pauses."""
         own = states[self._world.rank].failure
-        if own is not None and own != self._told:
-            self._told, self._retry_at = own, time.monotonic() + self._pause_seconds
+        if own is not None and own != self._reported:
+            self._reported, self._retry_at = own, time.monotonic() + self._pause_seconds
         failed = [rank for rank, state in enumerate(states) if state.failure is not None]
         if not failed:
             return
         sentence = f"{states[failed[0]].failure}{on_ranks(failed, self._world.size)}"
         if sentence != self._sentence:
             self._sentence = sentence
-            self._tell(writing.step, f"{sentence} It is tried again while the run goes on.")
+            self._warn(writing.step, f"{sentence} It is tried again while the run goes on.")
 
-    def _tell_late(self, writing: Writing, states: Sequence[_State]) -> None:
+    def _report_late(self, writing: Writing, states: Sequence[_State]) -> None:
         """Report once that the disk is slow."""
         seconds = states[0].seconds
         busy = [rank for rank, state in enumerate(states) if not state.done]
-        if self._told_late or seconds <= self._deadline_seconds or not busy:
+        if self._reported_late or seconds <= self._deadline_seconds or not busy:
             return
-        self._told_late = True
+        self._reported_late = True
         slow = f"is not written after {seconds:.0f} s{on_ranks(busy, self._world.size)}"
-        self._tell(writing.step, f"The checkpoint of step {writing.step} {slow}; the run goes on.")
+        self._warn(writing.step, f"The checkpoint of step {writing.step} {slow}; the run goes on.")
 
-    def _tell(self, step: int, sentence: str) -> None:
+    def _warn(self, step: int, sentence: str) -> None:
         self._reporter.say(f"warning: {sentence}")
         with contextlib.suppress(OSError):  # where the disk is full, the metrics' may be the same
             self._reporter.record("checkpoint", {"step": step, "warning": sentence})
@@ -365,7 +365,7 @@ def _write_now(world: Communicator, writing: Writing) -> None:
 
 
 def _require(missing: str | None) -> None:
-    """Raise if the last checkpoint was left out. missing: a sentence that says so."""
+    """Raise if the last checkpoint was left out. missing: the sentence; None: it was not."""
     if missing is not None:
         raise CheckpointError(f"{missing}; look after the disk, and resume from the checkpoint before it.")
 

@@ -73,7 +73,7 @@ class Shards:
         shard = self._network.shards[name]
         if shard is None:
             return part
-        assert self._holders is not None, f"{name} is split, but there is nobody who holds the rest"
+        assert self._holders is not None, f"{name} is split, but no rank holds the rest"
         if self._lengths is None:
             self._lengths = self._agree(self._holders)
         lengths = self._lengths[name]
@@ -87,7 +87,7 @@ class Shards:
 
     def most(self, name: str, counts: Sequence[int]) -> list[int]:
         """Return the greatest value on any rank of each of `counts`, which are of a split parameter. Collective."""
-        assert self._holders is not None, f"{name} is split, but there is nobody who holds the rest"
+        assert self._holders is not None, f"{name} is split, but no rank holds the rest"
         of_ranks = np.empty((self._holders.size, len(counts)), np.int64)
         handle = self._holders.iallgather(np.array(counts, np.int64), of_ranks.reshape(-1), [len(counts)] * self._holders.size)
         self._progress.wait_handle(handle, f"counts of {name}")
@@ -145,9 +145,9 @@ _PENDING = "_gradient"  # a state of that ending belongs to the averager before 
 
 @dataclass
 class Position:
-    """Where training stands: everything that is not a tensor. Sample order and masks follow from it alone.
+    """Progress of a training: everything that is not a tensor. Sample order and masks follow from it alone.
 
-    It counts samples, not steps, so that training can go on with another batch.
+    It counts samples, not steps, so that training can continue with another batch.
 
     epoch: the next step's. samples: of this epoch, in its order, that steps have taken. global_step: steps done. sums: of the
     current epoch so far. skipped: steps that changed nothing, of all. skipped_in_a_row: of the latest ones.
@@ -202,7 +202,7 @@ def take(
     """Return all that a resume needs, one whole array per tensor. After a drain; collective if anything is sharded.
 
     keep: False on ranks that do not write: they get no tensors, and hold one at a time.
-    copied: no array is one that training goes on with.
+    copied: no array is one that training continues with.
     """
     kept = np.array if copied else np.asarray
     tensors: dict[str, np.ndarray] = {}
@@ -328,7 +328,7 @@ def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
     """Raise unless all state of the checkpoint that is not zero has a place, or is an average of weights.
 
     Raises:
-        CheckpointError: gradients or momentum would be lost; the message says whose, and how they are not.
+        CheckpointError: gradients or momentum would be lost; the message names them and a remedy.
     """
     prefix = optimizer_key("", "")[:-1]
     averages = optimizer_key(EMA, "")

@@ -1,4 +1,4 @@
-"""Hashes of all tensors that a replica goes on from, the same on any number of ranks, grid and strategy that hold the same bits.
+"""Hashes of all tensors that a replica continues from, the same on any number of ranks, grid and strategy with the same bits.
 
 Nothing is gathered. Each rank sums one number for each element that it holds, each element on one rank; the sums of all ranks
 are added in one allreduce of a few integers. No cut of an array changes its hash.

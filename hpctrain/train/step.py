@@ -1,7 +1,7 @@
 """One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final.
 
 Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`).
-`StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them goes on: a step updates as
+`StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them continues: a step updates as
 usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum one number. If any
 rank has found a non-finite value, each restores its copy from before the step.
 """
@@ -254,7 +254,7 @@ class TrainingStep:
         passes: that one step's samples are split into; by default one. message: receives the sums.
         counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
         watch: takes checksums of what ranks hold alike and sums of what a step has read; None: no checks.
-        looks: whether to check the parameters that the step before has made; False if they were checked already.
+        checks_finite: whether to check the parameters that the step before has made; False if they were checked already.
 
     Attributes:
         finiteness: checks what this rank trains, once per step; the message informs the others.
@@ -270,14 +270,14 @@ class TrainingStep:
         counts_of: Callable[[str, Sequence[int]], Sequence[int]] = lambda group, counts: counts,
         *,
         watch: WeightWatch | None = None,
-        looks: bool = True,
+        checks_finite: bool = True,
     ) -> None:
         self._network, self._watch = network, watch
         self._counts_of = counts_of
         self._averagers = averagers
         self._message = message
         self._passes = Passes() if passes is None else passes
-        self._looks = looks
+        self._checks_finite = checks_finite
         self._progress = progress
         self._hooks = AveragingHooks(averagers, progress, self._passes.micro_batches)
         self.finiteness = Finiteness(network, averagers, progress.rank)
@@ -302,7 +302,7 @@ class TrainingStep:
             self._pass(batch, parts[first : first + together], global_step)
             self._hooks.end_pass()
         if self._watch is not None:
-            self._watch.take(global_step)
+            self._watch.take_read_sums(global_step)
             self._lap(Category.WORK, "watched weights")
         for averager in self._averagers.values():
             averager.end_backward()
@@ -341,26 +341,26 @@ class TrainingStep:
                 for program, (_, part) in zip(programs, parts, strict=True)
             ]
             self._lap(Category.WORK, "loss")
-            look = self.finiteness.begin() if begins and self._looks else None
+            check = self.finiteness.begin() if begins and self._checks_finite else None
             self._lap(Category.WORK, "finite numbers")
             if begins and self._watch is not None:
-                self._watch.look(global_step)
+                self._watch.take_checksums(global_step)
                 self._lap(Category.WORK, "watched weights")
             programs.backward(hooks, turn)
             self._lap(Category.AVERAGING, HOOKS)
             for loss, statistics, group_count in sums:
-                self._add_to_message(global_step, loss, statistics, look, group_count)
-                look = None
+                self._add_to_message(global_step, loss, statistics, check, group_count)
+                check = None
             self._lap(Category.WORK, "sums")
 
     def _add_to_message(
-        self, global_step: int, loss: LossHandle, statistics: Fetch, look: FiniteCheck | None, group_count: int
+        self, global_step: int, loss: LossHandle, statistics: Fetch, check: FiniteCheck | None, group_count: int
     ) -> None:
         """Wait for what was on its way to the host under backward: the only waits of a step if kernels run elsewhere."""
         sums = loss.result()
         terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())
         not_finite = self._network.statistics.not_finite(terms)
-        finite = self.finiteness.end(global_step, look, loss=sums.loss, statistics=not_finite)
+        finite = self.finiteness.end(global_step, check, loss=sums.loss, statistics=not_finite)
         self._message.add(sums, terms, finite=finite)
 
     def _lap(self, category: Category, name: str) -> None:
@@ -415,7 +415,7 @@ class StepGuard:
         cause = self._finiteness.cause(step, seen, finite=finite, gather=comm.allgather_object)
         if self._watch is not None:
             self._watch.verify()  # before the copies overwrite what may be damaged
-            self._watch.step_undone()
+            self._watch.forget_step()
         for copy in self._copies:
             copy.restore()
         return cause

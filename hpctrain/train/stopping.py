@@ -37,7 +37,7 @@ class EarlyStop:
     """Training ends where `patience` evaluations, one after another, are no better than the best one before them.
 
     Args:
-        metric: name of a mean of evaluations, such as "top1": more is better, or "loss", of which less is.
+        metric: name of a mean of evaluations, such as "top1": more is better, or "loss": less is better.
         patience: at least 1. min_delta: a value is better where it is so by more than this.
     """
 
@@ -105,8 +105,8 @@ class TimeLimit:
     def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self.asked = False
         self._clock = clock
-        self._looked = clock()
-        self._end = self._looked + seconds
+        self._last_check = clock()
+        self._end = self._last_check + seconds
         self._checkpoint_seconds = _part(_FIRST_CHECKPOINT, seconds)
         self._leaving_seconds = _part(_LEAVING, seconds)
         self._evaluation_seconds = self._step_seconds = self._other_seconds = 0.0
@@ -126,8 +126,8 @@ class TimeLimit:
             saves, evaluates: a checkpoint, an evaluation is due within these two steps.
         """
         now = self._clock()
-        step = now - self._looked - self._other_seconds
-        self._looked, self._other_seconds = now, 0.0
+        step = now - self._last_check - self._other_seconds
+        self._last_check, self._other_seconds = now, 0.0
         self._step_seconds = max(step, _STEP_DECAY * self._step_seconds)
         needed = 2 * self._step_seconds + (1 + saves) * self._checkpoint_seconds + self._leaving_seconds
         self.asked = self.asked or now + needed + evaluates * self._evaluation_seconds > self._end

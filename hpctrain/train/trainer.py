@@ -58,7 +58,7 @@ class Trainer:
     Args:
         replica: what is trained; its averagers have agreed. loader: its share of the training set. test_loader: of the test set.
         schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position, after a drain.
-        go_back: returns the state from which training goes on after an error, or raises; None if the error ends it. It receives
+        go_back: returns the state from which training continues after an error, or raises; None if the error ends it. It receives
             the position at which the error was raised.
         stop_requested: whether this rank was asked to stop. limit: of its time; None if it has none.
         saver: which `save` hands checkpoints to that are written in the background; None if there are none.
@@ -140,7 +140,7 @@ class Trainer:
         self._loader.sampler.reorder(position.reorderings)
 
     def _run_from(self, position: Position) -> Outcome:
-        """Train from `position` on, as `run` says, but without going back."""
+        """Train from `position` on, as `run` does, but without going back."""
         evaluation: RunningSums | None = None
         evaluated_epochs = 0
         stopped = False
@@ -222,7 +222,7 @@ class Trainer:
         position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
         if exchanged and self._saver is not None and self._saver.last_seconds:
             self._limit.wrote(self._saver.last_seconds)
-        # Before a checkpoint of the same step, from which a run may go on without doing the step again.
+        # Before a checkpoint of the same step, from which a run may continue without repeating the step.
         readers = [observer for observer in self._observers if observer.reads_state(position.global_step)]
         if readers:
             self._notes.phase(RunPhase.READ_STATE)
@@ -283,7 +283,7 @@ class Trainer:
         return 0 < self._cadence.steps <= self._steps_run
 
     def _settle(self, position: Position) -> None:
-        """Read the sums on their way, if any, and whether to go on."""
+        """Read the pending sums, if any, and whether to continue."""
         totals = self._replica.settle()
         if totals is None:
             return

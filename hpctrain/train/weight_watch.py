@@ -74,7 +74,7 @@ class AgreedChecksums:
         numbers[-1] = float(found)
         return numbers
 
-    def are_well(self, sums: np.ndarray) -> bool:
+    def agree(self, sums: np.ndarray) -> bool:
         """Return whether the checksums within each group are equal and no rank has found damage.
 
         Args:
@@ -193,15 +193,15 @@ class PartGuard:
         for _, guard in self._guards:
             guard.compare()
         if self._on_host:  # the result needs no wait
-            self.look()
-            self.tell()
+            self.fetch_findings()
+            self.read_findings()
 
-    def look(self) -> None:
-        """Request the findings of all comparisons so far; `tell` waits for them, if pieces are not on the host."""
+    def fetch_findings(self) -> None:
+        """Request the findings of all comparisons so far; `read_findings` waits for them, if pieces are not on the host."""
         self._asked = [(numbers, guard.fetch_changed()) for numbers, guard in self._guards]
 
-    def tell(self) -> None:
-        """Update `found` to the latest `look`."""
+    def read_findings(self) -> None:
+        """Update `found` from the latest `fetch_findings`."""
         changed = sorted(numbers[place] for numbers, fetch in self._asked for place in np.flatnonzero(fetch.result()).tolist())
         self.found = self.found or tuple(self._part[number].name for number in changed)
         self._asked = []
@@ -209,8 +209,8 @@ class PartGuard:
     def verify(self) -> None:
         """Compare now, and wait for the findings."""
         self.compare()
-        self.look()
-        self.tell()
+        self.fetch_findings()
+        self.read_findings()
 
     def forget(self) -> None:
         """Forget the remembered values, after something else has written. The next comparison remembers new ones."""
@@ -235,25 +235,25 @@ class Checksums:
         names: of the arrays, the same on each of the ranks. digests: uint32, of each.
         equal_at: steps done when all of it was last found equal.
         step: steps done when the checksums were taken; None: as many as in the report.
-        vouched: by array, whether this rank owns it and knows that it is unchanged since it was written; empty if none is.
+        verified: by array, whether this rank owns it and knows that it is unchanged since it was written; empty if none is.
     """
 
     names: Sequence[str] = ()
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
     equal_at: int = 0
     step: int | None = None
-    vouched: Sequence[bool] = ()
+    verified: Sequence[bool] = ()
 
-    def vouches(self, place: int) -> bool:
+    def is_verified(self, place: int) -> bool:
         """Return whether this rank's array is known to be right, independently of other ranks."""
-        return bool(self.vouched) and self.vouched[place]
+        return bool(self.verified) and self.verified[place]
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's looks, by kind, and the names of what it found changed of its own between two updates."""
+    """One rank's checksums, by kind, and the names of what it found changed of its own between two updates."""
 
-    looks: tuple[Checksums, ...]
+    checksums: tuple[Checksums, ...]
     found: tuple[str, ...] = ()
 
 
@@ -284,8 +284,8 @@ def difference(
     findings = [_of_owner(report, rank, step) for report, rank in zip(reports, world_ranks, strict=True)]
     for kind, classes in enumerate(alike):
         for positions in classes:
-            looks = [reports[position].looks[kind] for position in positions]
-            findings.append(_among(looks, [world_ranks[position] for position in positions], step))
+            checksums = [reports[position].checksums[kind] for position in positions]
+            findings.append(_among(checksums, [world_ranks[position] for position in positions], step))
     nothing = ReplicaDifference(
         f"After step {step} ranks received different checksums, but all hold the same: a message between them was damaged", ()
     )
@@ -303,20 +303,20 @@ def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | N
     return ReplicaDifference(text, (rank,))
 
 
-def _among(looks: Sequence[Checksums], ranks: Sequence[int], step: int) -> ReplicaDifference | None:
+def _among(checksums: Sequence[Checksums], ranks: Sequence[int], step: int) -> ReplicaDifference | None:
     """Return the first thing that differs among some ranks, and on which; None if nothing does."""
-    table = np.array([look.digests for look in looks])
+    table = np.array([one.digests for one in checksums])
     differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
     if not differing:
         return None
-    step = step if looks[0].step is None else looks[0].step
-    owners = [rank for look, rank in zip(looks, ranks, strict=True) if look.vouches(differing[0])]
-    names = [looks[0].names[place] for place in differing]
+    step = step if checksums[0].step is None else checksums[0].step
+    owners = [rank for one, rank in zip(checksums, ranks, strict=True) if one.is_verified(differing[0])]
+    names = [checksums[0].names[place] for place in differing]
     holders: dict[int, list[int]] = {}
     for rank, digest in zip(ranks, table[:, differing[0]].tolist(), strict=True):
         holders.setdefault(digest, []).append(rank)
     most = max(holders.values(), key=lambda members: (len(members), members == owners))
-    what, since = f"{names[0]}{_others(names)}", f"all had the same after step {looks[0].equal_at}"
+    what, since = f"{names[0]}{_others(names)}", f"all had the same after step {checksums[0].equal_at}"
     if len(most) * 2 > len(ranks) or most == owners:
         odd = [rank for rank in ranks if rank not in most]
         verb = "holds" if len(odd) == 1 else "hold"
@@ -340,7 +340,7 @@ def _others(names: Iterable[str]) -> str:
 
 #: by kind: of what all ranks hold alike, and of what those with the same part of split layers do
 _AllChecksums = tuple[Checksums, ...]
-_Look = tuple[Sequence[str], PartDigests]
+_Taken = tuple[Sequence[str], PartDigests]
 _KINDS = 2
 _PAIR = 2  # ranks; without a majority that shows which one is wrong
 _NO_SUMS = np.zeros(0, np.uint32)
@@ -366,12 +366,12 @@ class CheckCadence:
 class _Read:
     """Pending sums of the parameters that a step has read.
 
-    step: steps done before it. fetches: by kind. vouched: by kind and piece, whether this rank owns it and knows it to be right.
+    step: steps done before it. fetches: by kind. verified: by kind and piece, whether this rank owns it and knows it to be right.
     """
 
     step: int
     fetches: tuple[list[Fetch], ...]
-    vouched: tuple[Sequence[bool], ...]
+    verified: tuple[Sequence[bool], ...]
 
 
 def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
@@ -427,17 +427,17 @@ class WeightWatch:
         self._whole = tuple(PartChecksums(self._compared(kind, parts)) for kind, parts in enumerate(cuts))
         #: by kind and part, steps done when it was last found equal
         self._equal_at = [[0] * len(parts) for parts in self._parts]
-        self._looks: tuple[_Look, ...] | None = None
-        self._look_step = self._taken_step = self._sent_step = 0
+        self._part_checksums: tuple[_Taken, ...] | None = None
+        self._checksums_step = self._taken_step = self._sent_step = 0
         self._sent: _AllChecksums = ()
-        self._has_sent_looks = False
+        self._has_sent_parts = False
         self._all_equal_at = -1
         self._read_names, self._read_owned = self._watch_reads()
         #: of steps whose sums are not sent yet. On a device, sums are sent one step late, so that nothing waits for them
         self._reads: list[_Read] = []
         self._steps_kept = 1 if network.kernels.arithmetic.on_host else 2
         self._read_equal_at = 0
-        self._vouches = dict.fromkeys(averagers, False)
+        self._owned_known = dict.fromkeys(averagers, False)
         self._rounded: dict[str, list[PartGuard]] = {}
         for name, averager in averagers.items():
             if averager.comm.size == 1 or not _replicates_state(averager):
@@ -449,7 +449,7 @@ class WeightWatch:
 
     @property
     def checks_to_see_all(self) -> int:
-        """Number of checks until each part was looked at."""
+        """Number of checks until each part was compared."""
         return max(map(len, self._parts))
 
     def _watch_reads(self) -> tuple[tuple[list[str], ...], tuple[list[bool], ...]]:
@@ -475,30 +475,30 @@ class WeightWatch:
 
     # -- in steps --------------------------------------------------------------------------------------------------------------
 
-    def look(self, step: int) -> None:
+    def take_checksums(self, step: int) -> None:
         """Take checksums of a part if one is due. Does not wait for them.
 
         Call it between forward and backward, when parameters hold all updates of `step` steps.
         """
         if step % self._every:
             return
-        looks = []
+        taken = []
         for parts in self._parts:
             table = parts[self._turn(step, parts)]
             _complete(self._averagers.values(), table.part)
-            looks.append((table.names, table.fetch()))
+            taken.append((table.names, table.fetch()))
         for guard in self._guards:
-            guard.look()
-        self._looks, self._look_step = tuple(looks), step
+            guard.fetch_findings()
+        self._part_checksums, self._checksums_step = tuple(taken), step
 
-    def take(self, step: int) -> None:
+    def take_read_sums(self, step: int) -> None:
         """Take sums of the parameters that a step has read. Call it between backward and `end_backward`. Does not wait for them.
 
         Args:
             step: number of steps done before this one.
         """
         fetches: tuple[list[Fetch], ...] = tuple([] for _ in range(_KINDS))
-        vouched: list[Sequence[bool]] = [() for _ in range(_KINDS)]
+        verified: list[Sequence[bool]] = [() for _ in range(_KINDS)]
         for name, averager in self._averagers.items():
             if averager.reads is None:
                 continue
@@ -506,32 +506,32 @@ class WeightWatch:
             fetches[_kind(name)].extend(averager.reads.complete())
             if averager.comm.size == _PAIR:
                 # Whether they were known to be right before this step: its update has compared them with the remembered sums.
-                if self._vouches[name]:
-                    vouched[_kind(name)] = self._read_owned[_kind(name)]
-                self._vouches[name] = self._knows_owned(name)
+                if self._owned_known[name]:
+                    verified[_kind(name)] = self._read_owned[_kind(name)]
+                self._owned_known[name] = self._knows_owned(name)
         self._frozen.compare()
-        self._reads = [*self._reads, _Read(step, fetches, tuple(vouched))][-self._steps_kept :]
+        self._reads = [*self._reads, _Read(step, fetches, tuple(verified))][-self._steps_kept :]
         self._taken_step = step
 
     def message(self) -> np.ndarray:
         """Return the numbers for a step's message; see `AgreedChecksums.numbers`."""
-        self._has_sent_looks, looks = self._looks is not None, self._looks
+        self._has_sent_parts, taken = self._part_checksums is not None, self._part_checksums
         of_parts = [Checksums() for _ in self._parts]
-        if looks is not None:
-            equal_at = [steps[self._turn(self._look_step, steps)] for steps in self._equal_at]
-            of_parts = [Checksums(names, digests.result(), at) for (names, digests), at in zip(looks, equal_at, strict=True)]
-        self._looks = None
+        if taken is not None:
+            equal_at = [steps[self._turn(self._checksums_step, steps)] for steps in self._equal_at]
+            of_parts = [Checksums(names, digests.result(), at) for (names, digests), at in zip(taken, equal_at, strict=True)]
+        self._part_checksums = None
         reads = self._next_reads() if len(self._reads) == self._steps_kept else [Checksums() for _ in range(_KINDS)]
         self._sent, self._sent_step = (*reads, *of_parts), self._taken_step
         return self._numbers()
 
     def read(self, sums: np.ndarray) -> bool:
         """Return whether all is well, given the sum over all ranks of the latest `message`."""
-        if not self._agreed.are_well(sums):
+        if not self._agreed.agree(sums):
             return False
-        if self._has_sent_looks:
+        if self._has_sent_parts:
             for parts, equal_at in zip(self._parts, self._equal_at, strict=True):
-                equal_at[self._turn(self._look_step, parts)] = self._look_step
+                equal_at[self._turn(self._checksums_step, parts)] = self._checksums_step
         step = self._sent[0].step
         self._read_equal_at = self._read_equal_at if step is None else step
         return True
@@ -540,8 +540,8 @@ class WeightWatch:
         """Remove the oldest pending sums of a step, and return them by kind. Waits for them."""
         read = self._reads.pop(0)
         digests = [np.concatenate([_NO_SUMS, *(fetch.result() for fetch in fetches)]) for fetches in read.fetches]
-        kinds = zip(self._read_names, digests, read.vouched, strict=True)
-        return [Checksums(names, sums, self._read_equal_at, read.step, vouched) for names, sums, vouched in kinds]
+        kinds = zip(self._read_names, digests, read.verified, strict=True)
+        return [Checksums(names, sums, self._read_equal_at, read.step, verified) for names, sums, verified in kinds]
 
     # -- between steps ---------------------------------------------------------------------------------------------------------
 
@@ -554,13 +554,13 @@ class WeightWatch:
         if self._all_equal_at == step:
             return True
         self.verify()
-        self._vouches = {name: self._knows_owned(name) for name in self._averagers}
-        looks = self._next_reads() if self._reads else [Checksums() for _ in range(_KINDS)]
+        self._owned_known = {name: self._knows_owned(name) for name in self._averagers}
+        checksums = self._next_reads() if self._reads else [Checksums() for _ in range(_KINDS)]
         for kind, (whole, equal_at) in enumerate(zip(self._whole, self._equal_at, strict=True)):
-            look = Checksums(whole.names, whole.fetch().result(), min(equal_at))
-            looks.append(self._with_schedules(look, kind) if schedules else look)
-        self._sent, self._sent_step = tuple(looks), step
-        if not self._are_well():
+            of_kind = Checksums(whole.names, whole.fetch().result(), min(equal_at))
+            checksums.append(self._with_schedules(of_kind, kind) if schedules else of_kind)
+        self._sent, self._sent_step = tuple(checksums), step
+        if not self._compare_sent():
             return False
         self._equal_at = [[step] * len(parts) for parts in self._parts]
         self._all_equal_at = self._read_equal_at = step
@@ -593,20 +593,20 @@ class WeightWatch:
             taken.append((self._reads[0].step, (*self._next_reads(), *no_parts)))
         for step, sums in taken:
             self._sent = sums
-            if step is not None and step <= finite_until and not self._are_well():
+            if step is not None and step <= finite_until and not self._compare_sent():
                 return True
         return False
 
     def forget(self) -> None:
         """Forget all remembered sums, because parameters and state were loaded."""
-        self.step_undone()
+        self.forget_step()
         self.statistics.forget()
         self._frozen.forget()
 
-    def step_undone(self) -> None:
+    def forget_step(self) -> None:
         """Forget sums of parameters and optimiser state, because a step was undone. Statistics were not written."""
-        self._all_equal_at, self._looks = -1, None
-        self._vouches = dict.fromkeys(self._vouches, False)
+        self._all_equal_at, self._part_checksums = -1, None
+        self._owned_known = dict.fromkeys(self._owned_known, False)
         for guard in self._guards:
             if guard not in (self.statistics, self._frozen):
                 guard.forget()
@@ -637,26 +637,26 @@ class WeightWatch:
         return self._optimizers[name].vouches if rounded is None else all(guard.remembered for guard in rounded)
 
     def _turn(self, step: int, parts: Sequence[object]) -> int:
-        """Return the index of the part that a step looks at."""
+        """Return the index of the part that is compared after `step` steps."""
         return step // self._every % len(parts)
 
-    def _with_schedules(self, look: Checksums, kind: int) -> Checksums:
-        """Return a look with the checksums of the schedules of its kind's parameter groups."""
+    def _with_schedules(self, checksums: Checksums, kind: int) -> Checksums:
+        """Return checksums with those of the schedules of its kind's parameter groups."""
         schedules = {name: averager.schedule for name, averager in self._averagers.items() if _kind(name) == kind}
         sums = {name: zlib.crc32(one.digest().encode()) for name, one in schedules.items() if one is not None}
-        names = [*look.names, *(f"the schedule of parameters {name}" for name in sums)]
-        return Checksums(names, np.concatenate([look.digests, np.array([*sums.values()], np.uint32)]), look.equal_at)
+        names = [*checksums.names, *(f"the schedule of parameters {name}" for name in sums)]
+        return Checksums(names, np.concatenate([checksums.digests, np.array([*sums.values()], np.uint32)]), checksums.equal_at)
 
-    def _are_well(self) -> bool:
+    def _compare_sent(self) -> bool:
         """Return whether the checksums in `_sent` are equal and no rank has found damage by itself. Collective."""
-        return self._agreed.are_well(np.sum(self._comm.allgather_object(self._numbers()), axis=0))
+        return self._agreed.agree(np.sum(self._comm.allgather_object(self._numbers()), axis=0))
 
     def _numbers(self) -> np.ndarray:
         """Return the numbers for the checksums in `_sent`, and for whether this rank has found damage by itself."""
         for guard in self._guards:
-            guard.tell()
+            guard.read_findings()
         kinds = (self._sent[kind::_KINDS] for kind in range(_KINDS))
-        checksums = [zlib.crc32(b"".join(look.digests.tobytes() for look in looks)) for looks in kinds]
+        checksums = [zlib.crc32(b"".join(one.digests.tobytes() for one in kind)) for kind in kinds]
         return self._agreed.numbers(checksums, found=any(guard.found for guard in self._guards))
 
 

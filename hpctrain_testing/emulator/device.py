@@ -38,7 +38,7 @@ class EmulatedDevice:
     """Implements `Device`. A program ends with `finish`.
 
     Args:
-        seed: of the orders of blocks, threads and the streams' work.
+        seed: seed of the orders of blocks, threads and the streams' work.
         ignored_wait: the number of a wait of a stream or the host that is left out, see `waits`: the results of a program that
             needs the wait are then wrong for most seeds.
 

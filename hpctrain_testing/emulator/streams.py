@@ -89,7 +89,7 @@ class Mark:
 
     @property
     def done(self) -> bool:
-        """All of it is done."""
+        """Whether all of the work is done."""
         return self.queue.done >= self.position
 
 

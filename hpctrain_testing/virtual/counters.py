@@ -12,7 +12,7 @@ from hpctrain.core.intervals import even_interval
 
 @dataclass(frozen=True)
 class Count:
-    """All that one rank has handed over, in integers.
+    """What one rank has handed over, in integers.
 
     Attributes:
         operations: how many were posted.
@@ -82,7 +82,7 @@ class Counters:
 
 
 class CountingCommunicator(ForwardingCommunicator):
-    """A communicator that counts, then hands on to `inner`, any other one. Its splits count into the same counters.
+    """A communicator that counts and forwards to `inner`. Its splits count into the same counters.
 
     Operations are counted at posting. Object operations are counted without bytes, as are receives of messages (their
     bytes are the sender's) and barriers.

@@ -115,7 +115,7 @@ class RankState:
 
     def resume(self) -> None:
         """Give this rank the baton."""
-        with suppress(RuntimeError):  # a failure elsewhere has just released everyone
+        with suppress(RuntimeError):  # a failure elsewhere has just released all ranks
             self.baton.release()
 
     def polls_in_vain(self, posting: Posting) -> None:
@@ -284,7 +284,7 @@ class PostedOperation(ABC):
 
 
 class Allreduce(PostedOperation):
-    """The sum in rank order, the same bits for everyone."""
+    """The sum in rank order, the same bits for all parties."""
 
     _sum: Array | None = None
 
@@ -301,7 +301,7 @@ class Allreduce(PostedOperation):
 
 
 class ReduceScatter(Allreduce):
-    """Party r receives part r of the sum."""
+    """A sum of which party r receives part r."""
 
     def result(self, party: int) -> Array:
         posting = self.postings[party]
@@ -314,7 +314,7 @@ class ReduceScatter(Allreduce):
 
 
 class Allgather(PostedOperation):
-    """All parts in rank order."""
+    """A gather of all parts in rank order."""
 
     _gathered: Array | None = None
 
@@ -329,7 +329,7 @@ class Allgather(PostedOperation):
 
 
 class Alltoall(PostedOperation):
-    """Part p of every party's buffer goes to party p. Counts agree in pairs."""
+    """An exchange: part p of every party's buffer goes to party p. Counts agree in pairs."""
 
     def post(self, party: int, posting: Posting, moments: Moments) -> None:
         for other, first in enumerate(self.postings):
@@ -355,7 +355,7 @@ class Alltoall(PostedOperation):
 
 
 class Broadcast(PostedOperation):
-    """The root's buffer to everyone."""
+    """A broadcast of the root's buffer."""
 
     def result(self, party: int) -> Array | None:
         assert self.root is not None
@@ -374,7 +374,7 @@ class Broadcast(PostedOperation):
 
 
 class Message(Broadcast):
-    """From party 0, the root, to party 1. Lengths must agree, as the receiver has no other way to know."""
+    """A message from party 0, the root, to party 1. Lengths must agree, as the receiver cannot find out the other's."""
 
     def fits(self, first: Posting, second: Posting) -> bool:
         return first.agreed == second.agreed
@@ -388,7 +388,7 @@ class Message(Broadcast):
 
 
 class Barrier(PostedOperation):
-    """Nothing is moved."""
+    """A barrier: no data moves."""
 
     def result(self, party: int) -> None:
         return None

@@ -4,8 +4,8 @@ Who gets it is a policy's choice, so a run is a function of the program and the 
 open: which rank runs next, and when an operation's data moves: at once, at the worst moment, or by a modelled clock. Matching
 (collectives by posting order, messages of one source and tag in their order) is done before it is asked.
 
-A rank that only polls in vain is parked until something of its own completes; when no rank can go on and nothing is pending,
-the run ends with a `DeadlockError`, which says in words who waits where, for what, and for whom.
+A rank that only polls in vain is parked until something of its own completes; when no rank can continue and nothing is pending,
+the run ends with a `DeadlockError`, whose message names who waits where, for what, and for whom.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_POSTINGS = 4
 
 def deadlock_of(ranks: Sequence[RankState]) -> DeadlockError:
     """Return the error of a run in which no rank can continue."""
-    return DeadlockError(f"Deadlock of {len(ranks)} virtual ranks, none of which can go on:\n{describe_ranks(ranks)}")
+    return DeadlockError(f"Deadlock of {len(ranks)} virtual ranks, none of which can continue:\n{describe_ranks(ranks)}")
 
 
 def describe_ranks(ranks: Sequence[RankState]) -> str:
@@ -114,7 +114,7 @@ def _current_line(state: RankState) -> SourceLine | str:
 
 
 class Policy(Protocol):
-    """Every method is called by the one rank that runs."""
+    """The choices that MPI leaves open. Every method is called by the one rank that runs."""
 
     def moments(self) -> Moments:
         """Return when the buffers of the next posting are touched."""
@@ -263,7 +263,7 @@ class Clocked:
 
     A transfer starts when all its ranks have posted it and their links are free, and holds these links for its modelled
     time, multiplied by the largest factor of its ranks. The rank with the least clock runs, so what happens follows
-    from the model alone; `seed` only says when buffers are touched (None: at match).
+    from the model alone; `seed` only decides when buffers are touched (None: at match).
 
     Args:
         stragglers: rank -> factor by which its link is slower.
@@ -354,7 +354,7 @@ _PATIENCE = 500
 
 
 class Scheduler:
-    """Hands the baton from rank to rank.
+    """A scheduler that hands the baton from rank to rank.
 
     Attributes: ranks: by number. policy: what decides. failure: the first error of the run. over: set when all have ended or one
     has failed.

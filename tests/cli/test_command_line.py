@@ -32,7 +32,7 @@ from tests.support.job_scripts import SITES
 from tests.support.jobs import clean_environment
 
 #: words that make a text a piece of a sentence
-_PIECES = ("Of ", "That ", "Such ", "By default", "As ", "Also ", "Who ", "What ", "Which ", "How ")
+_PIECES = ("Of ", "That ", "Such ", "By default", "As ", "Who ", "What ", "Which ", "How ")
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:

@@ -104,7 +104,7 @@ def test_the_record_of_the_world_that_was_says_that_the_process_went_on(monkeypa
     ends: list[End] = []
     monkeypatch.setattr(FlightRecorder, "ended", lambda self, end, sentence="", ranks=(): ends.append(end))
     Started("on_lost_rank=shrink", outcomes=[LOST, None]).run()
-    assert ends == [End.WENT_ON]
+    assert ends == [End.CONTINUED]
 
 
 def test_a_rank_that_is_lost_at_the_very_end_starts_the_last_attempt_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`hpctrain doctor` as users start it: well where all is well, and fifteen broken environments, each named with what mends it.
+"""`hpctrain doctor` as users start it: well where all is well, and fifteen broken environments, each named with the fix.
 
 Clocks that are apart and nodes with unlike files are made up in tests/doctor; all else is staged for real processes.
 """
@@ -79,7 +79,7 @@ def test_a_sound_job_is_well_and_has_a_map(job: Job, folder: Path) -> None:
 def test_one_process_says_that_it_is_alone(job: Job, folder: Path) -> None:
     found = examined(job, folder)
     assert found["alone"]["severity"] == "remark"
-    assert "mpiexec" in found["alone"]["mend"]
+    assert "mpiexec" in found["alone"]["fix"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Broken:
     """An environment that is broken: a file of the folder, words of the command, ranks, variables; and what is found."""
 
     key: str
-    mend: str
+    fix: str
     sentence: str = ""
     severity: str = ""
     file: tuple[str, str] = ("", "")
@@ -164,7 +164,7 @@ def test_what_is_broken_is_named_with_its_cure(job: Job, folder: Path, key: str)
     env = {name: value.replace("FOLDER", str(folder)) for name, value in broken.env.items()}
     found = examined(job, folder, *broken.words, ranks=broken.ranks, env=env)
     assert key in found, found
-    assert broken.mend in found[key]["mend"]
+    assert broken.fix in found[key]["fix"]
     assert broken.sentence.replace("FOLDER", str(folder)) in found[key]["sentence"]
     assert broken.severity in found[key]["severity"]
 
@@ -194,7 +194,7 @@ def test_ranks_of_a_wrong_launcher_are_named_once(folder: Path) -> None:
     assert (second[0], second[1], first[1]) == ("", 0, USER_ERROR)
     [found] = [one for one in json.loads(first[0])["findings"] if one["key"] == "singletons"]
     assert found["sentence"].startswith("Open MPI mpiexec has started 2 processes, and each is rank 0 of 1")
-    assert "mpiexec -n 2" in found["mend"] or "mpi-lib-version" in found["mend"]
+    assert "mpiexec -n 2" in found["fix"] or "mpi-lib-version" in found["fix"]
 
 
 def of_open_mpi(rank: int) -> dict[str, str]:
@@ -225,8 +225,8 @@ def test_processes_that_nobody_has_made_ranks_are_named(folder: Path) -> None:
     decoder, text = json.JSONDecoder(), done.stdout.lstrip()
     content, _ = decoder.raw_decode(text)
     [found] = [one for one in content["findings"] if one["key"] == "singletons"]
-    assert found["sentence"].startswith("2 processes of this command run side by side, and each is rank 0 of 1")
-    assert "-n 2 python -m mpi4py -m hpctrain" in found["mend"]
+    assert found["sentence"].startswith("2 processes of this command run at the same time, and each is rank 0 of 1")
+    assert "-n 2 python -m mpi4py -m hpctrain" in found["fix"]
 
 
 def test_an_mpi_that_ends_the_ranks_of_another_ones_launcher_is_named(job: Job, folder: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_data_file_that_somebody_has_locked_is_named(job: Job, folder: Path) -
     with (folder / "train.h5").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         found = examined(job, folder, "tiny.yaml", env={"HDF5_USE_FILE_LOCKING": "TRUE"})
-        assert found["hdf5-lock"]["mend"] == "export HDF5_USE_FILE_LOCKING=FALSE"
+        assert found["hdf5-lock"]["fix"] == "export HDF5_USE_FILE_LOCKING=FALSE"
         assert "train.h5 (HDF5_USE_FILE_LOCKING is TRUE)" in found["hdf5-lock"]["sentence"]
         assert "hdf5-lock" not in examined(job, folder, "tiny.yaml", env={"HDF5_USE_FILE_LOCKING": "FALSE"})
 
@@ -278,10 +278,10 @@ def test_a_run_directory_that_takes_nothing_is_named(job: Job, folder: Path, mou
     found = examined(job, folder, "--run-directory", str(place / "runs"))
     if "ro" in disk:
         assert found["run-directory"]["sentence"] == f"{place} cannot be written: Read-only file system."
-        assert "output=DIR" in found["run-directory"]["mend"]
+        assert "output=DIR" in found["run-directory"]["fix"]
     else:
         assert "No space left on device" in found["run-directory"]["sentence"]
-        assert found["run-directory"]["mend"].startswith("Make room")
+        assert found["run-directory"]["fix"].startswith("Free space")
     assert not list(place.iterdir()), "the probe is gone"
 
 
@@ -291,15 +291,15 @@ def test_a_full_scratch_is_named(job: Job, folder: Path, mounted: Callable[[str]
         while True:
             file.write(bytes(4096))
     found = examined(job, folder, env={"TMPDIR": str(disk)})
-    assert f"{disk} (TMPDIR) has room for 0.0 MB." in found["full-scratch"]["sentence"]
-    assert f"Make room in {disk}" in found["full-scratch"]["mend"]
+    assert f"{disk} (TMPDIR) has 0.0 MB left." in found["full-scratch"]["sentence"]
+    assert f"Free space in {disk}" in found["full-scratch"]["fix"]
 
 
 def of_several_programs(folder: Path, programs: Sequence[Sequence[str]]) -> Outcome:
     """One rank of each command, in one job."""
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        pytest.skip("there is no mpiexec, neither beside this Python nor on PATH")
+        pytest.skip("there is no mpiexec, neither next to this Python nor on PATH")
     words = [word for number, program in enumerate(programs) for word in ([":"] * bool(number) + ["-n", "1", *program])]
     begin = time.monotonic()
     done = subprocess.run(
@@ -316,7 +316,7 @@ def test_mismatched_versions_are_named_with_rank_and_host(folder: Path) -> None:
     outcome = of_several_programs(folder, [program, ["env", f"PYTHONPATH={python_path(folder / 'other')}", *program]])
     found = findings(outcome)["mismatch"]
     assert "Rank 1 has other packages than rank 0: numpy is 0.0.1, not " in found["sentence"]
-    assert found["mend"] == "Give all nodes the same environment."
+    assert found["fix"] == "Give all nodes the same environment."
 
 
 def test_a_start_that_hangs_is_named_within_the_limit(folder: Path) -> None:

@@ -37,7 +37,7 @@ train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 ran
 train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/runs
 run: -- sleep 3 => The command "sleep 3" has no training in it
 run: -- hpctrain train nowhere.yaml => nowhere.yaml: The configuration cannot be read
-completion: tcsh => a shell "tcsh" cannot be completed; those of bash, zsh and fish can.
+completion: tcsh => There is no completion for the shell "tcsh"; there is for bash, zsh and fish.
 script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
 submit: nowhere.yaml --site local => nowhere.yaml: The configuration cannot be read
 submit: CONFIG --site lokal => There is no site 'lokal'; the nearest is "local"

@@ -172,7 +172,7 @@ def test_an_old_run_of_the_same_name_is_left_alone(folder: Path) -> None:
     words = ["output=runs", "data.train=nowhere.h5"]
     code, said = _Supervised(folder, 0, ["--pause", "0"], words).end(180)
     assert code == 2, said
-    assert "another start would fail alike" in said
+    assert "another start would fail the same way" in said
     assert _attempts(folder)[0]["checkpoint"] is None
 
 
@@ -180,8 +180,8 @@ def test_an_old_run_of_the_same_name_is_left_alone(folder: Path) -> None:
     ("words", "sentence"),
     [
         (["sleep", "3"], "has no training in it"),
-        (["hpctrain", "train", "storm.yaml", "--compute-only"], "--compute-only trains nothing that could be started again"),
-        (["hpctrain", "train", "storm.yaml", "--help"], "--help in the command asks for no training"),
+        (["hpctrain", "train", "storm.yaml", "--compute-only"], "--compute-only trains nothing that could be restarted"),
+        (["hpctrain", "train", "storm.yaml", "--help"], "--help in the command starts no training"),
         (["hpctrain", "train", "storm.yaml", "--wrong"], "No such option"),
         (["hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
         (["hpctrain", "train", "storm.yaml", "batch=0"], "batch is 0"),

@@ -95,8 +95,8 @@ def test_one_that_is_killed_is_said_to_be_and_recorded(job: Job, ranks: int, tmp
 def test_one_that_leaves_without_a_word_is_a_failure(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, within="os._exit(0)")
     assert outcome.code != 0
-    assert "the process left with exit code 0 before the run was over" in outcome.stderr
-    assert read(tmp_path / "flight" / file_name(ranks - 1)).end is End.LEFT
+    assert "the process exited with code 0 before the run was over" in outcome.stderr
+    assert read(tmp_path / "flight" / file_name(ranks - 1)).end is End.EXITED
 
 
 def test_one_that_is_stopped_is_ended_by_its_parent(job: Job, tmp_path: Path) -> None:

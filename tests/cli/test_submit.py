@@ -114,7 +114,7 @@ def test_a_training_on_this_machine_is_stopped_and_goes_on(tmp_path: Path, monke
     _wait(lambda: log.exists() and "epoch 2/" in log.read_text(), log)
     os.kill(process, signal.SIGUSR1)
     _wait(lambda: not Path(f"/proc/{process}").exists(), log)
-    assert "job script: stopped with a checkpoint; start it again to go on" in log.read_text()
+    assert "job script: stopped with a checkpoint; start it again to continue" in log.read_text()
     process, log = _started("output=parts", "metrics.interval_seconds=0.1")
     _wait(lambda: not Path(f"/proc/{process}").exists(), log)
     assert "resumed" in log.read_text()

@@ -17,7 +17,7 @@ from hpctrain.backend import choice
 from hpctrain.backend.arithmetic import Arithmetic, StagedBytes, Transit
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
-from hpctrain.comm import device_probe, groups, mpi, transports
+from hpctrain.comm import device_probe, mpi, transports
 from hpctrain.comm.base import Communicator, Complete, Handle
 from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
 from hpctrain.comm.groups import TwoLevel, in_levels, levels
@@ -186,7 +186,7 @@ def test_stages_within_nodes_have_one_order(seed: int, emulated_device: Emulated
 @pytest.mark.usefixtures("emulated_device")  # has its kernels built; what hangs is not done at the end
 def test_without_turns_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, emulated_device: EmulatedDeviceFactory) -> None:
     """Gathers within a node begin when those between nodes are complete, which is another moment on each rank."""
-    monkeypatch.setattr(TwoLevel, "_turn", lambda self: groups._at_once)
+    monkeypatch.setattr(TwoLevel, "_turn", lambda self: lambda start: start())
     wrong = 0
     for seed in range(10):
         try:
@@ -581,7 +581,7 @@ def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.Mon
 
 def test_last_lines() -> None:
     assert device_probe.last_line("a\n b \n\n") == "b"
-    assert device_probe.last_line("\n") == "it said nothing"
+    assert device_probe.last_line("\n") == "it printed nothing"
 
 
 @pytest.mark.job
@@ -600,7 +600,7 @@ def test_what_the_process_says_is_told_whatever_becomes_of_it(monkeypatch: pytes
     says("abort", device_probe.GTL_WORDS, code=1)
     assert device_probe.trial() == f"abort\n{device_probe.GTL_WORDS}"
     monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
-    assert device_probe.trial() == f"{UNAWARE}: it said nothing"
+    assert device_probe.trial() == f"{UNAWARE}: it printed nothing"
     monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(device_probe, "_SECONDS", 0.2)
     assert device_probe.trial() == f"{UNAWARE}: TimeoutExpired"

@@ -234,7 +234,7 @@ def test_a_rectangle_that_never_fits_erases_nothing():
 
 
 def test_erasing_is_last_in_the_list():
-    with pytest.raises(ConfigError, match=r'"flip" is number 3 of the list, behind "random_erasing", .* at the end'):
+    with pytest.raises(ConfigError, match=r'"flip" is number 3 of the list, after "random_erasing", .* at the end'):
         Pipeline([("flip", {}), ("random_erasing", {}), ("flip", {})], 0, MEAN, STD)
     assert len(Pipeline([("flip", {}), ERASING, ERASING], 0, MEAN, STD).normalised) == 2
 

@@ -107,20 +107,20 @@ def test_the_exit_code_follows_from_the_worst_finding(strict: bool) -> None:
 
 def test_a_finding_has_the_kinds_remedy_unless_it_has_a_better_one() -> None:
     assert KIND.found("It is.") == DoctorFinding(Severity.WARNING, "It is.", "Mends.", "kind")
-    assert KIND.found("It is.", "export X=1").mend == "export X=1"
+    assert KIND.found("It is.", "export X=1").fix == "export X=1"
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence", "mend"),
+    ("error", "sentence", "fix"),
     [
         ("a is 3; set it to 2.", "a is 3.", "Set it to 2."),
         ("a is 3; b is 4; set both.", "a is 3; b is 4.", "Set both."),
         ("a is 3.", "a is 3.", "Mends."),
     ],
 )
-def test_the_last_part_of_an_errors_sentence_mends_it(error: str, sentence: str, mend: str) -> None:
+def test_the_last_part_of_an_errors_sentence_fixes_it(error: str, sentence: str, fix: str) -> None:
     finding = KIND.from_error(error)
-    assert (finding.sentence, finding.mend) == (sentence, mend)
+    assert (finding.sentence, finding.fix) == (sentence, fix)
 
 
 def test_a_fine_finding_has_no_key() -> None:
@@ -182,14 +182,14 @@ def test_checks_without_facts_are_left_out() -> None:
             "ended",
             "SIGSEGV while looking at progress: last",
         ),
-        (RankEnd(1, "", None), "ended", "left with exit code 1 while starting Python."),
+        (RankEnd(1, "", None), "ended", "exited with code 1 while starting Python."),
         (RankEnd(255, "MPIDI_CRAY_init: ..., but GTL library is not linked\n", None), "no-gtl", "the GTL library is not linked."),
         (
             RankEnd(16, "PMIx", Progression(STARTS, {"MPI": MPICH})),
             "wrong-launcher",
             "Open MPI mpiexec has started these ranks, but",
         ),
-        (RankEnd(16, "", Progression("ending MPI", {"MPI": MPICH})), "ended", "left with exit code 16 while ending MPI"),
+        (RankEnd(16, "", Progression("ending MPI", {"MPI": MPICH})), "ended", "exited with code 16 while ending MPI"),
     ],
 )
 def test_the_end_of_a_rank_is_explained(end: RankEnd, key: str, words: str) -> None:
@@ -198,7 +198,7 @@ def test_the_end_of_a_rank_is_explained(end: RankEnd, key: str, words: str) -> N
     assert words in found.sentence
     assert found.sentence.endswith(".")
     assert found.severity is Severity.FAULT
-    assert found.mend
+    assert found.fix
     outcome = examine()
     assert outcome.findings["job"] == [found]
     assert "launcher" not in outcome.findings, "nobody has counted the ranks"
@@ -245,7 +245,7 @@ def test_nothing_is_lost_in_80_characters(found: list[DoctorFinding]) -> None:
     for finding in found:
         assert "".join(finding.sentence.split()) in squeezed or len(finding.sentence) > 40
         assert finding.severity.value in text
-    assert text.count(" mend ") >= len(found)
+    assert text.count(" fix ") >= len(found)
 
 
 def _printed(outcome: Examination, patch: pytest.MonkeyPatch, *, strict: bool = False) -> str:
@@ -280,7 +280,7 @@ def test_a_large_job_has_a_short_map(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_json_has_all_findings_and_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [DoctorFinding(Severity.FAULT, "It is.", "Mend it.", "key"), DoctorFinding(Severity.OK, "It is well.")]
+    found = [DoctorFinding(Severity.FAULT, "It is.", "Fix it.", "key"), DoctorFinding(Severity.OK, "It is well.")]
     report.print_json(examination(found, ranks=20, gpus=1), strict=False)
     content = json.loads(capsys.readouterr().out)
     assert content["exit_code"] == 2
@@ -289,7 +289,7 @@ def test_json_has_all_findings_and_all_ranks(capsys: pytest.CaptureFixture[str])
         "severity": "fault",
         "key": "key",
         "sentence": "It is.",
-        "mend": "Mend it.",
+        "fix": "Fix it.",
     }
     assert [place["rank"] for place in content["map"]] == list(range(20))
     assert content["map"][3] == {"rank": 3, "host": "nid0", "node": 0, "cpus": "0-1", "threads": 2, "gpus": ["0"]}
@@ -326,7 +326,7 @@ def test_an_end_after_the_report_leaves_the_report_alone(rank_of: Callable[..., 
 
 def test_a_fault_of_the_configuration_is_kept_until_all_ranks_can_say_it(rank_of: Callable[..., DoctorRank]) -> None:
     def read() -> None:
-        raise ConfigError("x.yaml: It is wrong; mend it.")
+        raise ConfigError("x.yaml: It is wrong; fix it.")
 
     rank = rank_of(0, read)
     assert isinstance(rank._configuration(), ConfigError)
@@ -395,8 +395,8 @@ def test_a_conclusion_is_passed_on(deed: str, code: int) -> None:
     ("deed", "code", "words"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", -11, "was ended by SIGSEGV"),
-        ("os._exit(16)", 16, "left with exit code 16"),
-        ("sys.exit(3)", 3, "left with exit code 3"),
+        ("os._exit(16)", 16, "exited with code 16"),
+        ("sys.exit(3)", 3, "exited with code 3"),
     ],
 )
 def test_any_other_end_is_explained_with_the_last_words_and_note(deed: str, code: int, words: str) -> None:
@@ -406,7 +406,7 @@ def test_any_other_end_is_explained_with_the_last_words_and_note(deed: str, code
 @pytest.mark.job
 def test_an_error_is_printed_and_explained() -> None:
     code, told, errors, _ = watch("1 / 0")
-    assert (code, told and told[:3]) == (7, [1, "left with exit code 1", 2])
+    assert (code, told and told[:3]) == (7, [1, "exited with code 1", 2])
     assert "ZeroDivisionError" in errors
 
 

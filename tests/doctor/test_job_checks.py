@@ -32,14 +32,14 @@ def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, col
     [found] = rank_checks.judge_grid(view(ranks, config=config), [None] * ranks)
     assert found.key == ("" if rows * cols == ranks else "wrong-grid")
     if found.key:
-        assert f"must be {ranks}, the nearest legal grid is" in found.mend
+        assert f"must be {ranks}, the nearest legal grid is" in found.fix
 
 
 def test_a_batch_that_is_smaller_than_the_ranks_is_named() -> None:
     config = configuration("batch=2", "micro_batches=1")
     [found] = rank_checks.judge_grid(view(3, config=config), [None] * 3)
     assert found.key == "wrong-grid"
-    assert "smallest batch is 3" in found.mend
+    assert "smallest batch is 3" in found.fix
 
 
 @pytest.mark.parametrize("overrides", [["grid=auto"], ["plan=auto"]])
@@ -87,11 +87,11 @@ def libraries(**changes: Any) -> list[LibraryFacts | None]:
     return [replace(FACTS, **changes), None]
 
 
-#: by what is judged: the job, its facts, the key, words of the sentence, and of what mends it
+#: by what is judged: the job, its facts, the key, words of the sentence, and of its fix
 JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
     *(
-        (rank_checks.LAUNCHER, view(1, launcher=by), [facts], "singletons", EACH_ALONE.format(by.name), mend)
-        for by, facts, mend in (
+        (rank_checks.LAUNCHER, view(1, launcher=by), [facts], "singletons", EACH_ALONE.format(by.name), fix)
+        for by, facts, fix in (
             (OPEN_MPI, OWN, "/venv/bin/mpiexec -n 4 python -m mpi4py"),
             (OPEN_MPI, NONE, "mpi-lib-version"),
             (Launcher("Slurm srun", 4, 0), OWN, "srun --mpi=pmi2"),
@@ -128,7 +128,7 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
     (
         rank_checks.MPI_LIBRARY,
         view(2),
-        libraries(launchers=OTHER, beside=""),
+        libraries(launchers=OTHER, mpiexec=""),
         "other-mpiexec",
         OTHER_MPI,
         "export PATH=/venv/bin:$PATH",
@@ -136,7 +136,7 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
     (
         rank_checks.MPI_LIBRARY,
         view(2),
-        libraries(launchers=OTHER[:1], beside=""),
+        libraries(launchers=OTHER[:1], mpiexec=""),
         "other-mpiexec",
         OTHER_MPI,
         "Use the mpiexec of MPICH.",
@@ -144,7 +144,7 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
     (
         rank_checks.MPI_LIBRARY,
         view(2),
-        libraries(launchers=(("/x/mpiexec", ""), *OTHER), beside="/a b/mpiexec"),
+        libraries(launchers=(("/x/mpiexec", ""), *OTHER), mpiexec="/a b/mpiexec"),
         *("other-mpiexec", OTHER_MPI, "export PATH='/a b':$PATH"),
     ),
     (rank_checks.MPI_LIBRARY, view(2), libraries(launchers=(("/x/mpiexec", ""),)), "", "", ""),  # which says nothing
@@ -172,11 +172,11 @@ def test_a_start_that_was_not_measured_has_no_facts() -> None:
 
 @pytest.mark.parametrize("number", range(len(JUDGED)))
 def test_a_job_is_judged(number: int) -> None:
-    check, job, facts, key, words, mend = JUDGED[number]
+    check, job, facts, key, words, fix = JUDGED[number]
     [found] = check.judge(job, facts)
     assert found.key == key
     assert words in found.sentence
-    assert mend in found.mend
+    assert fix in found.fix
     assert (found.severity is Severity.FAULT) == (key in ("singletons", "no-mpi-library", "world-size"))
 
 
@@ -196,9 +196,9 @@ def test_a_launcher_of_another_mpi_is_known_by_names(name: str, library: str, wr
     found = rank_checks.wrong_launcher(Launcher(name, 4, 0), library, "/venv/bin/mpiexec")
     assert (found is not None) == wrong
     if found is not None:
-        assert found.mend == "/venv/bin/mpiexec -n 4 python -m mpi4py -m hpctrain ..."
+        assert found.fix == "/venv/bin/mpiexec -n 4 python -m mpi4py -m hpctrain ..."
         general = rank_checks.wrong_launcher(Launcher(name, 4, 0), library, "")
-        assert general.mend == rank_checks.WRONG_LAUNCHER.remedy
+        assert general.fix == rank_checks.WRONG_LAUNCHER.remedy
 
 
 GB = 10**9
@@ -206,7 +206,7 @@ TWO_PASSES = configuration("batch=64", "micro_batches=2")
 
 
 @given(st.integers(1, 8), st.integers(1, 400), st.integers(1, 40), st.integers(0, 40), st.integers(1, 64))
-def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int, samples: int) -> None:
+def test_what_fixes_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int, samples: int) -> None:
     """The second node has the least room, or both have enough; TWO_PASSES has two micro-batches."""
     facts = [MemoryFacts(10**15, pass_gb * GB, held_gb * GB, samples), *[None] * (ranks - 1), MemoryFacts(node_gb * GB)]
     [found] = node_checks.judge_memory(view(ranks, ranks, config=TWO_PASSES), [*facts, *[None] * (ranks - 1)])
@@ -214,10 +214,10 @@ def test_what_mends_it_fits(ranks: int, node_gb: int, pass_gb: int, held_gb: int
     assert found.key == ("too-little-memory" if need > node_gb else "tight-memory" if need > 0.85 * node_gb else "")
     assert (found.severity is Severity.FAULT) == (need > node_gb)
     assert f"need{'s' if ranks == 1 else ''} {need:.1f} GB" in found.sentence
-    if match := re.search(r"micro_batches=(\d+)", found.mend):
+    if match := re.search(r"micro_batches=(\d+)", found.fix):
         assert int(match[1]) <= samples
         assert ranks * (pass_gb * 2 / int(match[1]) + held_gb) <= 0.85 * node_gb * 1.000001
-    elif match := re.search(r"at most (\d+)", found.mend):
+    elif match := re.search(r"at most (\d+)", found.fix):
         assert int(match[1]) * (pass_gb + held_gb) <= 0.85 * node_gb
     elif found.key:
         assert pass_gb + held_gb > 0.85 * node_gb
@@ -262,7 +262,7 @@ def test_a_low_thread_level_is_a_fault_where_a_thread_is_wanted(level: str, aske
     needed = "thread-level-needed" if progress in ("thread", "posting") else "thread-level"
     assert found.key == (needed if level in ("single", "funneled") else "")
     if found.key:
-        assert ("unset MPI4PY_RC_THREAD_LEVEL" if asked else "MPICH_MAX_THREAD_SAFETY=multiple") in found.mend
+        assert ("unset MPI4PY_RC_THREAD_LEVEL" if asked else "MPICH_MAX_THREAD_SAFETY=multiple") in found.fix
 
 
 @pytest.mark.parametrize(
@@ -312,13 +312,13 @@ def test_nodes_that_are_alike_show_their_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mend"),
+    ("kind", "fix"),
     [
         ("software_versions", "Give all nodes the same environment."),
         ("package_files", "Install the same version of it on all nodes."),
     ],
 )
-def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.MonkeyPatch, kind: str, mend: str) -> None:
+def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.MonkeyPatch, kind: str, fix: str) -> None:
     calls: list[int] = []
 
     def facts(*_: object) -> dict[str, int]:
@@ -327,7 +327,7 @@ def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(same_start, kind, facts)
     [found] = node_checks.judge_versions(view(1, 1, 1), gathered(3))
-    assert (found.key, found.mend) == ("mismatch", mend)
+    assert (found.key, found.fix) == ("mismatch", fix)
     assert "numpy" in found.sentence
     assert "(rank " in found.sentence
     assert "is on nid" in found.sentence

@@ -48,7 +48,7 @@ def test_clocks_that_are_surely_apart_are_named(offset_ns: int, error_ns: int, s
     assert found.key == ("clock-skew" if skewed else "")
     assert words.replace(",", "") in found.sentence.replace(",", "")
     if skewed:
-        assert found.mend.startswith("srun --exclude=nid1 ...")
+        assert found.fix.startswith("srun --exclude=nid1 ...")
 
 
 def test_a_node_whose_clock_is_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_ranks_with_cores_of_their_own_are_well() -> None:
 
 def test_ranks_that_share_all_cores_are_unbound() -> None:
     [found] = rank_checks.judge_binding(view(2), [rank(range(8))] * 2)
-    assert (found.key, found.severity, found.mend) == ("unbound", Severity.REMARK, "mpiexec -bind-to core:2 -n 2 ...")
+    assert (found.key, found.severity, found.fix) == ("unbound", Severity.REMARK, "mpiexec -bind-to core:2 -n 2 ...")
     assert "shared by 2 ranks" in found.sentence
 
 
@@ -134,13 +134,13 @@ def test_the_variables_that_are_too_large_are_named() -> None:
     facts = [rank(range(8), 2, variables, openblas=8)] * 2
     [found] = rank_checks.judge_threads(view(2), facts)
     assert found.sentence == "2 ranks compute with 16 threads on 4 cores (OPENBLAS_NUM_THREADS=8)."
-    assert found.mend == "export OPENBLAS_NUM_THREADS=2"
+    assert found.fix == "export OPENBLAS_NUM_THREADS=2"
 
 
 def test_threads_that_a_training_refuses_are_named_by_its_sentence() -> None:
     facts = CoreFacts(frozenset({0}), frozenset({"0"}), None, {}, "threads: 8 does not fit; at most 1 can be asked for.", {})
     [found] = rank_checks.judge_threads(view(1), [facts])
-    assert (found.key, found.mend) == ("threads-refused", "At most 1 can be asked for.")
+    assert (found.key, found.fix) == ("threads-refused", "At most 1 can be asked for.")
 
 
 def test_pools_that_have_started_are_counted(tmp_path: object) -> None:
@@ -175,19 +175,19 @@ def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "key", "mend"),
+    ("facts", "key", "fix"),
     [
         (DirectoryFacts("/d", errno.EROFS), "run-directory", "Train with output=DIR"),
         (DirectoryFacts("/d", errno.EACCES), "run-directory", "Train with output=DIR"),
-        (DirectoryFacts("/d", errno.ENOSPC), "run-directory", "Make room"),
+        (DirectoryFacts("/d", errno.ENOSPC), "run-directory", "Free space"),
         (DirectoryFacts("/d", 0, True, 9.0), "slow-run-directory", "Put `output`"),
         (DirectoryFacts("/d", 0, True, 0.1), "", ""),
     ],
 )
-def test_outcomes_are_judged(facts: DirectoryFacts, key: str, mend: str) -> None:
+def test_outcomes_are_judged(facts: DirectoryFacts, key: str, fix: str) -> None:
     [found] = file_checks.judge_directory(view(1, 1), [facts, None])
     assert found.key == key
-    assert found.mend.startswith(mend)
+    assert found.fix.startswith(fix)
     if facts.error:
         assert os.strerror(facts.error) in found.sentence
 
@@ -226,7 +226,7 @@ def test_gpus_are_counted_by_node() -> None:
 def test_crays_missing_library_is_named_with_its_cure() -> None:
     [found] = node_checks.judge_gpus(view(2), [GpuFacts(("0",), probe=CRAY), GpuFacts(("0",))])
     assert (found.key, found.severity) == ("no-gtl", Severity.FAULT)
-    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found.mend
+    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found.fix
     assert node_checks.from_start("all is well") is None
 
 
@@ -286,7 +286,7 @@ def test_a_lock_that_cannot_be_had_is_told_from_other_faults(folder: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(ImageFile, "open", refuse)
         found = file_checks.judge_hdf5(view(1), [looked(folder)])
-    assert (keys(found), found[0].mend) == (["hdf5-lock"], "export HDF5_USE_FILE_LOCKING=FALSE")
+    assert (keys(found), found[0].fix) == (["hdf5-lock"], "export HDF5_USE_FILE_LOCKING=FALSE")
     with (folder / "train.h5").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert looked(folder).data == (), "hpctrain asks for no locks"
@@ -298,7 +298,7 @@ def test_missing_and_damaged_files_have_their_own_sentence(folder: Path) -> None
     assert keys(found) == ["data-file", "data-file"]
     assert "damaged" in found[0].sentence
     assert found[1].sentence == "There is no data file nowhere.h5."
-    assert "hpctrain data convert" in found[1].mend
+    assert "hpctrain data convert" in found[1].fix
 
 
 def test_made_up_images_need_no_file(folder: Path) -> None:
@@ -308,7 +308,7 @@ def test_made_up_images_need_no_file(folder: Path) -> None:
 def test_a_file_system_without_locks_is_a_warning_with_its_node() -> None:
     facts = Hdf5Facts("/scratch/runs", "unable to lock file, errno = 38")
     [found] = file_checks.judge_hdf5(view(1, 1), [Hdf5Facts("/scratch/runs"), facts])
-    assert (found.key, found.mend) == ("no-hdf5-locks", "export HDF5_USE_FILE_LOCKING=FALSE")
+    assert (found.key, found.fix) == ("no-hdf5-locks", "export HDF5_USE_FILE_LOCKING=FALSE")
     assert "in /scratch/runs on nid1: unable to lock file, errno = 38." in found.sentence
 
 
@@ -333,7 +333,7 @@ def test_nodes_without_onednn_are_named(facts: list[KernelFacts | None], overrid
     [found] = node_checks.judge_kernels(view(2, 2, config=configuration(*overrides)), facts)
     assert found.key == key
     if key:
-        assert (found.mend, "(nid1)" in found.sentence) == ("Install onednn-cpu-gomp or set X.", facts[0] is FAST)
+        assert (found.fix, "(nid1)" in found.sentence) == ("Install onednn-cpu-gomp or set X.", facts[0] is FAST)
 
 
 @pytest.mark.parametrize(
@@ -358,20 +358,20 @@ ROOM = ScratchFacts("/tmp", "", 0, 10**10)
 
 
 @pytest.mark.parametrize(
-    ("fact", "key", "mend"),
+    ("fact", "key", "fix"),
     [
         (ROOM, "", ""),
         (ScratchFacts("/local", "TMPDIR", errno.ENOENT, 0), "no-scratch", "export TMPDIR="),
         (ScratchFacts("/local", "TMPDIR", errno.EROFS, 0), "no-scratch", "export TMPDIR="),
-        (ScratchFacts("/local", "TMPDIR", errno.ENOSPC, 0), "full-scratch", "Make room in /local"),
-        (ScratchFacts("/local", "TMPDIR", 0, 10**6), "full-scratch", "Make room in /local"),
+        (ScratchFacts("/local", "TMPDIR", errno.ENOSPC, 0), "full-scratch", "Free space in /local"),
+        (ScratchFacts("/local", "TMPDIR", 0, 10**6), "full-scratch", "Free space in /local"),
         (ScratchFacts("/dev/shm", "", 0, 10**6), "full-shared-memory", "Remove what"),
     ],
 )
-def test_each_place_is_judged_with_its_node(fact: ScratchFacts, key: str, mend: str) -> None:
+def test_each_place_is_judged_with_its_node(fact: ScratchFacts, key: str, fix: str) -> None:
     [found] = file_checks.judge_scratch(view(2, 1), [[ROOM], None, [fact]])
     assert found.key == key
-    assert found.mend.startswith(mend)
+    assert found.fix.startswith(fix)
     assert ("of nid1" in found.sentence) == bool(key)
 
 

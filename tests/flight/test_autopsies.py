@@ -12,7 +12,6 @@ from hpctrain.flight.autopsy import (
     autopsy,
     autopsy_json,
     explanation,
-    held_up,
     latest_seconds,
     named,
     newest,
@@ -22,6 +21,7 @@ from hpctrain.flight.autopsy import (
     records_in,
     silence,
     silent_seconds,
+    waited_for,
 )
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import FlightRecord
@@ -178,7 +178,7 @@ def test_clocks_of_nodes_differ() -> None:
 
 
 def _held_up(records: list[FlightRecord]) -> Autopsy:
-    found = held_up(records)
+    found = waited_for(records)
     assert found is not None
     return found
 
@@ -327,7 +327,7 @@ def test_a_short_deadline_has_a_short_silence() -> None:
 
 
 def test_nobody_waits() -> None:
-    assert held_up([record(0, end=End.DEADLINE), record(1)]) is None
+    assert waited_for([record(0, end=End.DEADLINE), record(1)]) is None
 
 
 def _post(recorder: FlightRecorder, queue: int) -> int:
@@ -360,7 +360,7 @@ def test_a_directory_tells_its_latest_start(tmp_path: Path) -> None:
     first, *_ = explanation(tmp_path)
     assert first.startswith("autopsy: Rank 1 never posted the allreduce of 8 float32 elements for a.weight")
     head, *rows = rank_table(records)
-    assert [dict(zip(head, row, strict=True))["end"] for row in rows] == ["deadline", "did not say"]
+    assert [dict(zip(head, row, strict=True))["end"] for row in rows] == ["deadline", "unknown"]
     values = json.loads(json.dumps(autopsy_json(records)))
     assert values["blamed"] == [1]
     assert values["ranks"][0]["unfinished"][0] == {

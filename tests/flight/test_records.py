@@ -321,7 +321,7 @@ def test_a_record_that_another_process_has_mapped_is_replaced_and_never_cut(tmp_
     assert (read(path).end, list(tmp_path.iterdir())) == (End.SIGNAL, [path])
 
 
-@pytest.mark.parametrize(("end", "number"), [(End.SIGNAL, 9), (End.LEFT, 0), (End.LEFT, 5)])
+@pytest.mark.parametrize(("end", "number"), [(End.SIGNAL, 9), (End.EXITED, 0), (End.EXITED, 5)])
 def test_an_end_is_marked_from_outside_unless_the_process_has_said_its_own(tmp_path: Path, end: End, number: int) -> None:
     recorder = FlightRecorder()
     path = recorder.keep_in(tmp_path)
@@ -336,7 +336,7 @@ def test_an_end_is_marked_from_outside_unless_the_process_has_said_its_own(tmp_p
 
 @pytest.mark.parametrize(
     ("end", "number", "stays"),
-    [(End.SIGNAL, 9, False), (End.LEFT, 15, False), (End.LEFT, 0, True), (End.LEFT, 85, True), (End.LAUNCHER, 19, False)],
+    [(End.SIGNAL, 9, False), (End.EXITED, 15, False), (End.EXITED, 0, True), (End.EXITED, 85, True), (End.LAUNCHER, 19, False)],
 )
 def test_a_run_that_has_finished_may_still_end_badly(tmp_path: Path, end: End, number: int, stays: bool) -> None:
     recorder = FlightRecorder()

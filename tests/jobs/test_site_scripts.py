@@ -201,7 +201,7 @@ def test_a_stopped_job_is_queued_again_up_to_the_limit(tmp_path: Path, site: str
     outcome = _run(tmp_path, site, settings={"MOST_RESTARTS": "2"}, TRAIN_STATUS="85", **count)
     assert outcome.code == 85
     assert outcome.of("scontrol") == ([("scontrol", "requeue", JOB)] if restarts < 2 else [])
-    assert ("submit it again to go on" in outcome.said) == (restarts >= 2)
+    assert ("submit it again to continue" in outcome.said) == (restarts >= 2)
     assert not list(tmp_path.glob(".stopped*"))
 
 
@@ -220,13 +220,13 @@ def test_under_pbs_it_submits_itself_up_to_the_limit(tmp_path: Path, restarts: i
 def test_without_a_scheduler_a_stopped_training_is_not_started_again(tmp_path: Path, site: str) -> None:
     outcome = _run(tmp_path, site, TRAIN_STATUS="85")
     assert (outcome.code, len(_launches(outcome, "train"))) == (85, 1)
-    assert "start it again to go on" in outcome.said
+    assert "start it again to continue" in outcome.said
 
 
 def test_a_queue_that_refuses_is_said(tmp_path: Path) -> None:
     outcome = _run(tmp_path, "slurm", TRAIN_STATUS="85", SCONTROL_STATUS="1")
     assert outcome.code == 85
-    assert "scontrol could not queue the job again; submit it again to go on" in outcome.said
+    assert "scontrol could not requeue the job; submit it again to continue" in outcome.said
     outcome = _run(tmp_path, "polaris", TRAIN_STATUS="85", SUBMIT_STATUS="1")
     assert outcome.code == 85
     assert "qsub could not submit the job again" in outcome.said
@@ -246,7 +246,7 @@ def test_a_doctor_that_fails_ends_the_job_before_the_training(tmp_path: Path, si
 def test_a_doctor_that_hangs_is_ended(tmp_path: Path, site: str) -> None:
     outcome = _run(tmp_path, site, settings={"DOCTOR_SECONDS": "1"}, DOCTOR_SLEEPS="50", timeout_seconds=30)  # type: ignore[arg-type]
     assert outcome.code == 124
-    assert "the doctor ended with code 124 (124: not within 1 s), so nothing is trained" in outcome.said
+    assert "the doctor ended with code 124 (124: not within 1 s), so no training was started" in outcome.said
 
 
 @pytest.mark.parametrize("site", EACH)
@@ -280,7 +280,7 @@ def test_a_request_to_stop_reaches_the_training(tmp_path: Path, site: str, numbe
     (tmp_path / "bin" / "mpiexec").write_text(_STARTS)
     (tmp_path / "bin" / "python").write_text(_LISTENS)
     (tmp_path / "script").write_text(edited(path_of(site).read_text(), DOCTOR_SECONDS="0"))
-    log = tmp_path / "hpctrain.core.log"
+    log = tmp_path / "hpctrain.log"
     command = ["bash", "script", "tiny.yaml"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         try:
@@ -292,7 +292,7 @@ def test_a_request_to_stop_reaches_the_training(tmp_path: Path, site: str, numbe
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    assert log.read_text() == "trains\nasked to stop\njob script: stopped with a checkpoint; start it again to go on\n"
+    assert log.read_text() == "trains\nasked to stop\njob script: stopped with a checkpoint; start it again to continue\n"
 
 
 # -- the environment on the nodes' own disks ---------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def _with_image(folder: Path, base: str) -> str:
     profile.write_text(f"extends: {base}\ncontainer: {{image: $PLACE/hpctrain.sif, command: {command}, source: our wiki}}\n")
     site = profile_files.read_site("mine", {"XDG_CONFIG_HOME": str(folder / "config")})
     request = JobRequest(1, account="mine" if site.profile.account else None)
-    return render(site, plan_job(site, request, JobFiles("run", "jobs/mine", log="hpctrain.core.log", train=("tiny.yaml",))))
+    return render(site, plan_job(site, request, JobFiles("run", "jobs/mine", log="hpctrain.log", train=("tiny.yaml",))))
 
 
 @pytest.mark.parametrize("base", SITES)
@@ -386,4 +386,4 @@ def test_an_image_that_is_not_there_ends_the_job_in_a_sentence(tmp_path: Path, b
     outcome = run_script(tmp_path, _with_image(tmp_path, base), PLACE=str(tmp_path))
     assert outcome.code == 1
     assert not _launches(outcome, "doctor") + _launches(outcome, "train")
-    assert f"job script: there is no image {tmp_path}/hpctrain.sif, so nothing is started" in outcome.said
+    assert f"job script: there is no image {tmp_path}/hpctrain.sif, so nothing was started" in outcome.said

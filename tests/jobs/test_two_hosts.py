@@ -64,7 +64,7 @@ def test_a_job_is_looked_at_stopped_and_gone_on_with_over_both_hosts(hosts: TwoH
     parts.wait(lambda text: "epoch 3/" in text)
     hosts.run(0, shlex.split(parts.stop))
     assert parts.code() == 85, parts.text
-    assert "job script: stopped with a checkpoint; start it again to go on" in parts.text
+    assert "job script: stopped with a checkpoint; start it again to continue" in parts.text
     step, _ = _newest(hosts, "parts")
     assert 0 < step < 800
 

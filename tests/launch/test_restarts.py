@@ -53,7 +53,7 @@ def _run(
     return code, kept, said
 
 
-@pytest.mark.parametrize(("code", "words"), [(0, "done"), (85, "stopped with a checkpoint"), (2, "would fail alike")])
+@pytest.mark.parametrize(("code", "words"), [(0, "done"), (85, "stopped with a checkpoint"), (2, "would fail the same way")])
 def test_what_ends_well_or_would_fail_alike_is_not_started_again(code: int, words: str) -> None:
     ended, attempts, said = _run(_Runner([code]), [_wrote(4)])
     assert (ended, len(attempts)) == (code, 1)

@@ -250,7 +250,7 @@ def test_a_run_whose_output_finds_no_room_trains_on(tmp_path: Path) -> None:
         command, shell=True, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the standard output cannot be written (No space left on device); the run goes on") == 1
+    assert done.stderr.count("the standard output cannot be written (No space left on device); the run continues without it") == 1
     assert "Traceback" not in done.stderr
     assert list(tmp_path.glob("runs/*/checkpoints/*.h5"))
 

@@ -148,7 +148,7 @@ def _kept(program: str, **env: str) -> Outcome:
 
 
 _RECORDS = "from pathlib import Path; keeper.record(Path('/first')); keeper.record(Path('/latest')); "
-_UNSAID = "the process left with exit code {} before the run was over"
+_UNSAID = "the process exited with code {} before the run was over"
 _SILENT = f"hpctrain: {_UNSAID}: something called exit() in it.\n"
 _TELLS = ({"OMPI_MCA_mpi_ft_enable": "1"}, {"MPI_LOCALNRANKS": "1"})
 
@@ -282,9 +282,9 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize(
     ("ranks", "rank", "how", "words"),
     [
-        (0, 0, "os._exit(0)", "hpctrain: the process left with exit code 0 before the run was over"),
-        (2, 1, "os._exit(0)", f"hpctrain: {place(1, 2)}the process left with exit code 0 before the run was over"),
-        (2, 0, "os._exit(0)", f"hpctrain: {place(0, 2)}the process left with exit code 0 before the run was over"),
+        (0, 0, "os._exit(0)", "hpctrain: the process exited with code 0 before the run was over"),
+        (2, 1, "os._exit(0)", f"hpctrain: {place(1, 2)}the process exited with code 0 before the run was over"),
+        (2, 0, "os._exit(0)", f"hpctrain: {place(0, 2)}the process exited with code 0 before the run was over"),
         (2, 1, "sys.exit()", f"{place(1, 2)}sys.exit() inside of a run ends the job."),
     ],
 )

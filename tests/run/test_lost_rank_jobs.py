@@ -210,7 +210,7 @@ def test_the_records_until_the_loss_are_kept(job: Job, folder: Path) -> None:
     run = _run(folder)
     before = CliRunner().invoke(cli, ["autopsy", str(run.flight / "before-loss-1"), "--json"])
     assert json.loads(before.output)["findings"][0].startswith("Rank 1 was ended by SIGKILL (")
-    assert [rank["end"] for rank in json.loads(before.output)["ranks"]] == ["went on", "killed", "went on"]
+    assert [rank["end"] for rank in json.loads(before.output)["ranks"]] == ["continued", "killed", "continued"]
     after = CliRunner().invoke(cli, ["autopsy", str(run.path), "--json"])
     assert json.loads(after.output)["findings"] == ["The job finished: ranks 0-1 ended normally."]
 

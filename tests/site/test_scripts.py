@@ -258,7 +258,7 @@ def test_without_a_scheduler_it_runs_in_the_background(folder: Path, monkeypatch
     log = script.with_suffix(".log")
     commands = (f"  tail -F {log}", f"  kill -USR1 {submission.number}")
     assert submission.lines == ("follow it:", commands[0], "stop it with a checkpoint:", commands[1])
-    assert ("start it again to go on" in log.read_text()) == (status == 85)
+    assert ("start it again to continue" in log.read_text()) == (status == 85)
 
 
 @pytest.mark.job

@@ -57,7 +57,7 @@ GOOD = {"description": "a machine", "tested": "here", "scheduler": "slurm", "nod
         ({"queu": {}}, "queu", 'Unknown key "queu"; the nearest is "queue"'),
         ({"node": {"cores": 8, "ranks": 2, "most_rank": 1}}, "node.most_rank", 'the nearest is "most_ranks"'),
         ({"node": {"core": 8, "ranks": 2}}, "node.core", 'Unknown key "node.core"; the nearest is "cores"'),
-        ({"node": {"cores": 8}}, "node.ranks", 'The key "node.ranks" is missing: Number of ranks on each node'),
+        ({"node": {"cores": 8}}, "node.ranks", 'The key "node.ranks" is missing: Default number of ranks on each node'),
         ({"node": {"cores": 8, "ranks": 9}}, "node", "node must have ranks of at most 8; the nearest legal value is 8."),
         ({"node": {"cores": 0, "ranks": 1}}, "node.cores", "is 0, but must be at least 1; the nearest legal value is 1."),
         ({"scheduler": "slrum"}, "scheduler", "must be 'slurm', 'pbs', 'hostfile' or 'local'; the nearest is 'slurm'"),

@@ -92,7 +92,7 @@ def install(folder: Path) -> dict[str, str]:
 def run_script(folder: Path, text: str, *arguments: str, timeout_seconds: float = 60, **environ: str) -> ScriptOutcome:
     """Run a script's text as its scheduler would, with the stand-ins that `install` has put into `folder`."""
     environment = {**install(folder), **environ} if not (folder / "bin").exists() else {**_again(folder), **environ}
-    for old in (*folder.glob("calls*"), *folder.glob("hpctrain.core.log")):
+    for old in (*folder.glob("calls*"), *folder.glob("hpctrain.log")):
         old.unlink()
     (folder / "script").write_text(text)
     command = ["bash", *(["-l"] if text.startswith("#!/bin/bash -l") else []), "script", *arguments]
@@ -101,7 +101,7 @@ def run_script(folder: Path, text: str, *arguments: str, timeout_seconds: float 
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
     )
-    log = folder / "hpctrain.core.log"
+    log = folder / "hpctrain.log"
     said = done.stdout + done.stderr + (log.read_text() if log.exists() else "")
     return ScriptOutcome(done.returncode, calls(folder), said, _environments(folder))
 

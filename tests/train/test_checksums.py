@@ -302,7 +302,7 @@ def test_sums_tell_whether_all_of_a_group_are_equal(columns: int, rows: int, com
 
     def well(found: int | None = None) -> bool:
         numbers = [one.numbers((of_all[rank], of_rows[rank]), found=rank == found) for rank, one in enumerate(agreed)]
-        return agreed[0].are_well(np.sum(numbers, axis=0))
+        return agreed[0].agree(np.sum(numbers, axis=0))
 
     assert well()
     assert not well(found=odd)
@@ -315,8 +315,8 @@ def test_sums_of_many_ranks_are_exact() -> None:
     alike = [range(200_000)], [range(200_000)]
     agreed = AgreedChecksums(alike, 7)
     most = agreed.numbers((2**32 - 1, 2**32 - 1), found=False)
-    assert agreed.are_well(200_000 * most)
-    assert not agreed.are_well(199_999 * most + agreed.numbers((2**32 - 1, 2**32 - 2), found=False))
+    assert agreed.agree(200_000 * most)
+    assert not agreed.agree(199_999 * most + agreed.numbers((2**32 - 1, 2**32 - 2), found=False))
 
 
 SIZES = st.lists(st.integers(0, 40), max_size=6)
@@ -437,10 +437,10 @@ def test_what_is_said(reports: list[RankReport], ranks: tuple[int, ...], text: s
     assert found.ranks == ranks
 
 
-@pytest.mark.parametrize(("vouched", "ranks"), [((True, False), (11,)), ((False, True), (10,)), ((True, True), (10, 11))])
-def test_of_two_ranks_the_owner_is_right(vouched: tuple[bool, bool], ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("verified", "ranks"), [((True, False), (11,)), ((False, True), (10,)), ((True, True), (10, 11))])
+def test_of_two_ranks_the_owner_is_right(verified: tuple[bool, bool], ranks: tuple[int, ...]) -> None:
     """The owner is right if it vouches for its values. If both ranks vouch, both are named."""
-    looks = [Checksums(NAMES[:1], np.array([rank], np.uint32), 3, 8, (vouched[rank],)) for rank in range(2)]
+    looks = [Checksums(NAMES[:1], np.array([rank], np.uint32), 3, 8, (verified[rank],)) for rank in range(2)]
     found = difference([RankReport((look,)) for look in looks], ([range(2)],), [10, 11], 9)
     assert found.ranks == ranks
     assert found.text.startswith("After step 8 ")

@@ -10,7 +10,7 @@ from hpctrain.nn.parameter import Parameter
 
 
 class BlockingAverager(GradientAverager):
-    """Sums all gradients in `end_backward`, which is collective over `comm` and waits, then updates all parameters.
+    """Sum all gradients in `end_backward`, which is collective over `comm` and waits, then update all parameters.
 
     The gradients travel in one message, whatever their size, so that the sums are those of the transport alone and no rule for
     cutting decides which numbers are added first: the oracle of all other strategies. The price is that nothing is hidden. Beside
@@ -71,7 +71,7 @@ class BlockingAverager(GradientAverager):
 
 
 class Blocking(Strategy):
-    """One allreduce of all gradients after backward, which is waited for: the simplest strategy, the oracle of all others.
+    """One allreduce of all gradients after backward, and a wait for it: the simplest strategy, the oracle of all others.
 
     Every rank holds all parameters and all optimiser state. It has no schedule.
     """

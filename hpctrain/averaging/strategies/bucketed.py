@@ -17,9 +17,9 @@ class BucketedOptions:
     """Options of `bucketed`.
 
     Args:
-        bucket_bytes: Least size of a bucket, in bytes; null chooses it as `sizes` says.
-        sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
-            repeat bit by bit; "measured" follows the link, which is measured at the start.
+        bucket_bytes: Least size of a bucket, in bytes; null: by `sizes`.
+        sizes: Rule for sizes that are not given: "rule" takes the same ones in every run on the same number of ranks, so that
+            runs repeat bit by bit; "measured" follows the link, which is measured at the start.
         wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
             full precision.
         two_level: Where nodes have several ranks each, sums that travel in 16 bits are made in full precision within a node

@@ -48,14 +48,17 @@ def next_interval(interval: int, steps: int, latest: float, total: float, differ
 
 @dataclass(frozen=True)
 class LazyStep:
-    """A step of the interval. averages: layers that are held back are averaged in it. compares: f and G of it are, too."""
+    """What one step does with the layers that are held back.
+
+    averages: they are averaged in it. compares: f and G are compared, too.
+    """
 
     averages: bool
     compares: bool
 
 
 class LazyInterval:
-    """Steps from one averaging of the layers that are held back to the next; shared by the averagers of all groups.
+    """The number of steps between two averagings of the layers that are held back, shared by the averagers of all groups.
 
     Every rank adds up squares of what it owns of f and G in any group, so each element of the network counts on one rank of all.
     One small allgather a comparison brings the numbers of every rank to all, which add them in rank order: the same bits, and the
@@ -162,7 +165,7 @@ class LazyInterval:
 
 
 class LazyAverager(ReduceScatterAverager):
-    """Averages the lazy parameters every few steps, the sum of their gradients since the last time; all others always.
+    """Average the lazy parameters every few steps, with the sum of their gradients since the last time; all others always.
 
     In a step that does not average them their slices are neither summed, updated nor gathered.
 
@@ -312,11 +315,11 @@ class LazyAverager(ReduceScatterAverager):
 
 @dataclass(frozen=True)
 class LazyOptions(ShardedOptions):
-    """Options of `lazy`, beside those of `sharded`.
+    """Options of `lazy`, in addition to those of `sharded`.
 
     Args:
-        layers: Number of layers, counted from the input, whose gradients are summed over several steps; of a network that has
-            fewer, all.
+        layers: Number of layers, counted from the input, whose gradients are summed over several steps; all layers of
+            a network with fewer.
         max_interval: Most steps between two averagings of these layers; 1 averages them in every step.
         check_every: Number of averagings from one check of the interval to the next.
 
@@ -364,8 +367,8 @@ class Lazy(Sharded):
         return f"lazy, layers {self.options.layers} with {len(self._lazy)} parameters of this group, {options}"
 
     def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> LazyInterval:
-        chosen = self.options
-        return LazyInterval(comm, progress, members, max_interval=chosen.max_interval, check_every=chosen.check_every)
+        options = self.options
+        return LazyInterval(comm, progress, members, max_interval=options.max_interval, check_every=options.check_every)
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         interval: LazyInterval | None = setup.shared

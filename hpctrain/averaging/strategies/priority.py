@@ -36,20 +36,19 @@ class PriorityOptions:
 
     Args:
         slice_parameters: Most parameters of a slice; smaller neighbours are fused up to half of it. Null takes 50,000 as in the
-            paper, or more where so many messages would take too much of a core.
-        sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
-            repeat bit by bit; "measured" follows the link and what a message takes of a core, which are measured at the start.
+            paper, or more if that many messages would take too much of a core.
+        sizes: Rule for sizes that are not given: "rule" takes the same ones in every run on the same number of ranks, so that
+            runs repeat bit by bit; "measured" follows the link and a message's time of a core, both measured at the start.
         window: Most slices in flight, of gradients and of parameters each. Null takes what the measured link sends between two
             polls: a smaller window lets the link idle, a larger one lets urgent slices wait longer.
         fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, where that moves less),
             "always" or "never".
-        two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
-            first.
-        replan: The order of the slices is planned again after a few steps, by measured times.
+        two_level: On nodes with several ranks each, make sums within a node first, and gather parameters across nodes first.
+        replan: Plan the order of the slices again after a few steps, by measured times.
         wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
             full precision.
-        wire_parameters: How updated parameters travel; everybody computes with the rounded ones, and their owner keeps what
-            rounding took away, for the next update.
+        wire_parameters: How updated parameters travel. Every rank computes with the rounded ones; their owner keeps the
+            rounding errors for the next update.
 
     Raises:
         OptionError: a size or window below 1, sizes given and to be measured, or an unknown value of a wire.
@@ -85,9 +84,9 @@ class Priority(ReduceScatterStrategy):
         return replace(super().costs(options), slice_bytes=_typical_bytes)
 
     def words(self) -> str:
-        chosen = self.options
-        sizes = words_of_sizes(chosen.sizes)
-        return f"priority, slice_parameters {chosen.slice_parameters}, replan {chosen.replan}, window {chosen.window}{sizes}"
+        options = self.options
+        sizes = words_of_sizes(options.sizes)
+        return f"priority, slice_parameters {options.slice_parameters}, replan {options.replan}, window {options.window}{sizes}"
 
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         most = self.options.slice_parameters

@@ -23,17 +23,16 @@ class ShardedOptions:
     Args:
         fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, where that moves less),
             "always" or "never".
-        bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it as `sizes` says.
-        sizes: How sizes that are not given are found: "rule" takes the same ones in every run on as many ranks, so that runs
-            repeat bit by bit; "measured" follows the link, which is measured at the start.
-        two_level: Where nodes have several ranks each, sums are made within a node first, and parameters gathered across nodes
-            first.
-        replan: The order of the allgathers is planned again after a few steps, by measured times.
-        window: Most operations in flight on each communicator; null sets no limit.
+        bucket_bytes: Least size of a slice of fused small layers, in bytes; null: by `sizes`.
+        sizes: Rule for sizes that are not given: "rule" takes the same ones in every run on the same number of ranks, so that
+            runs repeat bit by bit; "measured" follows the link, which is measured at the start.
+        two_level: On nodes with several ranks each, make sums within a node first, and gather parameters across nodes first.
+        replan: Plan the order of the allgathers again after a few steps, by measured times.
+        window: Largest number of operations in flight on each communicator; null: no limit.
         wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
             full precision.
-        wire_parameters: How updated parameters travel; everybody computes with the rounded ones, and their owner keeps what
-            rounding took away, for the next update.
+        wire_parameters: How updated parameters travel. Every rank computes with the rounded ones; their owner keeps the
+            rounding errors for the next update.
 
     Raises:
         OptionError: a size or window below 1, sizes given and to be measured, or an unknown value of a wire.
@@ -66,6 +65,6 @@ class Sharded(ReduceScatterStrategy):
     options: ShardedOptions
 
     def words(self) -> str:
-        chosen = self.options
-        sizes = words_of_sizes(chosen.sizes)
-        return f"sharded, bucket_bytes {chosen.bucket_bytes}, replan {chosen.replan}, window {chosen.window}{sizes}"
+        options = self.options
+        sizes = words_of_sizes(options.sizes)
+        return f"sharded, bucket_bytes {options.bucket_bytes}, replan {options.replan}, window {options.window}{sizes}"

@@ -55,7 +55,7 @@ SELECTION_SECONDS = 3e-9
 
 @dataclass(frozen=True)
 class PartOnLink:
-    """A part that crosses between nodes.
+    """A part of a slice on the links between nodes.
 
     Attributes:
         elements: d. nodes: m. item_bytes: b_v. selection_seconds: c, of an element; 0: bytes and messages alone decide.
@@ -185,7 +185,7 @@ class SparsePart:
 
 
 class SparseOperations(OwnerOperations):
-    """Those of owners, with the exchange of largest elements. Making it is collective.
+    """The operations of owners, and the exchange of largest elements. Making it is collective.
 
     Args:
         two: the levels of the streams; None: every rank is a node.
@@ -374,7 +374,7 @@ _STEPS = "sparse_steps"
 
 
 class SparseAverager(ReduceScatterAverager):
-    """Each rank updates its part of every slice: its own 1/P of a dense one, its node's share of a compressed one.
+    """Update this rank's part of every slice: its own 1/P of a dense one, its node's share of a compressed one.
 
     Holders of what is kept back are the nodes; each rank has its part of its node's.
 
@@ -456,13 +456,13 @@ class SparseOptions:
         momentum_correction: Factor of a momentum that each node adds up before it chooses what to send, in [0, 1); it needs an
             optimizer without momentum. 0 leaves the momentum to the optimizer.
         factor_masking: With momentum correction, the momentum of elements that are sent starts again from zero.
-        bucket_bytes: Least size of a slice of fused small layers, in bytes; null chooses it as `sizes` says.
-        sizes: How sizes that are not given are found, and which slices are worth compressing: "rule" decides alike in every run
-            on as many ranks, so that runs repeat bit by bit; "measured" follows the link, which is measured at the start.
-        two_level: Ranks of a node sum their gradients before the node chooses, where all nodes have as many; without it, every
-            rank chooses for itself.
-        replan: The order of the allgathers is planned again after a few steps, by measured times.
-        window: Most operations in flight on each communicator; null sets no limit.
+        bucket_bytes: Least size of a slice of fused small layers, in bytes; null: by `sizes`.
+        sizes: Rule for sizes that are not given, and for which slices are worth compressing: "rule" decides alike in every run
+            on the same number of ranks, so that runs repeat bit by bit; "measured" follows the link, measured at the start.
+        two_level: Ranks of a node sum their gradients before the node chooses, if all nodes have the same number of ranks;
+            without it, every rank chooses by itself.
+        replan: Plan the order of the allgathers again after a few steps, by measured times.
+        window: Largest number of operations in flight on each communicator; null: no limit.
 
     Raises:
         OptionError: a density outside of (0, 1], a warm-up that begins below the density, or another value out of range.
@@ -522,14 +522,14 @@ class Sparse(ReduceScatterStrategy):
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         super().__init__(group, options)
-        chosen = self.options
-        if chosen.momentum_correction and group.momentum:
+        options = self.options
+        if options.momentum_correction and group.momentum:
             raise OptionError(
-                f"momentum_correction is {chosen.momentum_correction}, but the optimizer has a momentum of {group.momentum}, "
+                f"momentum_correction is {options.momentum_correction}, but the optimizer has a momentum of {group.momentum}, "
                 f"too; set optimizer.momentum of sgd or lars to 0, or leave momentum_correction out.",
                 "momentum_correction",
             )
-        if chosen.two_level and group.nodes is not None and group.ranks > 1 and len(set(group.nodes)) == 1:
+        if options.two_level and group.nodes is not None and group.ranks > 1 and len(set(group.nodes)) == 1:
             raise ConfigError(
                 f"The averager sparse saves bytes between nodes, but all {group.ranks} ranks are on one node; choose sharded, or "
                 f"set averager.two_level to false to treat every rank as a node."
@@ -542,15 +542,16 @@ class Sparse(ReduceScatterStrategy):
         return replace(super().costs(options), density=options.density, note=differ if options.warmup_steps else None)
 
     def words(self) -> str:
-        chosen = self.options
+        options = self.options
         return (
-            f"sparse, density {chosen.density}, compress {chosen.compress}, least_elements {chosen.least_elements}, "
-            f"bucket_bytes {chosen.bucket_bytes}, replan {chosen.replan}, window {chosen.window}{words_of_sizes(chosen.sizes)}"
+            f"sparse, density {options.density}, compress {options.compress}, least_elements {options.least_elements}, "
+            f"bucket_bytes {options.bucket_bytes}, replan {options.replan}, window {options.window}"
+            f"{words_of_sizes(options.sizes)}"
         )
 
     @property
     def nodes(self) -> int:
-        """Those that exchange: the ranks themselves, where there is one level."""
+        """Number of those that exchange: the nodes or, with one level, the ranks."""
         return self.group.ranks if self.levels is None else self.levels.nodes
 
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
@@ -592,12 +593,12 @@ class Sparse(ReduceScatterStrategy):
         return tuple(operations)
 
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        chosen = self.options
+        options = self.options
         settings = SparseSettings(
-            chosen.density,
-            chosen.warmup_density,
-            chosen.warmup_steps,
-            chosen.momentum_correction,
-            chosen.factor_masking,
+            options.density,
+            options.warmup_density,
+            options.warmup_steps,
+            options.momentum_correction,
+            options.factor_masking,
         )
         return SparseAverager(setup, agreement, settings=settings, two=self.levels, **self.averager_arguments(agreement))

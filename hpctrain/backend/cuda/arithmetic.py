@@ -100,6 +100,21 @@ class ArrayTable(_TiledArrays):
         return self._fetch_flags.fetch(self._flags, np.logical_not, arrays)
 
 
+class _Tables:
+    """Tables of arrays, each made at the first question about these arrays and kept."""
+
+    def __init__(self, runtime: CudaRuntime, staging: Staging) -> None:
+        self._runtime, self._staging = runtime, staging
+        self._tables: dict[tuple[object, ...], ArrayTable] = {}
+
+    def of(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
+        """Return the table of some arrays."""
+        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
+        if key not in self._tables:
+            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
+        return self._tables[key]
+
+
 class WordSums(_TiledArrays):
     """Sums over the 32-bit words of each of some arrays.
 
@@ -237,7 +252,7 @@ class RunTables:
     """Tables of runs, made when a part of the buffers is first updated, and what a launch over one takes.
 
     Args:
-        dtype: of the buffers' elements. buffers: the flat arrays that a kernel takes, None for what there is not.
+        dtype: dtype of the buffers. buffers: flat arrays that a kernel takes; None for missing ones.
     """
 
     def __init__(self, runtime: CudaRuntime, dtype: str, buffers: Sequence[DeviceArray | None]) -> None:
@@ -348,7 +363,7 @@ class CudaArithmetic(Arithmetic):
         self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT, STAGING_MOST)
         self._unrounded: DeviceArray | None = None
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
-        self._tables: dict[tuple[object, ...], ArrayTable] = {}
+        self._tables = _Tables(runtime, self._staging)
         self.made_mirrors: CudaMirrors | None = None
         self._messages: CudaMessages | None = None
 
@@ -375,34 +390,22 @@ class CudaArithmetic(Arithmetic):
             return
         aligned = all(array.pointer % (_CAST_WIDTH * array.itemsize) == 0 for array in (target, source))
         width = _CAST_WIDTH if aligned else 1
-        self._launch_flat(f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
+        _launch_flat(self._runtime, f"cast_{TAGS[source.dtype]}_{TAGS[target.dtype]}", width, target, source)
 
     def fill(self, target: Array, value: float) -> None:
         width = pack_width(target.itemsize, 0, (target,))
-        self._launch_flat(f"fill_{TAGS[target.dtype]}", width, target, _scalar(target, value))
+        _launch_flat(self._runtime, f"fill_{TAGS[target.dtype]}", width, target, _scalar(target, value))
 
     def add(self, target: Array, source: Array) -> None:
-        self._add(target, source, 1.0)
+        _add(self._runtime, target, source, 1.0)
 
     def subtract(self, target: Array, source: Array) -> None:
-        self._add(target, source, -1.0)
-
-    def _add(self, target: DeviceArray, source: DeviceArray, sign: float) -> None:
-        _check_sizes(target, source)
-        assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
-        width = pack_width(target.itemsize, 0, (target, source))
-        self._launch_flat(f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
+        _add(self._runtime, target, source, -1.0)
 
     def average_into(self, target: Array, source: Array, kept: float) -> None:
         _check_sizes(target, source)
         width = pack_width(target.itemsize, 0, (target, source))
-        self._launch_flat(f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
-
-    def _launch_flat(self, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
-        """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once."""
-        runtime = self._runtime
-        grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
-        runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
+        _launch_flat(self._runtime, f"average_{TAGS[target.dtype]}", width, target, source, _scalar(target, kept))
 
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
         shape = shape_of(target_box)
@@ -421,35 +424,16 @@ class CudaArithmetic(Arithmetic):
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
         # A thread sums in the order of the pixels, independent of the launch: always the same bits.
-        self._launch_pixels("sum_pixels", target, source, source, target, scale)
+        _launch_pixels(self._runtime, "sum_pixels", target, source, source, target, scale)
 
     def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
-        self._launch_pixels("spread_pixels", target, source, target, source, scale)
-
-    def _launch_pixels(
-        self, kernel: str, target: DeviceArray, source: DeviceArray, images: DeviceArray, means: DeviceArray, scale: float
-    ) -> None:
-        """Enqueue a kernel whose items are packs of the target."""
-        n, height, width, channels = images.shape
-        assert means.shape == (n, 1, 1, channels), f"{means!r} has not one pixel for each of {images!r}"
-        assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
-        wide = pack_width(target.itemsize, channels, (target, source))
-        sizes = np.int64(height * width), np.int32(channels // wide)
-        name = f"{kernel}_{TAGS[target.dtype]}_w{wide}"
-        self._runtime.launch_items("pixel_sums", name, target.size // wide, target, source, _scalar(target, scale), *sizes)
+        _launch_pixels(self._runtime, "spread_pixels", target, source, target, source, scale)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
+        return self._tables.of(arrays).square_sums().result().copy() if arrays else np.zeros(0)
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        return self._table(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
-
-    def _table(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
-        """Return the table of some arrays, made at the first question about the same arrays and kept."""
-        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
-        if key not in self._tables:
-            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
-        return self._tables[key]
+        return self._tables.of(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
 
     def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
         return CudaWatchedArrays(self._runtime, tuple(arrays), self._staging)
@@ -492,6 +476,38 @@ class CudaArithmetic(Arithmetic):
         self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
     ) -> MomentDescent:
         return CudaMomentDescent(self._runtime, data, gradient, first, second, shadow, rule)
+
+
+def _add(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, sign: float) -> None:
+    _check_sizes(target, source)
+    assert target.dtype == source.dtype, f"{source!r} is not added to {target!r}"
+    width = pack_width(target.itemsize, 0, (target, source))
+    _launch_flat(runtime, f"add_{TAGS[target.dtype]}", width, target, source, _scalar(target, sign))
+
+
+def _launch_flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
+    """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once."""
+    grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
+    runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
+
+
+def _launch_pixels(
+    runtime: CudaRuntime,
+    kernel: str,
+    target: DeviceArray,
+    source: DeviceArray,
+    images: DeviceArray,
+    means: DeviceArray,
+    scale: float,
+) -> None:
+    """Enqueue a kernel whose items are packs of the target."""
+    n, height, width, channels = images.shape
+    assert means.shape == (n, 1, 1, channels), f"{means!r} has not one pixel for each of {images!r}"
+    assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
+    wide = pack_width(target.itemsize, channels, (target, source))
+    sizes = np.int64(height * width), np.int32(channels // wide)
+    name = f"{kernel}_{TAGS[target.dtype]}_w{wide}"
+    runtime.launch_items("pixel_sums", name, target.size // wide, target, source, _scalar(target, scale), *sizes)
 
 
 def _corner(array: DeviceArray, box: Box) -> tuple[DeviceArray, tuple[int, ...]]:

@@ -154,7 +154,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
 
     @property
     def _kind(self) -> str:
-        """Return the part of kernels' names that says how backward finds where the ReLU was inactive."""
+        """Part of kernels' names that says how backward finds where the ReLU was inactive."""
         return "_mask" if self._stores_mask else "_relu" if self.norm.relu else ""
 
     @property

@@ -27,8 +27,8 @@ from hpctrain.backend.specs import LinearSpec, SoftmaxCrossEntropySpec, TensorSp
 class CudaLinear(SufficientFactors, CudaOperator):
     """y (N, out) = x (N, in) @ weight (in, out) + bias (out); weight in the dtype of activations, bias in that of parameters.
 
-    All products sum in the dtype of parameters, and the gradients of weight and bias are written in it. For bfloat16 the product
-    goes to scratch in float32, so that the sum with the bias is rounded once.
+    All products sum in the dtype of parameters, and the gradients of weight and bias are written in it. With bfloat16 the product
+    goes to float32 scratch, so that it is rounded once, after the bias is added.
     """
 
     def __init__(self, spec: LinearSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:

@@ -44,7 +44,7 @@ class CupyLinks:
     """Implements `DeviceLinks`. Making it is collective over the peers, and waits for them.
 
     Args:
-        pointer: of the CUDA stream.
+        pointer: address of the CUDA stream.
 
     Raises:
         BackendError: NCCL finds no way between the GPUs.
@@ -114,7 +114,8 @@ def nccl_fault(device: str) -> str | None:
     if library is None:
         return "CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12 or nvidia-nccl-cu13"
     if "MIG" in device and (version := int(library.get_version())) < _FIRST_WITH_SLICES:
-        return f"NCCL {version // 10000}.{version // 100 % 100} takes all slices of a GPU (MIG) for one device (2.30 is needed)"
+        number = f"{version // 10000}.{version // 100 % 100}"
+        return f"NCCL {number} treats all slices of a GPU (MIG) as one device (2.30 or later is required)"
     return None
 
 
@@ -230,7 +231,7 @@ class CupyDevice:
     """Implements `Device`. The thread that makes it works with that GPU.
 
     Args:
-        index: of the GPU among those that this process sees.
+        index: index of the GPU among those that this process sees.
 
     Raises:
         BackendError: there is no such GPU, it has no driver, or a library of CUDA is missing.
@@ -297,7 +298,7 @@ class CupyDevice:
         """Return the kernel `name` of <source>.cu, or of `text`. Load the source's binary at the first request.
 
         Raises:
-            BackendError: as `cubins.binary`.
+            BackendError: as `sources.binary`.
         """
         if (source, name) not in self._kernels:
             if source not in self._modules:

@@ -116,7 +116,7 @@ class DeviceEvent(Protocol):
 
     @property
     def done(self) -> bool:
-        """The work before the latest record is done (True before the first)."""
+        """Whether the work before the latest record is done (True before the first record)."""
         ...
 
     def synchronize(self) -> None:
@@ -162,8 +162,8 @@ class ConvolutionKey:
     """All that the choice of a convolution's plan depends on. Shapes are NHWC and KRSC (C by group).
 
     kind: "forward" writes y from (x, w); "input" writes dx from (dy, w); "weight" writes dw from (x, dy).
-    fused: of "forward": y = x * w + bias, and then the ReLU.
-    dtype: of x, w, y and their gradients. precision: of the products; sums are float32 (float64 for float64).
+    fused: "bias" and "bias_relu" compute y = x * w + bias, and then the ReLU; for "forward" only.
+    dtype: dtype of x, w, y and their gradients. precision: precision of products; sums are float32 (float64 for float64).
     """
 
     kind: Literal["forward", "input", "weight"]
@@ -204,10 +204,10 @@ class Device(Protocol):
     """A GPU, or the emulated device.
 
     Attributes:
-        name: the vendor's. identity: no other device has it, on any node. capability: (major, minor).
-        multiprocessors: that run blocks at once.
-        dtypes: that kernels compute in. memory_bytes: of the whole device.
-        versions: of the libraries that it computes by, and its name as "device", for a run's records.
+        name: the vendor's name. identity: name that no other device has, on any node. capability: (major, minor).
+        multiprocessors: number of multiprocessors, which run blocks at once.
+        dtypes: dtypes that kernels compute in. memory_bytes: memory of the whole device.
+        versions: versions of its libraries, and its name as "device", for a run's records.
     """
 
     name: str

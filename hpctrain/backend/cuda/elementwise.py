@@ -79,7 +79,7 @@ _DIMS = 3
 class SamplePlace:
     """Where the elements of one sample's block lie in its unsplit activation: first + i * step0 + j * step1 + k at (i, j, k).
 
-    shape: of the block in three dims.
+    shape: shape of the block in three dims.
     """
 
     shape: tuple[int, int, int]

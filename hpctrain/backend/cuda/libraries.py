@@ -181,10 +181,10 @@ class CudnnPlans:
     to 20 s at each start (docs/performance.md).
 
     Args:
-        handle: of cuDNN, from `new_handle`. capability: (major, minor) compute capability of its device.
-        properties: of a device, the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Plans for it are
-            made, but cannot be run. Pass either properties, or a handle with its capability.
-        workspace_limit_bytes: of a plan.
+        handle: handle of cuDNN, from `new_handle`. capability: (major, minor) compute capability of its device.
+        properties: properties of a device: the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Plans
+            for it are made, but cannot be run. Pass either properties, or a handle with its capability.
+        workspace_limit_bytes: largest workspace of a plan.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class CudaOperatorBase(PlainOperator):
     step are read from device memory, and no argument depends on the context.
 
     Attributes:
-        tag: of the activations' dtype, in the names of kernels.
+        tag: tag of the activations' dtype in the names of kernels.
     """
 
     array_alignment_bytes: ClassVar[int] = ALIGNMENT_BYTES

@@ -134,7 +134,7 @@ def _places(sizes_bytes: Sequence[int]) -> list[int]:
 
 
 def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
-    """Return the pinned bytes of all batches of at most `samples` images `stored` as (h, w, C). dtype: of the made images."""
+    """Return the pinned bytes of all batches of at most `samples` images `stored` as (h, w, C), made in `dtype`."""
     by_channel = stored[2] * np.dtype(dtype).itemsize
     boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
     sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)

@@ -40,8 +40,8 @@ THREADS = 256
 class CudaRuntime:
     """Settings that all operators of a device share.
 
-    stream: the one that all kernels run on. precision: of products in convolutions and linear layers.
-    threads: of a block that strides over items. graphs: programs are captured as CUDA graphs.
+    stream: stream of all kernels. precision: precision of products in convolutions and linear layers.
+    threads: threads of a block that strides over items. graphs: whether programs are captured as CUDA graphs.
     """
 
     device: Device
@@ -126,8 +126,8 @@ class Staging:
     """Pinned buffers that are used in turn. An array that is larger than a buffer is copied piece by piece.
 
     Args:
-        size_bytes: of one buffer, at least one element's. count: of buffers: the host waits if as many copies are pending.
-            most: buffers that `reserve` may make; `count` by default.
+        size_bytes: size of one buffer, at least one element. count: number of buffers: the host waits if as many copies are
+            pending. most: number of buffers that `reserve` may make; `count` by default.
     """
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int, count: int, most: int = 0) -> None:
@@ -180,7 +180,7 @@ class CudaFetch:
     """Implements `Fetch`: a copy to pinned memory that is enqueued.
 
     Args:
-        buffer: that the elements of `source` are copied to. reading: is applied to them.
+        buffer: buffer that the elements of `source` are copied to. reading: function that is applied to them.
         keep_alive: arrays that the work before the copy reads by address; the fetch keeps their memory in use.
     """
 

@@ -69,7 +69,7 @@ def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], en
     folder `kernels` in `$XDG_CACHE_HOME/hpctrain`. If it cannot be written, each process compiles.
 
     Args:
-        nvrtc: CuPy's module of that name. name: of the source, for messages. text: the source; it must not include files.
+        nvrtc: CuPy's module nvrtc. name: name of the source, for messages. text: source without include directives.
         capability: (major, minor) compute capability of the GPU. environ: names the cache directory.
 
     Raises:

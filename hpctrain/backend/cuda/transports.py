@@ -2,7 +2,7 @@
 
 Copies to and from mirrors run on two streams next to that of computation, one for each direction. A copy to the host waits
 for the gradient that it takes: were both directions on one stream, sums that have arrived would wait for it too. Events order
-the three streams; each of them is there for an order of the work in which leaving it out gives a wrong result.
+the three streams. Each event is required: without it, some order of execution produces a wrong result.
 
 Transports that reach a device's memory themselves ask `CudaMessages` for events of its work and for groups of devices.
 """
@@ -167,7 +167,7 @@ class CudaGroup:
     """Implements `DeviceGroup`.
 
     Args:
-        stream: of the links.
+        stream: stream of the links.
     """
 
     def __init__(self, runtime: CudaRuntime, links: DeviceLinks, stream: DeviceStream, pool: EventPool) -> None:

@@ -175,7 +175,7 @@ class _Scattered:
         self.parts = [self._part(block) for block in self.blocks]
 
     def _part(self, block: OutputBlock) -> _Part:
-        """Return the product of one block and the additions that bring it home."""
+        """Return the product of one block, and the additions of its columns to the pixels."""
         spec, (_, ho, wo, _) = self.spec, self.y.shape
         groups, depth = spec.groups, self.weight.shape[2]
         start, size = (block.n0 * ho + block.o0) * wo, _pixels(block, wo)

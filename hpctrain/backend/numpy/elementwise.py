@@ -160,7 +160,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
     """Return where the elements of one sample's block lie in its unsplit activation: a range if they are neighbours, else int64.
 
     Args:
-        shape: of the block. unsplit_shape: of the whole, None if it is not split. origin: the block's first corner.
+        shape: shape of the block. unsplit_shape: shape of the whole; None if it is not split. origin: first corner of the block.
     """
     size = math.prod(shape)
     if unsplit_shape is None:

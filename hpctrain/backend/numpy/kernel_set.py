@@ -34,7 +34,7 @@ class NumpyKernelSet(KernelSet):
     """float32 and float64 on plain NHWC memory; matrix products by the BLAS that NumPy was built with.
 
     It fuses nothing: with blocks that stay in the cache, batch norm with ReLU in one operator gains little forward and, since
-    the mask is then made twice, loses more backward. Fused specs that reach it are computed all the same.
+    the mask is then made twice, loses more backward. It still computes fused specs.
     """
 
     name: ClassVar[str] = "numpy"

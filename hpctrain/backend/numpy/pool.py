@@ -18,7 +18,7 @@ _BLOCK_ELEMENTS = 1 << 15
 
 
 class _Pool(NumpyOperator):
-    """Goes over the output in blocks, and over each block tap by tap. Scratch 0 holds the planes of a block."""
+    """Processes the output in blocks, and each block tap by tap. Scratch 0 holds the planes of a block."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -121,7 +121,7 @@ class NumpyAveragePool(_Pool):
     def _counts(self, dim: int) -> np.ndarray:
         """Return the number of taps of each window that count in one dim, int64 (Ho,) or (Wo,).
 
-        Where ceil mode lets a window reach beyond the padding, only the taps inside count, as in torch.
+        If ceil mode lets a window reach beyond the padding, only the taps inside count, as in torch.
         """
         window, size = self.pool.window, self.inputs[0].shape[1 + dim]
         before, after = window.padding[2 * dim : 2 * dim + 2]

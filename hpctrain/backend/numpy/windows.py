@@ -43,7 +43,7 @@ class TapRange:
 
     @property
     def empty(self) -> bool:
-        """No output reads an input."""
+        """Whether no output reads an input."""
         return self.first == self.stop
 
     def within(self, low: int, high: int) -> TapRange:
@@ -77,12 +77,12 @@ class Tap:
 
     @property
     def empty(self) -> bool:
-        """No output reads an input through this tap."""
+        """Whether no output reads an input through this tap."""
         return self.rows.empty or self.columns.empty
 
 
 def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
-    """Yield the taps of `window` on images of `size`, in row-major order, those that never meet the image left out."""
+    """Yield the taps of `window` on images of `size`, in row-major order, without those that never meet the image."""
     for r in range(window.kernel[0]):
         rows = tap_range(r, size[0], outputs[0], window.stride[0], window.padding[0], window.dilation[0])
         for s in range(window.kernel[1]):
@@ -294,7 +294,7 @@ class PlaneBlock:
     taps: list[np.ndarray]
 
     def load(self, padding: float) -> None:
-        """Copy from the image; `padding` everywhere else."""
+        """Copy from the image, and write `padding` elsewhere."""
         if self.padded:
             self.all.fill(padding)
         for plane, image in self.moves:

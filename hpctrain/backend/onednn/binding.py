@@ -43,7 +43,7 @@ class Version(ctypes.Structure):
 def candidates() -> list[str]:
     """Return where the library may lie, in order: the environment's path, this Python's prefixes, the dynamic loader's paths.
 
-    A bare name is the loader's to look up. `ctypes.util.find_library` would start ldconfig, gcc and ld for each look, also in
+    The dynamic loader looks up a bare name. `ctypes.util.find_library` would start ldconfig, gcc and ld for each search, also in
     every rank after MPI has started.
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
@@ -57,7 +57,7 @@ def load() -> ctypes.CDLL:
     """Load and return the library.
 
     Raises:
-        OSError: absent, of another version than 3, or not loadable; the message says for each place why.
+        OSError: it is missing, has a major version other than 3, or cannot be loaded; the message says why for each place.
     """
     failures = []
     for path in candidates():

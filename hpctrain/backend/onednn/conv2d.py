@@ -68,7 +68,8 @@ class Convolution:
     Attributes:
         forward, backward_data, backward_weights: the latter two None in evaluation, the second also if the input's gradient is
             not wanted.
-        weights: the format that `forward` reads, as `backward_data_weights` in backward, and `diff_weights` that is written.
+        weights, backward_data_weights: weight formats that `forward` and `backward_data` read.
+        diff_weights: format of the weight gradient that is written.
         adding: computes the input's gradient as a convolution of the output's and adds it; None if there is no such kernel.
         winograd, winograd_data, winograd_weights: replace the three in training if they are faster; else None.
     """
@@ -113,7 +114,7 @@ class Convolution:
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
-        """Those that exist."""
+        """Primitives that exist."""
         every = (self.forward, self.backward_data, self.backward_weights, self.adding)
         return tuple(primitive for primitive in every if primitive is not None)
 
@@ -128,7 +129,7 @@ class Convolution:
 
     @property
     def penalty(self) -> int:
-        """How many phases fell to oneDNN's plain loops, which are slow."""
+        """Number of phases that only oneDNN's slow plain loops compute."""
         return sum(primitive.is_plain for primitive in self.phases.values() if primitive is not None)
 
     def _weight_dims(self) -> tuple[int, ...]:
@@ -217,7 +218,7 @@ def choose(
     """Return the first layout without slow kernels, of those that oneDNN has fast ones for; else the one with the fewest.
 
     Raises:
-        Unimplemented: no layout at all can be computed.
+        Unimplemented: oneDNN has kernels for no layout.
     """
     blocked = blocked_layout(engine)
     few = spec.channels_in // spec.groups < engine.block

@@ -215,4 +215,4 @@ class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
 
 
 class RectifiedLinearOperator(RectifiedOperator, SufficientFactors):
-    """The same of a linear layer, whose factors are its input and the masked gradient."""
+    """The same for a linear layer, whose factors are its input and the masked gradient."""

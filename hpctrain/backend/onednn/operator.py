@@ -27,7 +27,7 @@ FORWARD, BACKWARD, BACKWARD_DATA, BACKWARD_WEIGHTS = "forward", "backward", "bac
 class LibraryOperator(Operator):
     """An operator whose work is done by primitives.
 
-    primitives: by the phase that they compute; None if that phase is not wanted.
+    primitives: primitives by the phase that they compute; None if the phase is not wanted.
     """
 
     primitives: Mapping[str, Primitive | None]

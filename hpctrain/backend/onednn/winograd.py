@@ -152,8 +152,8 @@ class WinogradScratch:
     """float32 scratch of one convolution.
 
     Attributes:
-        library: uint8, the library's own scratch. weights: by tile position (16). bias: the gradient of one chunk.
-        taps: weights by tap (9). padded: a chunk's images among zeros.
+        library: scratch of the library (uint8). weights: weights by tile position (16). bias: bias gradient of one chunk.
+        taps: weights by tap (9). padded: images of a chunk among zeros.
         plain: tiles before the transform of x or dy, or after that of y.
         left, right: transformed tiles of x, and of y or dy.
     """
@@ -172,7 +172,7 @@ class ScratchPlan:
     """Divides a buffer of scratch into the arrays of `WinogradScratch`.
 
     Args:
-        forms: of the chunks; each chunk may use all scratch for tiles.
+        forms: forms of the chunks; each chunk may use all scratch for tiles.
         taps_alone: no tiles exist while the weights lie tap by tap, so that both may share their place.
     """
 
@@ -293,7 +293,7 @@ class _Corners:
 
     @property
     def overhang(self) -> bool:
-        """Some tiles lie over the edge."""
+        """Whether some tiles reach over the edge."""
         return bool(self._form.written % 2 or self._width % 2)
 
     def _places(self) -> Iterator[tuple[int, int, Pair]]:
@@ -456,8 +456,8 @@ class _Winograd:
     """The parts that both directions have: kernels for each form of chunk, places in the scratch, the weights tap by tap.
 
     Args:
-        strides: of the weights' (out, in) in elements. first, step: elements from the weights' start to tap (0, 0), and from
-            each tap to the next in row order.
+        strides: strides of the weights' (out, in) in elements.
+        first, step: elements from the weights' start to tap (0, 0), and from each tap to the next in row order.
     """
 
     def __init__(
@@ -481,7 +481,7 @@ class _Winograd:
         self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
 
     def _place(self, primitives: Sequence[Primitive], *, taps_alone: bool) -> None:
-        """Divide the scratch. primitives: of this direction alone."""
+        """Divide the scratch. primitives: primitives of this direction alone."""
         shared = [each for parts in (self._products, self._patches) for part in parts.values() for each in part.primitives]
         self._scratch_plan = ScratchPlan(self._tiling, self._forms, self._items, [*shared, *primitives], taps_alone)
         self.scratch_bytes = self._scratch_plan.total_bytes

@@ -25,7 +25,7 @@ class RandomErasing(FillingAugmentation):
     As torchvision has it: ten tries at a rectangle that is lower and narrower than the image; where none fits, nothing is erased.
 
     Args:
-        probability: Share of the images of which a rectangle is erased, in [0, 1].
+        probability: Share of the images in which a rectangle is erased, in [0, 1].
         scale: Least and most share of the image's area that the rectangle has, within [0, 1].
         ratio: Least and most height over width of the rectangle.
         value: Number that the rectangle is filled with, in units of normalised pixels, so that 0 is the mean of the data; or

@@ -129,7 +129,7 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
         others = [each.file_name for each in images.virtual_sources() if each.file_name != "."]
         missing = [name for name in others if not (path.parent / name).is_file()]
         if missing:
-            raise DataError(f"{name} is made of other files, of which {missing[0]} is missing; put it there.")
+            raise DataError(f"{name} is made of other files, and {missing[0]} is missing; put it there.")
     elif images.id.get_storage_size() == 0:
         raise DataError(f"{name} has the shape {shape}, but none of its values was ever written.")
     if images.chunks is not None:

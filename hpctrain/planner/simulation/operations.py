@@ -1,8 +1,8 @@
-"""Collectives of a simulated rank: as tasks of a group's averaging, queued, and in flight.
+"""Collectives of a simulated rank: the tasks of a group's averaging, their queues, and collectives in flight.
 
 `group_tasks` prices a group's schedule for one class of ranks. `GroupQueues` starts operations in the order of the schedule,
-few at a time, when their dependencies allow it. A `Meeting` is a collective in flight: a stage moves once all ranks of the
-group have posted it, and is complete once it is complete on all of them.
+up to a limit in flight, when their dependencies are met. A `Meeting` is a collective in flight: a stage begins once all
+ranks of the group have posted it, and is complete once it is complete on all of them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class OperationTask:
     Attributes:
         text: its name in traces.
         stream: stream on which it is posted.
-        stages: stages of which it consists.
-        events, operations, gathers_before: its dependencies, as `Dependencies` has them.
+        stages: its stages.
+        events, operations, gathers_before: its dependencies, as in `Dependencies`.
         slice: position of its slice; -1: all slices.
-        gathers: the slice whose parameters it gathers; None: none.
-        prepare_seconds: other work just before it is posted (sums put into place, products, squares).
-        update_seconds: the update of what is owned, after that.
+        gathers: position of the slice whose parameters it gathers; None: none.
+        prepare_seconds: other work just before it is posted (copies of sums, products, squares).
+        update_seconds: the update of owned elements, after that.
         parameter: the first parameter that it updates.
     """
 
@@ -66,11 +66,11 @@ class GroupTasks:
     """All operations of a step of one group, in posting order.
 
     Attributes:
-        allreduce: whether sums arrive whole, and each slice is updated late, where its parameters are next needed.
+        allreduce: whether each rank receives whole sums, and updates each slice late, where its parameters are next needed.
         touching: by parameter, its slices.
         late_updates: by slice, seconds of the whole update.
         names: by slice, its first parameter.
-        window: most operations in flight on a stream.
+        window: maximum number of operations in flight on a stream.
         whole: the one allreduce of a group without a schedule, after backward; None if there is a schedule.
     """
 
@@ -87,7 +87,7 @@ class GroupTasks:
 def group_tasks(
     group: AveragedGroup, machine: Machine, element_seconds: float, product_seconds: Mapping[str, float] | None = None
 ) -> GroupTasks:
-    """Return a group's operations on a rank that owns as much as any.
+    """Return a group's operations on the rank that owns the most.
 
     Args:
         element_seconds: seconds to update one element.
@@ -124,7 +124,7 @@ def _all_gradients(group: AveragedGroup, machine: Machine, element_seconds: floa
 
 
 class _Pricing:
-    """Prices the operations of a group in bytes and seconds."""
+    """Computes the bytes and seconds of a group's operations."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Pricing:
         )
 
     def _stages_of(self, operation: Operation) -> tuple[CollectiveStage, ...]:
-        """Return the stages; equal ones are made once, as a schedule may have thousands of slices of one size."""
+        """Return the stages. Cached, because a schedule may have thousands of slices of one size."""
         compression = None if operation.kind is OperationKind.NORMS else self._schedule.slices[operation.slice].compression
         kind, n_bytes, stream = operation.kind, self._bytes(operation), operation.stream
         key = kind, n_bytes, compression, stream
@@ -192,11 +192,11 @@ class _Pricing:
         return piece.size * item_bytes
 
     def _updated(self, piece: Slice) -> int:
-        """Return the elements of a slice that the first rank, which owns most, updates: its own, and replicated ones."""
+        """Return the elements of a slice that the first rank updates, which owns the most: its own, and replicated ones."""
         return piece.owned_size(0, self._ranks) + len(piece.replicated) * piece.unit
 
     def _finish_seconds(self, piece: Slice) -> float:
-        """Return the time of the product of exchanged factors, of the sum of chosen elements, or of the copy of a sum."""
+        """Return the time of the product of exchanged factors, of the sum of selected elements, or of the copy of a sum."""
         owned = piece.owned_size(0, self._ranks)
         if piece.compression is not None:
             return self._costs.scatter_seconds(owned, piece.compression)
@@ -205,7 +205,7 @@ class _Pricing:
         return self._costs.memory_seconds(2 * owned * self._group.item_bytes) if self._ranks > 1 else 0.0
 
     def _square_seconds(self, piece: Slice) -> float:
-        """Return the time of squares of owned parameters and gradients."""
+        """Return the time to square owned parameters and gradients."""
         return self._costs.memory_seconds(2 * self._updated(piece) * self._group.item_bytes)
 
 
@@ -217,8 +217,8 @@ class SimulatedGroup:
         key: its identity.
         members: number of its processes.
         placement: placement of its ranks.
-        node_share: share of the process in the ranks of a node that send in this group and in groups alike.
-        lane: groups of the same ranks have the same lane: their messages move one after another.
+        node_share: this process's share of the ranks of a node that send in this group and in groups of the same kind.
+        lane: groups of the same ranks have the same lane, in which their messages move one after another.
     """
 
     key: Hashable
@@ -233,10 +233,10 @@ class Posted:
 
     Attributes:
         text, track, number: its names in traces.
-        position: its position among all that the rank has posted.
-        needs: number of dependencies that are not complete.
-        done: whether the rank has seen it complete.
-        begun_seconds: when it was posted.
+        position: its position among all operations that the rank has posted.
+        needs: number of incomplete dependencies.
+        done: whether the rank has noticed that it is complete.
+        begun_seconds: instant of the post.
         dependents: operations that depend on it.
         complete: called once it is done.
     """
@@ -252,7 +252,7 @@ class Posted:
         self.complete: Callable[[], None] | None = None
 
     def is_done(self) -> bool:
-        """Return `done`: a call, so that type checkers do not assume that it has not changed."""
+        """Return `done`. A method, so that type checkers do not assume an unchanged value."""
         return self.done
 
     def __str__(self) -> str:
@@ -263,11 +263,11 @@ class Member(Protocol):
     """A rank in a meeting."""
 
     def transfer(self, stage: CollectiveStage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
-        """Return its share of a stage, not begun."""
+        """Return its share of a stage, which has not begun."""
         ...
 
     def stage_ended(self, share: MeetingShare) -> None:
-        """Take note of the end of a stage; the rank calls `share.next_stage` once its program has noticed."""
+        """Note the end of a stage; the rank calls `share.next_stage` once its program has noticed it."""
         ...
 
 
@@ -276,7 +276,7 @@ class MeetingShare:
 
     Attributes:
         posted: the operation.
-        stage: the current or last stage; None: none, or one in which only others take part.
+        stage: the current or last stage; None if there is none, or if only other ranks take part in it.
         transfer: the transfer of that stage.
     """
 
@@ -321,11 +321,11 @@ class MeetingShare:
 
 
 class Meeting:
-    """A collective: a stage moves once all members have posted it, and ends once it has ended on all of them.
+    """A collective. A stage moves once all members have posted it, and ends once it has ended on all of them.
 
     Args:
         members: number of members.
-        forget: called once all have arrived.
+        forget: called once all members have posted the operation.
     """
 
     def __init__(self, loop: EventLoop, members: int, forget: Callable[[], None]) -> None:
@@ -374,7 +374,7 @@ class Meeting:
 
 
 class Meetings:
-    """All meetings at which some members have arrived, and not all, by the operation's key."""
+    """All meetings that some, but not all, members have joined, by the operation's key."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -396,7 +396,7 @@ class OperationQueue:
 
     Args:
         name: its name in traces.
-        window: most operations in flight; None: no limit.
+        window: maximum number of operations in flight; None: no limit.
     """
 
     def __init__(self, name: str, window: int | None) -> None:
@@ -434,7 +434,7 @@ class StepOperations:
     Attributes:
         operations: in the schedule's order.
         gathered: by slice, its allgather.
-        pending: by slice, sums that are not yet used for an update.
+        pending: by slice, sums that no update has used yet.
     """
 
     def __init__(self) -> None:
@@ -492,7 +492,7 @@ class GroupQueues:
                 self.current.operations[position].needs -= 1
 
     def all_happen(self) -> None:
-        """Note all events that have not happened until the end of backward."""
+        """Note all events that have not happened by the end of backward."""
         for event in self._after:
             self.happens(event)
 

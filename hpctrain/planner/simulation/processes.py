@@ -22,7 +22,7 @@ _NANOSECONDS = 1e9
 
 
 class EventRecorder:
-    """Records events from `begin` on. Times are in seconds since the begin of the simulation, and stored in ns."""
+    """Records events from `begin` on. Arguments are seconds since the begin of the simulation; events are stored in ns."""
 
     def __init__(self) -> None:
         self.recording = False
@@ -33,11 +33,11 @@ class EventRecorder:
         self._tracks: dict[str, int] = {"": 0}
 
     def begin(self) -> None:
-        """Record from now on, including what has begun before and is still in progress."""
+        """Record from now on, including events in progress."""
         self.recording = True
 
     def end(self, seconds: float) -> None:
-        """Record nothing that begins after `seconds`."""
+        """Ignore events that begin after `seconds`."""
         self._end = seconds
 
     def add(self, category: Category, name: str, start: float, stop: float, track: str = "", number: int = 0) -> None:
@@ -53,7 +53,7 @@ class EventRecorder:
         self._seconds[1].append(stop)
 
     def events(self) -> Events:
-        """Return a copy of the recorded events by their begin; of those with the same instants, the outer one first."""
+        """Return a copy of the recorded events, ordered by their begin; at the same instants, the outer one comes first."""
         numbers = np.array(self._numbers, np.int64)
         start, stop = np.rint(np.array(self._seconds) * _NANOSECONDS).astype(np.int64)
         depth = np.select([numbers[0] == Category.STEP, numbers[0] == Category.WAIT], [0, 1], 2)
@@ -79,11 +79,11 @@ class SimulatedProcess:
     """The ranks of one place: the work of their cores, their polls, and their shares of operations.
 
     Args:
-        slow: factor by which everything takes longer on its core.
+        slow: factor by which all work of its core takes longer.
 
     Attributes:
         place: the ranks for which it stands.
-        world: its surroundings.
+        world: its environment.
         recorder: recorder of its events.
         queues: queues from which it posts, in the order of polls.
         awaited: the operation for which it waits.
@@ -110,16 +110,16 @@ class SimulatedProcess:
     # -- running ---------------------------------------------------------------------------------------------------------------
 
     def start(self, program: Stretch) -> None:
-        """Run a program from now on."""
+        """Run a program, beginning now."""
         self._program = program
         self._loop.soon(self.resume)
 
     def resume(self) -> None:
-        """Continue after what the program waited for."""
+        """Continue the program after a wait."""
         next(self._program, None)
 
     def work(self, seconds: float) -> Stretch:
-        """Compute for `seconds` of a core that is not slow."""
+        """Compute for `seconds` of a core with normal speed."""
         if seconds <= 0:
             return
         seconds *= self._slow
@@ -151,7 +151,7 @@ class SimulatedProcess:
 
     @property
     def busy(self) -> bool:
-        """Whether a poll would do anything."""
+        """Whether a poll has anything to do."""
         return (
             bool(self._unseen)
             or self._attention.needed
@@ -160,7 +160,7 @@ class SimulatedProcess:
         )
 
     def poll(self) -> Stretch:
-        """Poll what is in flight, complete what has ended, and start what may start."""
+        """Poll operations in flight, complete those that have ended, and start those that may start."""
         self._attention.poll(_tests(self._flying))
         debt = self._attention.pay()
         if debt > 0:
@@ -178,7 +178,7 @@ class SimulatedProcess:
                 return
 
     def post(self, group: SimulatedGroup, posted: Posted, stages: Sequence[CollectiveStage]) -> None:
-        """Post an operation on a group's communicator, on which all processes post the same ones in the same order."""
+        """Post an operation on a group's communicator. All its processes post the same operations in the same order."""
         posted.begun_seconds = self._loop.now
         posted.position, self._count = self._count, self._count + 1
         self._flying[posted] = None
@@ -188,7 +188,7 @@ class SimulatedProcess:
         meeting.join(self, posted, stages, group)
 
     def finish(self) -> None:
-        """Record what is still in flight at the end of the simulation."""
+        """Record the operations that are still in flight at the end of the simulation."""
         for posted in self._flying:
             _record_operation(self.recorder, posted, self._loop.now)
 
@@ -210,13 +210,13 @@ class SimulatedProcess:
             self.recorder.add(Category.UPDATE, parameter, begin, self._loop.now)
 
     def _see(self, share: MeetingShare) -> Stretch:
-        """Take note of the end of a stage, and pay its time of the core."""
+        """Note the end of a stage, and charge its time to the core."""
         if share.cpu_seconds > 0:
             yield from self._pay(share.cpu_seconds, share.begun_seconds)
         _complete(share, self._flying, self.recorder, self._loop.now)
 
     def _pay(self, seconds: float, since: float) -> Stretch:
-        """Pay the core's time for messages: as they come while the rank waits, otherwise at the poll that notices them."""
+        """Charge the core for messages: as they arrive while the rank waits, otherwise at the poll that notices them."""
         begin = self._loop.now
         if not self._attention.attends:
             yield from self.work(seconds)
@@ -229,7 +229,7 @@ class SimulatedProcess:
         yield from self.work(seconds - covered)
 
     def _record_progress(self, begin: float) -> None:
-        """Record time of the program between operators; in a wait it belongs to the wait."""
+        """Record time of the program between operators; during a wait it belongs to the wait."""
         if self._loop.now > begin and not self._attention.attends:
             self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
 
@@ -245,7 +245,7 @@ class SimulatedProcess:
         self._attention.end_wait(_tests(self._flying))
 
     def _poll_from_thread(self) -> None:
-        """Poll from the progress thread: messages move, and a second stage begins; nothing completes, unless the thread posts."""
+        """Poll from the progress thread: messages move, and a second stage begins. Nothing completes unless the thread posts."""
         self._thread_due = False
         self._attention.poll(_tests(self._flying))
         if self._attention.attends:
@@ -294,7 +294,7 @@ class SimulatedProcess:
 
 
 def _complete(share: MeetingShare, flying: dict[Posted, None], recorder: EventRecorder, now: float) -> None:
-    """Complete a stage: post the next one; after the last one, operations that depend on this one may start."""
+    """Complete a stage: post the next one; after the last stage, dependent operations may start."""
     if not share.is_last:
         share.next_stage()
         return
@@ -310,12 +310,12 @@ def _complete(share: MeetingShare, flying: dict[Posted, None], recorder: EventRe
 
 
 def _position(share: MeetingShare) -> int:
-    """Return the position in which operations are tested: the order in which they were posted."""
+    """Return the position in the order of posting, in which operations are tested."""
     return share.posted.position
 
 
 def _tests(flying: Sized) -> int:
-    """Return the tests of a poll: one for each operation in flight."""
+    """Return the number of tests of a poll: one for each operation in flight."""
     return max(1, len(flying))
 
 

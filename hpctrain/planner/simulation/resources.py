@@ -1,11 +1,10 @@
-"""Simulated time, and the resources that jobs share in it: cores, network cards and memories.
+"""Simulated time, and the resources that jobs share: cores, network cards and memories.
 
-`EventLoop` runs actions in the order of their instants, those of one instant in the order in which they were requested.
-`SharedResource` is processor sharing: all jobs progress alike, so one number, the resource's position, tells how far each of
-them has come. It grows by one per second while there is enough for all, and more slowly while there is not; a job ends at a
-position, and the first end is one event. A network card may have saved up time while it was idle, as a bucket of tokens does:
-until that is spent it is many times as fast. Ranks that compute at the same time share the `Cores` of their node where there
-are more ranks than cores.
+`EventLoop` runs actions in the order of their instants; actions of the same instant run in the order of the requests.
+`SharedResource` simulates processor sharing: all jobs progress at the same rate, so a single number, the position, measures
+the progress of each. It grows by one per second below the capacity, and more slowly above it. A job ends at a fixed position,
+so only the first end needs an event. An idle network card accumulates tokens, as a token bucket does; until they are spent, it
+is many times as fast. Ranks of a node share its `Cores` if there are more ranks than cores.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Act = Callable[[], object]
 
 
 class EventLoop:
-    """A heap of actions.
+    """A queue of actions, ordered by their instants.
 
     Attributes:
         now: seconds since the begin of the simulation.
@@ -31,7 +30,7 @@ class EventLoop:
         self._running = True
 
     def at(self, seconds: float, action: Act) -> None:
-        """Schedule an action for an instant, now or later."""
+        """Schedule an action for an instant, which must not be in the past."""
         self._count += 1
         heapq.heappush(self._actions, (seconds, self._count, action))
 
@@ -40,7 +39,7 @@ class EventLoop:
         self.at(self.now, action)
 
     def stop(self) -> None:
-        """Let `run` end after the current action."""
+        """Make `run` return after the current action."""
         self._running = False
 
     def run(self) -> bool:
@@ -55,12 +54,12 @@ class EventLoop:
 
 
 _ROUNDING_SECONDS = 1e-13
-# Speed-up while saved time is spent: the other time of a message is in its latency.
+# Speed-up while saved time is spent; the rest of a message's time is in its latency.
 _SPENDING = 64.0
 
 
 class SharedJob:
-    """A job. end: the position at which it is complete. weight: how many times it counts among the jobs of the resource."""
+    """A job. end: the position at which it is complete. weight: its weight among the jobs of the resource."""
 
     __slots__ = ("action", "active", "end", "weight")
 
@@ -73,8 +72,8 @@ class SharedResource:
     """A resource that jobs share.
 
     Args:
-        capacity: weight of jobs that progress by one second per second; with more, all progress more slowly.
-        most_saved_seconds: time that an idle resource saves up at most, and has at the beginning.
+        capacity: total weight up to which jobs progress by one second per second; above it, all progress more slowly.
+        most_saved_seconds: maximum time that an idle resource accumulates; it begins with this time.
     """
 
     def __init__(self, loop: EventLoop, capacity: float, most_saved_seconds: float = 0.0) -> None:
@@ -90,7 +89,7 @@ class SharedResource:
 
     @property
     def position(self) -> float:
-        """Seconds by which a job that was always here has progressed until now."""
+        """Progress in seconds of a job that runs since the begin of the simulation."""
         now = self._loop.now
         if now > self._at_seconds:
             self._position += (now - self._at_seconds) * self._rate
@@ -101,7 +100,7 @@ class SharedResource:
         return self._position
 
     def start(self, seconds: float, weight: float, action: Act | None) -> SharedJob:
-        """Start a job that takes `seconds` if it has the resource to itself; `action` follows its end."""
+        """Start a job that takes `seconds` without other jobs; run `action` at its end."""
         job = SharedJob(self.position + seconds, weight, action)
         self._jobs += 1
         self._weight += weight
@@ -111,17 +110,17 @@ class SharedResource:
         return job
 
     def load(self, weight: float) -> None:
-        """Add a permanent weight that is no job; a negative weight removes it."""
+        """Add a permanent weight without a job; a negative weight removes it."""
         self.position  # noqa: B018  # up to here at the old rate
         self._load += weight
         self._changed()
 
     def remaining(self, job: SharedJob) -> float:
-        """Return the seconds that a job still takes."""
+        """Return the seconds that a job still needs."""
         return max(0.0, job.end - self.position)
 
     def stop(self, job: SharedJob) -> float:
-        """End a job early, without its action, and return the seconds that it would still have taken."""
+        """End a job early, without its action, and return the seconds that it still needed."""
         left = self.remaining(job)
         job.active = False
         self._jobs -= 1
@@ -130,7 +129,7 @@ class SharedResource:
         return left
 
     def _changed(self) -> None:
-        """Schedule the next end at the rate of the current jobs."""
+        """Schedule the next end, at the rate of the current jobs."""
         if not self._jobs:
             self._weight = 0.0  # so that rounding errors do not accumulate
         weight = self._weight + self._load
@@ -186,7 +185,7 @@ _SLICE_SECONDS = 2e-3
 
 
 class Cores:
-    """All cores of a node, on which the operating system runs everything fairly.
+    """All cores of a node, which the operating system shares fairly.
 
     Args:
         count: number of cores.
@@ -209,7 +208,7 @@ class Cores:
             self._shared.start(seconds, ranks, action)
 
     def charge(self, seconds: float, ranks: float) -> None:
-        """Charge work that ranks did while they waited: others on these cores have less time."""
+        """Charge work that ranks did during a wait, which leaves less time for others on these cores."""
         if self._shared is not None and seconds > 0:
             self._shared.start(seconds, ranks, None)
 

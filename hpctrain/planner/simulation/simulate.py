@@ -1,7 +1,7 @@
 """Simulate one step of a program on a machine, by discrete events.
 
-`StepTasks` runs the tasks of a rank's steps on a simulated process; `simulate` runs all processes until their steps are
-alike, and returns the last one.
+`StepTasks` runs the tasks of a rank's steps on a simulated process. `simulate` runs several steps of all processes and
+returns the last one, when the steps have become alike.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class StepTasks:
     """Runs the steps of one process.
 
     Args:
-        groups: by key, those that the process averages.
-        counted: called at the end of the last step that counts; one more follows, so that others do not wait for this rank in
-            vain.
+        groups: by key, the groups that the process averages.
+        counted: called at the end of the last step that counts. One more step follows, so that no other rank waits for this one
+            forever.
 
     Attributes:
         step_seconds: time of the step that counts.
@@ -195,15 +195,15 @@ class StepTasks:
 def simulate(program: StepProgram, machine: Machine, options: SimulationOptions | None = None) -> SimulatedStep:
     """Simulate steps of a program until they are alike, and return the last one.
 
-    Ranks in like surroundings are one process, so that the number of ranks costs nothing. Lazy averaging is simulated as it
-    begins: all layers are averaged in every step.
+    One process stands for all ranks with equal surroundings, so the cost hardly depends on the number of ranks. Lazy averaging
+    is simulated in its initial state: all layers are averaged in every step.
 
     Args:
         options: None: the defaults.
 
     Raises:
         ConfigError: slow ranks that the job does not have, or slow ranks or jitter of too many ranks.
-        DeadlockError: ranks that wait for each other without end.
+        DeadlockError: ranks that wait for each other forever.
     """
     options = options or SimulationOptions()
     _check(program, options)
@@ -217,15 +217,13 @@ def _check(program: StepProgram, options: SimulationOptions) -> None:
     for rank, factor in options.slow.items():
         if not 0 <= rank < size:
             raise ConfigError(
-                f"Rank {rank} is to be slow, but the job has the ranks 0 to {size - 1}; the nearest one is "
+                f"Slow rank {rank} does not exist: the job has the ranks 0 to {size - 1}; the nearest one is "
                 f"{min(max(rank, 0), size - 1)}."
             )
         if factor <= 0:
-            raise ConfigError(
-                f"Rank {rank} is to take {factor} times as long, but the factor must be above 0; 1 changes nothing."
-            )
+            raise ConfigError(f"The factor {factor} of slow rank {rank} must be above 0; 1 changes nothing.")
     if options.steps < 1:
-        raise ConfigError(f"The simulation is to have {options.steps} steps, but needs at least 1.")
+        raise ConfigError(f"A simulation of {options.steps} steps is impossible; it needs at least 1.")
     if options.jitter < 0:
         raise ConfigError(f"The jitter is {options.jitter}, but must not be negative; the nearest legal value is 0.")
 
@@ -264,7 +262,7 @@ class _Simulation:
         return {key: self._tasks_of(key, place.rank_class) for key, group in groups if place.rank_class.name in group.members}
 
     def _tasks_of(self, key: str, ranks: RankClass) -> GroupTasks:
-        """Return a group's tasks, which processes of one class share."""
+        """Return a group's tasks, which the processes of one class share."""
         if (key, ranks.name) not in self._group_tasks:
             group, element_seconds = self._program.groups[key], ranks.update_seconds.get(key, 0.0)
             self._group_tasks[key, ranks.name] = group_tasks(group, self._machine, element_seconds, ranks.product_seconds)
@@ -280,7 +278,7 @@ class _Simulation:
         return merge([table for table in tables if table is not None], {}, [place.ranks for place in self._places])
 
     def _by_name(self, events: Sequence[Events]) -> dict[str, Events]:
-        """Return the events by class, from its first process; by rank for single ranks."""
+        """Return the events of the first process of each class, by class; by rank if ranks are simulated one by one."""
         result: dict[str, Events] = {}
         for place, recorded in zip(self._places, events, strict=True):
             single = bool(self._options.slow) or self._options.jitter > 0

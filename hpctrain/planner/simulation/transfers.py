@@ -1,13 +1,13 @@
 """Messages of one rank in flight: the order in which they move, and how far they move between two polls.
 
-A `Lane` holds the messages of a rank to the same others, which move one after another, as on one connection. Messages that
-are posted first are sent first, and while one is held up, so is everything after it. Long messages that are sent after a
-handshake let shorter ones pass, even those that come while they move. Lanes of other ranks of a node share the same card. A
-lane counts what has moved on it, in seconds of the resource, so that it is known how much may still move until the next poll.
+A `Lane` holds the messages of a rank to the same ranks. They move one after another in the order of posting, as on one
+connection: a message that is blocked also blocks those after it. Long messages with a handshake let shorter ones overtake
+them, even while they move. Lanes of other ranks of a node share the same card. A lane counts the seconds of the resource that
+its messages have used, to determine how much may still move until the next poll.
 
-A `StageTransfer` is one rank's share of an operation: latencies and bytes of its rounds. Messages move while their rank
-polls. A round begins at a poll; between polls an operation moves what the transport takes unattended, and no more. A rank
-that waits polls all the time; `Attention` tells the transfers of a rank when it does.
+A `StageTransfer` is one rank's share of an operation: latencies and bytes of its rounds. A round begins at a poll; between
+polls, an operation moves only as much as the transport does without the program. A waiting rank polls all the time; its
+`Attention` continues its blocked transfers when it polls or waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDING_SECONDS = 1e-12
 
 
 class Lane:
-    """Messages in order.
+    """A sequence of messages.
 
     Args:
         resource: a card or a memory, shared with other lanes.
@@ -42,12 +42,12 @@ class Lane:
         self._tests = 1.0
 
     def enter(self, sender: StageTransfer) -> None:
-        """Queue a message after those that it does not overtake; its turn may come at once."""
+        """Queue a message after those that it does not overtake; its turn may begin at once."""
         place = len(self._queue)
         while place and self._queue[place - 1].yields and not sender.yields:
             place -= 1
         passed = self._queue[0] if self._queue and not place else None
-        if passed is not None and self._job is not None:  # what is in flight goes first
+        if passed is not None and self._job is not None:  # the message in flight goes first
             passed.interrupt()
             self._committed = passed.committed_seconds
             self._queue.insert(1, sender)
@@ -58,7 +58,7 @@ class Lane:
             sender.send()
 
     def leave(self) -> None:
-        """Remove the first message, which has moved, and begin the turn of the next one."""
+        """Remove the first message, whose turn is over, and begin the turn of the next one."""
         self._queue.popleft()
         self._committed = 0.0
         if self._queue:
@@ -69,13 +69,13 @@ class Lane:
         return bool(self._queue) and self._queue[0] is sender
 
     def grant(self, seconds: float) -> None:
-        """Let the first message move for this time."""
+        """Let the first message move for `seconds`."""
         limited = self._queue[0].yields and self._committed > _ROUNDING_SECONDS
         self._granted = min(seconds, self._committed) if limited else seconds
         self._job = self._resource.start(self._granted, self._queue[0].weight, self._end)
 
     def withdraw(self) -> float:
-        """Take back what was granted and has not moved yet, and return what has moved of it."""
+        """Cancel the rest of the grant, and return the seconds that were used."""
         job, self._job = self._job, None
         if job is None:
             return 0.0
@@ -85,7 +85,7 @@ class Lane:
         return moved
 
     def poll(self, tests: int = 1) -> None:
-        """Note a poll of the rank's program. tests: number of tested operations; further ones let a little more move."""
+        """Note a poll of the rank's program. tests: number of tested operations; each additional test lets a little more move."""
         self._tests = 1 + _FURTHER_TEST * (tests - 1)
         self._polled_seconds = self._moved_seconds
         if self._job is not None:
@@ -108,7 +108,7 @@ class Lane:
         sender.send()
 
     def _let_pass(self) -> None:
-        """Move the first message behind those that overtake it."""
+        """Move the first message behind the messages that overtake it."""
         self._committed = 0.0
         passed = self._queue.popleft()
         place = next((k for k, other in enumerate(self._queue) if other.yields), len(self._queue))
@@ -125,14 +125,14 @@ class StageTransfer:
 
     Args:
         lane: the lane of its messages.
-        weight: how many times they count on the lane's resource: ranks that send through a card at the same time.
+        weight: weight of its messages on the lane's resource: number of ranks that send through a card at the same time.
         ended: called at its end.
 
     Attributes:
         begun_seconds: the instant of its begin.
-        restricted: whether polls matter to it.
-        yields: whether others overtake it in its lane, once `committed_seconds` more of it have moved.
-        cpu_left: seconds of the core that its messages still take.
+        restricted: whether it depends on polls.
+        yields: whether other messages overtake it in its lane, once another `committed_seconds` of it have moved.
+        cpu_left: seconds of the core that its messages still need.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ class StageTransfer:
         self.restricted = self._rounds_left > 1 or self._polls > 0 or unattended_bytes is not None
 
     def begin(self) -> None:
-        """Begin the first round, or all of them; all ranks of the group have posted the operation."""
+        """Begin the first round, or all of them. Requires that all ranks of the group have posted the operation."""
         self.begun_seconds = self._loop.now
         self._begin_rounds()
 
     # -- polls -------------------------------------------------------------------------------------------------------------------
 
     def poll(self, tests: int = 1) -> None:
-        """Continue what was blocked, at a poll with this many tests."""
+        """Continue blocked messages at a poll with this many tests."""
         if not self._blocked:
             return
         self._blocked = False
@@ -181,8 +181,8 @@ class StageTransfer:
             self.send()
 
     def attend(self) -> None:
-        """Begin a wait of the rank: nothing is blocked."""
-        self._polls_left = min(1, self._polls_left)  # a wait tests again at once
+        """Note that the rank begins to wait, during which nothing is blocked."""
+        self._polls_left = min(1, self._polls_left)  # a waiting rank tests again at once
         if self._blocked:
             self.poll()
         elif self._lane.sends(self):
@@ -190,7 +190,7 @@ class StageTransfer:
             self.send()
 
     def leave(self) -> None:
-        """End a wait of the rank: what is in flight continues as far as it may."""
+        """Note that the rank no longer waits; messages in flight continue as far as they may without polls."""
         if self._round_left <= _ROUNDING_SECONDS:  # in its latency
             return
         sends = self._lane.sends(self)
@@ -231,11 +231,11 @@ class StageTransfer:
             self._end_rounds()
 
     def interrupt(self) -> None:
-        """Let another message overtake this one, which continues when that has moved."""
+        """Let another message overtake this one, and continue after it."""
         self._progress(self._lane.withdraw(), attended=self._attention.attends)
 
     def send(self) -> None:
-        """Move what may move now; all of it may have moved at this very instant."""
+        """Move what may move now; the round may already be complete."""
         if self._round_left <= _ROUNDING_SECONDS:
             self._round_left = 0.0
             self._lane.leave()
@@ -250,7 +250,7 @@ class StageTransfer:
             self._block()
 
     def moved(self, seconds: float) -> bool:
-        """Return whether the round is complete, now that all that was granted has moved; a poll may have allowed more."""
+        """Return whether the round is complete, after everything that was granted has moved; a poll may have allowed more."""
         self._progress(seconds, attended=self._attention.attends)
         return self._round_left <= _ROUNDING_SECONDS
 
@@ -283,8 +283,8 @@ class Attention:
         held_up: called if a transfer needs a poll to continue.
 
     Attributes:
-        attends: whether the rank waits, and so polls all the time.
-        debt_seconds: time of the core for what has moved and is not paid.
+        attends: whether the rank waits, and therefore polls all the time.
+        debt_seconds: unpaid time of the core for bytes that have moved.
     """
 
     def __init__(self, held_up: Callable[[], None]) -> None:
@@ -297,11 +297,11 @@ class Attention:
 
     @property
     def needed(self) -> bool:
-        """Whether a poll matters to anything in flight."""
+        """Whether a poll affects any transfer in flight."""
         return bool(self._restricted)
 
     def add(self, transfer: StageTransfer, lane: Lane) -> None:
-        """Add a transfer that is in flight from now on."""
+        """Add a transfer that begins now."""
         self._lanes[lane] = None
         if transfer.restricted:
             self._restricted[transfer] = None
@@ -311,7 +311,7 @@ class Attention:
         self._restricted.pop(transfer, None)
 
     def poll(self, tests: int = 1) -> None:
-        """Poll. tests: operations in flight, each of which is tested."""
+        """Poll once. tests: number of operations in flight, each of which is tested."""
         if self._restricted and not self.attends:
             self._mark(tests)
             blocked, self._blocked = self._blocked, []
@@ -319,14 +319,14 @@ class Attention:
                 transfer.poll(tests)
 
     def begin_wait(self) -> None:
-        """Poll all the time from now on."""
+        """Begin to poll all the time."""
         self.attends = True
         self._blocked.clear()
         for transfer in tuple(self._restricted):
             transfer.attend()
 
     def end_wait(self, tests: int = 1) -> None:
-        """Stop polling; the last poll had this many tests."""
+        """Stop polling. tests: number of tests of the last poll."""
         self.attends = False
         self._mark(tests)
         for transfer in tuple(self._restricted):
@@ -338,11 +338,11 @@ class Attention:
         self._held_up()
 
     def owes(self, seconds: float) -> None:
-        """Messages that moved while the rank did not wait take so much of its core, to be paid at a poll."""
+        """Add time of the core for messages that moved while the rank did not wait; a later poll pays it."""
         self.debt_seconds += seconds
 
     def pay(self) -> float:
-        """Return all debt, and reset it."""
+        """Return the debt, and reset it."""
         debt, self.debt_seconds = self.debt_seconds, 0.0
         return debt
 

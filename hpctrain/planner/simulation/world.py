@@ -1,6 +1,6 @@
-"""The surroundings of simulated processes: their places on nodes, time, cores and cards, and the groups in which ranks meet.
+"""The environment of simulated processes: their places on nodes, time, cores, cards, and groups of ranks.
 
-Ranks in like surroundings are one process that stands for all of them (`places`), so that the number of ranks costs nothing.
+One process stands for all ranks with equal surroundings (`places`), so the cost hardly depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class SimulatedPlace:
     """Ranks of a class for which one process stands.
 
     Attributes:
-        ranks: how many of the job's ranks it stands for.
-        first_rank: the first of them, by world rank.
+        ranks: number of the job's ranks for which it stands.
+        first_rank: the lowest of their world ranks.
         node: its node, or the kind of its node.
-        node_ranks: how many of these ranks are on one such node.
+        node_ranks: number of these ranks on each such node.
         split_group, data_group: its groups; processes with equal numbers meet in exchanges and averages.
     """
 
@@ -45,10 +45,9 @@ class SimulatedPlace:
 def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -> tuple[SimulatedPlace, ...]:
     """Return the processes of a program. single: one for each rank.
 
-    World rank c * Pr + r is (r, c) of the grid, and nodes contain consecutive ranks. Ranks are one process if their class,
-    and the classes on their node, in their split group and in their data group, are the same. If split groups do not fit into
-    nodes and have
-    unequal samples, nodes differ in many ways: beyond `MOST_PLACES` they count as alike.
+    World rank c * Pr + r is (r, c) of the grid, and nodes contain consecutive ranks. Ranks form one process if they agree in
+    their class and in the classes on their node, in their split group and in their data group. If split groups cross nodes and
+    have unequal samples, there may be many kinds of nodes; beyond `MOST_PLACES` processes, all nodes count as one kind.
 
     Raises:
         ConfigError: too many ranks to be simulated one by one.
@@ -75,7 +74,7 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
 def _folded(
     program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
 ) -> tuple[SimulatedPlace, ...]:
-    """Return the processes of ranks alike. nodes: the kind of each node."""
+    """Return the processes, one for each kind of rank. nodes: the kind of each node."""
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
     datas = [_kind(classes[r::height]) for r in range(height)]
@@ -97,15 +96,15 @@ def _folded(
 
 
 def _kind(classes: Sequence[int]) -> Hashable:
-    """Return a key that is equal for nodes and groups with as many ranks of each class."""
+    """Return a key that is equal for nodes, and for groups, with as many ranks of each class."""
     return tuple(sorted(Counter(classes).items()))
 
 
 def class_of_ranks(program: StepProgram) -> list[int]:
     """Return the class of each world rank, as its position in `program.classes`.
 
-    A class begins at its split rank. Several classes that begin at the same one differ in their samples: the first data ranks
-    have the first class. Further split ranks of a class follow if no other class begins there.
+    A class begins at its split rank. Classes that begin at the same split rank differ in their samples: the first data ranks
+    have the first class. The next split ranks belong to the class too, up to the first split rank of another class.
     """
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     width = size // height
@@ -132,7 +131,7 @@ def class_of_ranks(program: StepProgram) -> list[int]:
 
 
 def _shares(program: StepProgram, width: int) -> list[int]:
-    """Return the number of ranks of each class at one split rank: classes that begin together divide the data ranks."""
+    """Return the number of ranks of each class at one split rank: classes with the same first split rank share the data ranks."""
     totals = Counter({one.split_rank: 0 for one in program.classes})
     for one in program.classes:
         totals[one.split_rank] += one.ranks
@@ -140,12 +139,13 @@ def _shares(program: StepProgram, width: int) -> list[int]:
 
 
 class SimulatedWorld:
-    """All that the processes of a simulation share.
+    """The shared environment of the processes of a simulation.
 
     Attributes:
         loop: the time.
-        meetings: collectives at which ranks have arrived.
-        machine, program: what is simulated.
+        meetings: collectives that some ranks have joined.
+        machine: the machine.
+        program: the simulated program.
     """
 
     def __init__(self, program: StepProgram, machine: Machine, places: Sequence[SimulatedPlace]) -> None:
@@ -163,15 +163,15 @@ class SimulatedWorld:
         return self._cores[place.node]
 
     def card(self, place: SimulatedPlace) -> SharedResource:
-        """Return a network card of a process's node; all cards of the node are used alike."""
+        """Return a network card of a process's node; all cards of a node have equal load."""
         return self._cards[place.node]
 
     def group(self, place: SimulatedPlace, ranks: str) -> SimulatedGroup:
-        """Return the ranks with which a process exchanges: "all", "data" or "split"."""
+        """Return the group in which a process exchanges: "all", "data" or "split"."""
         return self._group(place, _key(place, ranks), self.program.placements.of(ranks))
 
     def averaged_group(self, place: SimulatedPlace, name: str) -> SimulatedGroup:
-        """Return the ranks with which a process averages a parameter group."""
+        """Return the group in which a process averages a parameter group."""
         return self._group(place, self._averaged_key(place, name), self.program.groups[name].placement)
 
     def _group(self, place: SimulatedPlace, key: Hashable, placement: GroupPlacement) -> SimulatedGroup:
@@ -188,7 +188,7 @@ class SimulatedWorld:
         ]
 
     def _averaged_key(self, place: SimulatedPlace, name: str) -> Hashable:
-        """Return a group's key; groups of fewer than all ranks are data groups."""
+        """Return a group's key; groups that do not contain all ranks are data groups."""
         everybody = self.program.groups[name].placement.ranks == self.program.placements.all_ranks.ranks
         return (name, "all") if everybody else (name, "data", place.data_group)
 

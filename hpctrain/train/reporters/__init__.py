@@ -13,7 +13,7 @@ REPORTERS: Registry[Reporter] = Registry(__name__, "reporter", Reporter, given=(
 
 
 def make_reporter(name: str, options: Mapping[str, Any], directory: Path, done_steps: int) -> Reporter:
-    """Return the reporter of that name, with options, of a run in `directory`, whose earlier parts have done so many steps.
+    """Return the reporter of that name, with options, of a run in `directory`, whose earlier parts have done `done_steps` steps.
 
     Raises:
         ConfigError: as `Registry.create`.

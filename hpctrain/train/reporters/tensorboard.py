@@ -24,7 +24,7 @@ class TensorBoard(Reporter):
     """Numbers of all records as TensorBoard event files in the run's directory, which needs the extra `export`.
 
     Loss and accuracies of training and test are in one chart each: the directories below `tensorboard` are train, test and, with
-    averaged weights, test-averaged. A run that has begun with one directory for all, by an earlier version, goes on with it.
+    averaged weights, test-averaged. A run that has begun with one directory for all, by an earlier version, keeps it.
 
     Args:
         directory: of the run. done_steps: of an earlier part of this run; TensorBoard hides what that wrote of later ones.

@@ -486,7 +486,7 @@ def test_identities_tell_gpus_of_a_node_and_slices_of_a_gpu_apart(load: Load) ->
     assert module.CupyDevice(0).identity != first
 
 
-@pytest.mark.parametrize(("version", "fault"), [(22907, "NCCL 2.29 takes all slices of a GPU (MIG) for one"), (23000, None)])
+@pytest.mark.parametrize(("version", "fault"), [(22907, "NCCL 2.29 treats all slices of a GPU (MIG) as one"), (23000, None)])
 def test_slices_of_a_gpu_are_joined_by_an_nccl_that_tells_them_apart(load: Load, version: int, fault: str | None) -> None:
     """An older NCCL refuses two ranks with one PCI bus only when it is too late to choose another transport."""
     module, fake = load()

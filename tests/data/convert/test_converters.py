@@ -304,7 +304,7 @@ def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_told(tmp_
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file.create_virtual_dataset("x", layout)
         file["y"] = LABELS
-    with pytest.raises(DataError, match=r"is made of other files, of which elsewhere\.h5 is missing"):
+    with pytest.raises(DataError, match=r"is made of other files, and elsewhere\.h5 is missing"):
         converted(tmp_path / "v.h5")
 
 
