@@ -1,11 +1,14 @@
 """Order across communicators, in one place and by one law: operations begin in the order in which they were added to a queue.
 
-Some operations cannot begin when they are started: the second stage of a collective waits for its first one, an operation on
-arrays of a device for their copies, a stage within a node for those that other communicators have posted there before. If each
-began as soon as it could, the order would depend on timing and differ between ranks, and collectives would not match. So they
-wait in an `InOrder`: an operation begins in a `test` of its own handle, or of a later one's, once it is ready and everything
-added before it has begun, whatever is ready first. Where all operations of a queue go to one communicator, that sees the same
-order on every rank.
+Within one communicator a `PostingQueue` starts operations in the order in which they were queued. But some cannot begin when
+they are started: the second stage of a collective waits for its first one, an operation on arrays of a device for their
+copies, a stage within a node for those that other communicators have posted there before. If each began as soon as it could,
+the order would depend on timing and differ between ranks, and collectives would not match. So they wait in an `InOrder`: an
+operation begins in a `test` of its own handle, or of a later one's, once it is ready and everything added before it has begun,
+whatever is ready first. If all operations of a queue go to one communicator, that sees the same order on every rank.
+
+By NCCL operations of several communicators would wait for each other on the device, so a run puts all of a group on one
+(`averaging.agreement`).
 """
 
 from __future__ import annotations

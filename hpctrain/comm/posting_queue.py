@@ -258,23 +258,20 @@ class PostingQueue:
         flying, trace = self._in_flight, self._trace
         full = self.window is not None and len(flying) >= self.window
         now_ns = 0 if trace is None else trace.clock_ns()
-        kept = 0
+        still_flying = 0
         for ticket in flying:
             done = ticket.test()
             if ticket.late is not None:
-                self._tell_posting(ticket, ticket.late)
+                self._record_posting(ticket, ticket.late)
             if not done:
                 ticket.possible_ns = now_ns
-                flying[kept] = ticket
-                kept += 1
-            else:
-                if self._flight is not None:
-                    self._flight.done(ticket.flight_number)
-                if trace is not None:
-                    self._record(ticket, trace)
-                    if full:
-                        self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
-        del flying[kept:]
+                flying[still_flying] = ticket
+                still_flying += 1
+                continue
+            self._record_end(ticket)
+            if full and trace is not None:
+                self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
+        del flying[still_flying:]
 
     def progress_once(self) -> None:
         """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
@@ -299,19 +296,16 @@ class PostingQueue:
                         self._flight.started(ticket.flight_number, str(ticket.handle))
                 done = ticket.test()
                 if ticket.late is not None:
-                    self._tell_posting(ticket, ticket.late)
-                if not done:
+                    self._record_posting(ticket, ticket.late)
+                if done:
+                    self._record_end(ticket)
+                else:
                     ticket.possible_ns = self._free_ns
                     self._in_flight.append(ticket)
-                    continue
-                if self._flight is not None:
-                    self._flight.done(ticket.flight_number)
-                if self._trace is not None:
-                    self._record(ticket, self._trace)
         finally:
             self.starting = False
 
-    def _tell_posting(self, ticket: Ticket, late: LateHandle) -> None:
+    def _record_posting(self, ticket: Ticket, late: LateHandle) -> None:
         """Record in the flight record what a late operation has posted, if it has by now."""
         if self._flight is not None and late.operation:
             self._flight.started(ticket.flight_number, late.operation)
@@ -330,8 +324,13 @@ class PostingQueue:
         ticket.begun_ns = max(begun_ns, self._account.last_update_ns)  # a start that updates posts after it
         ticket.possible_ns = self._free_ns = trace.clock_ns()
 
-    def _record(self, ticket: Ticket, trace: Tracer) -> None:
-        trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, trace.clock_ns(), self.name, ticket.sequence)
+    def _record_end(self, ticket: Ticket) -> None:
+        """Record an operation that is complete."""
+        if self._flight is not None:
+            self._flight.done(ticket.flight_number)
+        if self._trace is not None:
+            end_ns = self._trace.clock_ns()
+            self._trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, end_ns, self.name, ticket.sequence)
 
 
 class LocalEvent(Ticket):
