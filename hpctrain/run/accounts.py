@@ -195,7 +195,7 @@ class WaitsOfRanks:
 
     @classmethod
     def of(cls, table: np.ndarray) -> WaitsOfRanks:
-        """Return the waits from a table with a line for each rank: world rank, number of steps, their seconds, and seconds of waits."""
+        """Return the waits from a table with a line for each rank: world rank, steps, their seconds, seconds of waits."""
         ranks, steps, seconds, waited = table.T
         slowest = int(waited.argmax())
         return cls(int(steps.min()), float(seconds.mean()), float(waited.mean()), float(waited[slowest]), int(ranks[slowest]))
@@ -322,7 +322,7 @@ def read_lines(total: Mapping[str, int]) -> list[str]:
 
 
 class RunHashes(Observer):
-    """Keeps records of hashes. The constructor, `begin` and `read_state` are collective if the configuration asks for hashes.
+    """Keeps records of hashes. Its constructor, `begin` and `read_state` are collective if hashes are configured.
 
     Args:
         replica: a replica on which all ranks agree.
@@ -411,7 +411,7 @@ class RunAccount:
             reporter.say(line)
 
     def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
-        """Return the prediction, or why there is none; both on rank 0 only. in_haste: measure nothing, because the job must end."""
+        """Return the prediction, or why there is none; both on rank 0. in_haste: measure nothing, because the job must end."""
         choice = self._session.resolved.choice
         if choice is not None:
             return choice.prediction, ""
