@@ -80,7 +80,7 @@ def our_step(network: Network, batch: Batch) -> StepResult:
 
 
 def torch_step(name: str, width: float, state: Mapping[str, np.ndarray], batch: Batch, dtype: str) -> StepResult:
-    """The same in PyTorch, from weights `state` (as `network_state.export` gives them), in `dtype`.
+    """The same in PyTorch, from weights `state` (as `network_state.export` returns them), in `dtype`.
 
     Raises:
         RuntimeError: torch's names or shapes differ from ours.

@@ -26,7 +26,7 @@ def unique_segments(averager: GradientAverager) -> Iterator[tuple[Segment, dict[
     if averager.counted is not None:
         yield from averager.counted()
         return
-    assert type(averager).owned is GradientAverager.owned, "an averager whose ranks own parts says which of them count"
+    assert type(averager).owned is GradientAverager.owned, "an averager whose ranks own parts defines which of them count"
     group, comm = averager.group, averager.comm
     for segment in group.covering(*even_interval(group.size, comm.size, comm.rank)):
         whole = group.segment(segment.parameter)

@@ -4,7 +4,7 @@
 nearest even by integer arithmetic: NumPy knows no bfloat16, and its own rounding to float16 takes twenty times as long where
 results are denormal.
 
-`Rounding` says how gradients and parameters travel: as they are, or rounded. Pure data.
+`Rounding` is how gradients and parameters travel: as they are, or rounded. Pure data.
 
 `RoundedParameters`: where parameters travel rounded, every rank computes with the rounded ones, and owners keep what rounding
 took away. The optimiser updates exact values: an owner adds the error to its part before an update, and takes it out again when

@@ -2,7 +2,7 @@
 
 The gradient of a linear layer's weight is x^T dy, so inputs and errors suffice to make it wherever it is needed (Xie, Kim, Zhou,
 Ho, Kumar, Yu and Xing, "Distributed machine learning via sufficient factor broadcasting", 2015, arXiv:1511.08486). Here rank r
-gets its K / P columns of everyone's inputs (an all-to-all in forward) and everyone's errors (an allgather in backward), and
+gets its K / P columns of all ranks' inputs (an all-to-all in forward) and all ranks' errors (an allgather in backward), and
 computes its rows of the global gradient with products of depth B, the step's global batch: one per slice, so that a slice is
 gathered under the next one's product. The bias's gradient is the sum of the gathered errors, complete on every rank. Lee et al.,
 MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
@@ -67,7 +67,7 @@ class SufficientFactorExchange:
         self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
     def _buffers(self) -> tuple[Array, Array, Array]:
-        """Make buffers for this rank's inputs, packed; for its columns of everyone's inputs; for everyone's errors."""
+        """Make buffers for this rank's inputs, packed; for its columns of all ranks' inputs; for all ranks' errors."""
         batch, mine = self._capacity
         sizes = (mine * self._inputs, batch * self._columns[self._comm.rank], batch * self._outputs)
         packed, columns, errors = (np.empty(size, self._group.dtype) for size in sizes)

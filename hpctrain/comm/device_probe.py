@@ -51,7 +51,7 @@ def trial() -> str:
 
 def last_line(text: str) -> str:
     """Return the last line that is not empty."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
 
 
 def outcome() -> str:

@@ -1,7 +1,7 @@
 """Models and measurements of what lies between ranks: the cost of a link, and the offsets of their clocks.
 
-The link model says what an operation among ranks costs, from two measured numbers. Every rank has one link, full duplex. Costs
-are those of the bandwidth-optimal algorithms (rings; recursive halving and doubling move the same bytes), after Thakur,
+The link model predicts what an operation among ranks costs, from two measured numbers. Every rank has one link, full duplex.
+Costs are those of the bandwidth-optimal algorithms (rings; recursive halving and doubling move the same bytes), after Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the size of the whole
 buffer in bytes, P the number of ranks; one rank costs nothing.
 

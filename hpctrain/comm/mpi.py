@@ -5,7 +5,7 @@ so it is started at level "serialized": "multiple" switches fast paths off in se
 thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected. Picklable
 values travel on top of buffer operations, so that they wait with the deadline: start-up and shut-down only.
 
-Lost ranks: an MPI with fault tolerance (ULFM, as Open MPI 5 has it) goes on when a rank dies (`goes_on_without_lost_ranks`). A
+Lost ranks: an MPI with fault tolerance (ULFM, as Open MPI 5 has it) continues when a rank dies (`goes_on_without_lost_ranks`). A
 rank that waits for a dead one gets an error. One that waits for a living rank, which has got such an error and has left its
 work, would wait without end. So the first rank that learns of a loss revokes all its communicators, which makes operations on
 them fail on all ranks; ranks that share no other communicator with it see it at the world's, which all of them test. Whatever
@@ -175,7 +175,7 @@ class LostRanks:
         """Return a sentence for a user: what is lost, as far as this process knows, and what to do."""
         return (
             f"{named(self.lost())} of {self._world.Get_size()} was lost, as the process has died or its node; start again with "
-            "--resume, or set on_lost_rank to shrink to go on without lost ranks."
+            "--resume, or set on_lost_rank to shrink to continue without lost ranks."
         )
 
     def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
@@ -353,7 +353,7 @@ def _load() -> None:
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
         reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise MissingLibraryError(
-            f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one beside this Python with "
+            f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one next to this Python with "
             f"`pip install mpich`, or name a library with MPI4PY_LIBMPI=/path/libmpi.so."
         ) from error
 

@@ -1,7 +1,7 @@
 """The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
 
 One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a collective of the
-split group that waits next to one of the data group which nobody drives is a deadlock that separate communicators do not cure.
+split group that waits while one of the data group is not driven is a deadlock that separate communicators do not cure.
 The order within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
 
 `WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
@@ -11,7 +11,7 @@ completes or computes in it (one of two stages may come to its second), so no av
 thread sees a change only when it polls. In mode `posting` a pass is a poll: what completes is seen, and what may start is
 started, with what that computes, in the order of its queue.
 
-`guard` is a deadline for phases in which nobody polls: MPI's start, a file opened on a network file system.
+`guard` is a deadline for phases without polls: MPI's start, a file opened on a network file system.
 """
 
 from __future__ import annotations

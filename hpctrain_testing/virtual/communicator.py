@@ -269,7 +269,7 @@ class ThreadCommunicator:
         return VirtualHandle(self._scheduler, posting)
 
     def _exchange_objects(self, kind: str, value: Any, *agreed: object) -> list[Any]:
-        """Return everyone's value, copied by pickling, in rank order; waits."""
+        """Return every rank's value, copied by pickling, in rank order; waits."""
         pickled = np.frombuffer(pickle.dumps(value), np.uint8)
         posting = self._posting(kind, "objects", agreed, pickled)
         self._collect(posting, ObjectExchange)

@@ -115,7 +115,7 @@ class RankState:
 
     def resume(self) -> None:
         """Give this rank the baton."""
-        with suppress(RuntimeError):  # a failure elsewhere has just released everyone
+        with suppress(RuntimeError):  # a failure elsewhere has just released all ranks
             self.baton.release()
 
     def polls_in_vain(self, posting: Posting) -> None:
@@ -284,7 +284,7 @@ class PostedOperation(ABC):
 
 
 class Allreduce(PostedOperation):
-    """The sum in rank order, the same bits for everyone."""
+    """The sum in rank order, the same bits for all parties."""
 
     _sum: Array | None = None
 

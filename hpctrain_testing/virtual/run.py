@@ -21,14 +21,14 @@ from hpctrain_testing.virtual.scheduler import Adversary, Clocked, Policy, Promp
 Result = TypeVar("Result")
 
 _STACK_BYTES = 4 << 20  # of a rank's thread; room for compiled kernels
-_UNWIND_SECONDS = 2.0  # for ranks to leave after a failure; one that computes on is left behind
+_UNWIND_SECONDS = 2.0  # for ranks to leave after a failure; one that still computes is left alone
 
 
 class VirtualWorld:
     """Runs one function on a number of virtual ranks, once.
 
     Args:
-        size: ranks. seed: of the adversary; None: promptly and in turn. link: given, time is modelled, and the seed only says
+        size: ranks. seed: of the adversary; None: promptly and in turn. link: given, time is modelled, and the seed only decides
             when buffers are touched. stragglers: rank -> factor by which its link is slower.
         ranks_per_node: for `split_shared_memory`; None: all on one node.
     """
@@ -62,8 +62,8 @@ class VirtualWorld:
 
         Raises:
             the first failure of a rank, with its rank and the seed as a note; the other ranks are ended.
-            DeadlockError: no rank can go on, or all have ended with operations that others never posted.
-            CommunicationTimeoutError: not over after so many seconds of real time.
+            DeadlockError: no rank can continue, or all have ended with operations that others never posted.
+            CommunicationTimeoutError: not over after `deadline_seconds` of real time.
         """
         results: dict[int, Result] = {}
         threads = self._start(function, results)
@@ -153,7 +153,7 @@ def run_virtual(
 def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9, **options: Any) -> ProgressEngine:
     """Return the progress engine of one virtual rank, which measures virtual time and never sleeps: all other ranks would, too.
 
-    Nor does it offer its core, which on a busy machine takes longer than all else: the scheduler says which rank runs.
+    Nor does it offer its core, which on a busy machine takes longer than all else: the scheduler decides which rank runs.
 
     options: of the engine. Without a link no wait passes its deadline; a wait that cannot end is found as a deadlock.
     """

@@ -4,8 +4,8 @@ Who gets it is a policy's choice, so a run is a function of the program and the 
 open: which rank runs next, and when an operation's data moves: at once, at the worst moment, or by a modelled clock. Matching
 (collectives by posting order, messages of one source and tag in their order) is done before it is asked.
 
-A rank that only polls in vain is parked until something of its own completes; when no rank can go on and nothing is pending,
-the run ends with a `DeadlockError`, which says in words who waits where, for what, and for whom.
+A rank that only polls in vain is parked until something of its own completes; when no rank can continue and nothing is pending,
+the run ends with a `DeadlockError`, whose message names who waits where, for what, and for whom.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_POSTINGS = 4
 
 def deadlock_of(ranks: Sequence[RankState]) -> DeadlockError:
     """Return the error of a run in which no rank can continue."""
-    return DeadlockError(f"Deadlock of {len(ranks)} virtual ranks, none of which can go on:\n{describe_ranks(ranks)}")
+    return DeadlockError(f"Deadlock of {len(ranks)} virtual ranks, none of which can continue:\n{describe_ranks(ranks)}")
 
 
 def describe_ranks(ranks: Sequence[RankState]) -> str:
@@ -263,7 +263,7 @@ class Clocked:
 
     A transfer starts when all its ranks have posted it and their links are free, and holds these links for its modelled
     time, multiplied by the largest factor of its ranks. The rank with the least clock runs, so what happens follows
-    from the model alone; `seed` only says when buffers are touched (None: at match).
+    from the model alone; `seed` only decides when buffers are touched (None: at match).
 
     Args:
         stragglers: rank -> factor by which its link is slower.

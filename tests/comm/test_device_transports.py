@@ -581,7 +581,7 @@ def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.Mon
 
 def test_last_lines() -> None:
     assert device_probe.last_line("a\n b \n\n") == "b"
-    assert device_probe.last_line("\n") == "it said nothing"
+    assert device_probe.last_line("\n") == "it printed nothing"
 
 
 @pytest.mark.job
@@ -600,7 +600,7 @@ def test_what_the_process_says_is_told_whatever_becomes_of_it(monkeypatch: pytes
     says("abort", device_probe.GTL_WORDS, code=1)
     assert device_probe.trial() == f"abort\n{device_probe.GTL_WORDS}"
     monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
-    assert device_probe.trial() == f"{UNAWARE}: it said nothing"
+    assert device_probe.trial() == f"{UNAWARE}: it printed nothing"
     monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(device_probe, "_SECONDS", 0.2)
     assert device_probe.trial() == f"{UNAWARE}: TimeoutExpired"

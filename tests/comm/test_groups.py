@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm import mpi
-from hpctrain.comm.base import Communicator, Handle, SingleCommunicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, ForwardingCommunicator, Handle, SingleCommunicator, raise_on_all_ranks
 from hpctrain.comm.groups import (
     GridAxis,
     Levels,
@@ -647,3 +648,36 @@ def test_one_measurement_alone_is_a_shift() -> None:
 
 def test_one_process_has_its_own_clock() -> None:
     assert measure_offset(SingleCommunicator(), lambda handle, what: None).offset_ns == 0
+
+
+class _Recording:
+    """Remembers what is called, and returns that."""
+
+    rank, size, name, world_ranks = 1, 3, "recorded", (4, 6, 8)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *values: (method, *values)
+
+
+class _Wrapping(ForwardingCommunicator):
+    def wrap(self, part: Communicator) -> Any:
+        return "wrapped", part
+
+
+def test_a_communicator_that_forwards_forwards_all_of_the_protocol() -> None:
+    inner: Any = _Recording()
+    plain, wrapping = ForwardingCommunicator(inner), _Wrapping(inner)
+    assert isinstance(plain, Communicator)
+    assert (plain.rank, plain.size, plain.name, plain.world_ranks) == (1, 3, "recorded", (4, 6, 8))
+    methods = [name for name, value in vars(Communicator).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert len(methods) == 13
+    for method in methods:
+        values = tuple(map(str, list(inspect.signature(getattr(Communicator, method)).parameters)[1:]))
+        result = None if method == "abort" else (method, *values)
+        assert getattr(plain, method)(*values) == result
+        expected = ("wrapped", result) if method.startswith("split") else result
+        assert getattr(wrapping, method)(*values) == expected
+
+
+def test_a_split_that_leaves_a_rank_out_wraps_nothing() -> None:
+    assert _Wrapping(SingleCommunicator()).split(None, 0, "none") is None

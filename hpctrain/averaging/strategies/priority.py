@@ -36,7 +36,7 @@ class PriorityOptions:
 
     Args:
         slice_parameters: Most parameters of a slice; smaller neighbours are fused up to half of it. Null takes 50,000 as in the
-            paper, or more where so many messages would take too much of a core.
+            paper, or more if that many messages would take too much of a core.
         sizes: Rule for sizes that are not given: "rule" takes the same ones in every run on the same number of ranks, so that
             runs repeat bit by bit; "measured" follows the link and a message's time of a core, both measured at the start.
         window: Most slices in flight, of gradients and of parameters each. Null takes what the measured link sends between two
