@@ -356,6 +356,6 @@ def test_each_code_means_one_thing_and_none_can_be_a_signal() -> None:
 
 
 def test_the_page_lists_every_code() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "signals.md").read_text()
     for name, code in CODES.items():
         assert f"| {'128 + n' if name == 'SIGNALLED' else code} |" in page, name
