@@ -29,7 +29,7 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError, CorruptedStateError, DivergedError
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
-from hpctrain.core.sentences import choices
+from hpctrain.core.text import choices
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job import flight_records
 from hpctrain.job.same_start import check_same_program

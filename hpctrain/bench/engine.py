@@ -78,7 +78,7 @@ def parse(lines: Iterable[str]) -> Iterator[PrimitiveTime]:
         if not line.startswith(_PREFIX):
             continue
         fields = line.removeprefix(_PREFIX).strip().split(",")
-        # an implementation's name may hold commas, nothing else does
+        # only an implementation's name may contain commas
         extra = len(fields) - _FIELDS
         assert extra >= 0, line
         implementation = ",".join(fields[2 : 3 + extra])
@@ -266,7 +266,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
         commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
     series = interleave(commands, Rounds(rounds, 1), list(PEERS))
     if not any(series[name].turns for name in PEERS):
-        raise SteppingError(f"Of {python}, no PyTorch ran: {series['torch'].failure}")
+        raise SteppingError(f"No variant of PyTorch ran with {python}: {series['torch'].failure}")
     our_seconds = series["ours"].seconds("wall")
     return {
         name: {

@@ -33,7 +33,7 @@ from hpctrain.storage.atomic_write import write_bytes, write_json
 
 Mode = Literal["weak", "strong"]
 
-_MANY_EPOCHS = 1_000_000  # more than any number of steps needs
+_MANY_EPOCHS = 1_000_000  # enough for any number of steps
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
     own_mpiexec = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(own_mpiexec) if own_mpiexec.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise LaunchError('There is no mpiexec, neither next to this Python nor on PATH; give one with --launcher "... {ranks}".')
+        raise LaunchError('Cannot find mpiexec next to this Python or on PATH; give one with --launcher "... {ranks}".')
     return [mpiexec, "-n", str(ranks)]
 
 

@@ -193,4 +193,6 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
         return resnet(depth, classes or 1000, width), 3, classes or 1000
     if family == "resnet" and depth % 6 == 2:
         return resnet_small(depth, classes or 10, width), 3, classes or 10
-    raise ValueError(f"{name} has no counterpart here; small, vgg11 to vgg19, resnet9, resnet18 to 152 and resnet20 to 110 have.")
+    raise ValueError(
+        f"{name} has no counterpart in PyTorch; use small, vgg11 to 19, resnet9, resnet18 to 152 or resnet20 to 110."
+    )

@@ -19,8 +19,7 @@ from hpctrain.core import log
 from hpctrain.core import log as rank_log
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
-from hpctrain.core.sentences import nearest
-from hpctrain.core.text import counted
+from hpctrain.core.text import counted, nearest
 from hpctrain.launch.launcher import Launcher
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from hpctrain.launch.threads import ThreadPlan, set_threads
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
+    from hpctrain.cli.start import ReadConfig
     from hpctrain.comm.base import Communicator
     from hpctrain.comm.progress import ProgressEngine
     from hpctrain.config.schema import Config
@@ -134,8 +135,6 @@ _log = get_logger(__name__)
 #: deadline of a job whose configuration could not be read
 DEADLINE_SECONDS = 300.0
 
-#: returns a configuration and the places of its values
-ReadConfig = Callable[[], "tuple[Config, Source]"]
 #: trains over a session, from a source or the beginning, repeating a run's averaging or not; calls the last argument once it is
 #: done; returns whether it was stopped
 Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]

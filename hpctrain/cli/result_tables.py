@@ -20,8 +20,7 @@ from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import echo, echo_block, escaped, loss_text
-from hpctrain.run.evaluation import Evaluation
-from hpctrain.run.prediction import PredictedPicture, Predictions
+from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import Comparison
 from hpctrain.runs.results import summary_texts
 from hpctrain.storage.atomic_write import write_text

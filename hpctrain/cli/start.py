@@ -24,7 +24,32 @@ import sys
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to load
 if TYPE_CHECKING:
-    from hpctrain.cli.job_process import ConfiguredProcess, ReadConfig
+    import contextlib
+    from collections.abc import Callable
+    from typing import Protocol
+
+    from hpctrain.comm.base import Communicator
+    from hpctrain.config.schema import Config
+    from hpctrain.core.yaml_source import Source
+    from hpctrain.flight.recorder import FlightRecorder
+
+    #: returns a configuration and the places of its values
+    ReadConfig = Callable[[], tuple[Config, Source]]
+
+    class StartedProcess(Protocol):
+        """What `start_job` needs of a process, see `ConfiguredProcess`."""
+
+        flight: FlightRecorder
+        exits: contextlib.ExitStack
+
+        @property
+        def deadline_seconds(self) -> float: ...
+        def prepare(self, read: ReadConfig) -> None: ...
+        def load(self, *, trains: bool) -> None: ...
+        def start_processes(self) -> None: ...
+        def start_world(self, deadline_seconds: float) -> Communicator: ...
+        def end_mpi(self) -> None: ...
+
 
 # Commands whose process computes: their signals are held back before anything else is loaded.
 _COMPUTING = (["train"], ["eval"], ["script"], ["bench", "engine"])
@@ -92,7 +117,7 @@ def _start_computing(command: str) -> None:
         keeper.finished()
 
 
-def start_job(process: ConfiguredProcess, read: ReadConfig, *, trains: bool = False) -> None:
+def start_job(process: StartedProcess, read: ReadConfig, *, trains: bool = False) -> None:
     """Run steps 7 to 11 in a process that has a configuration.
 
     Args:

@@ -302,7 +302,7 @@ def predict(
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start_from(chosen.read)
         from hpctrain.cli.result_tables import print_lines, print_table
-        from hpctrain.run.prediction import PredictionRequest, run_prediction
+        from hpctrain.run.evaluation import PredictionRequest, run_prediction
         from hpctrain.train.progress_bar import pass_on_stderr
 
         source: str = session.world.broadcast_object(chosen.source)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import read_bytes
-from hpctrain.core.sentences import choices
+from hpctrain.core.text import choices
 
 # Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
 _ROOT = Path(__file__).parents[1] / "examples"

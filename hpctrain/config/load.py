@@ -17,8 +17,7 @@ from hpctrain.config.values import AUTO, Named, OpenSection
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
-from hpctrain.core.sentences import nearest, rule
-from hpctrain.core.text import escaped
+from hpctrain.core.text import escaped, nearest, rule
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 

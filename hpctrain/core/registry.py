@@ -25,7 +25,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, OptionError
-from hpctrain.core.sentences import choices, joined, rule
+from hpctrain.core.text import choices, joined, rule
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import read_bytes
-from hpctrain.core.sentences import choices
+from hpctrain.core.text import choices
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints

@@ -32,7 +32,7 @@ _PACKAGE = Path(__file__).parents[1]
 _ASIDE = (
     *("bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/"),
     *(f"data/{name}.py" for name in ("check", "fetch", "pictures")),
-    *(f"run/{name}.py" for name in ("model_weights", "prediction", "smoke", "stored_run")),
+    *(f"run/{name}.py" for name in ("model_weights", "smoke", "stored_run")),
     *(f"runs/{name}.py" for name in ("comparison", "run_record", "state")),
     *("launch/supervisor.py", "models/onnx_model.py"),
 )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from hpctrain.core.errors import CheckpointError
-from hpctrain.core.sentences import nearest
+from hpctrain.core.text import nearest
 from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.parameter import ParameterSpec
 

@@ -22,7 +22,7 @@ from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.operators import Array, CapturesWork, KernelSet, LocalStatistics, Operator, StatisticsMerger, aligned
 from hpctrain.backend.specs import BatchNormSpec, SoftmaxCrossEntropySpec, TensorSpec, parameter_dtype
 from hpctrain.core.errors import ConfigError, ShapeError
-from hpctrain.core.sentences import nearest
+from hpctrain.core.text import nearest
 from hpctrain.nn.captured_program import CapturedProgram, Slices
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import ExecutionPlan

@@ -11,7 +11,7 @@ from typing import cast
 
 from hpctrain.backend.specs import Pair
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.sentences import choices
+from hpctrain.core.text import choices
 
 
 class Parallelism(StrEnum):

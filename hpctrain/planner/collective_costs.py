@@ -258,7 +258,7 @@ def _allreduce(n_bytes: float, ranks: int) -> list[_Round]:
     if n_bytes <= _SHORT_ALLREDUCE_BYTES:
         middle = [_Round(n_bytes, distance, sums=True) for distance in _powers(power)]
     else:
-        # MPICH's allreduce halves from the nearest rank on, so that most bytes stay near.
+        # MPICH's allreduce starts halving with the nearest rank, so that most bytes stay near.
         shares = [one.n_bytes for one in _halving(n_bytes, power)]
         near = list(zip(shares, _powers(power), strict=True))
         middle = [_Round(share, distance, sums=True) for share, distance in near]
@@ -291,7 +291,7 @@ def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacemen
         if not runs or (runs[-1][-1][1] > 0) != (crossing > 0):
             runs.append([])
         runs[-1].append((one, crossing))
-    # A collective is posted once: its first stage has what that costs.
+    # A collective is posted once; its first stage contains the cost of the post.
     return tuple(_stage(machine, run, placement, posts=position == 0) for position, run in enumerate(runs))
 
 
@@ -306,14 +306,14 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
     latency, beta = _message_costs(link, rounds)
     _, within_beta = _message_costs(machine.within, rounds)
     sharers = _sharers(machine, placement, crossing / sent if any(one.ring for one in rounds) else 1.0)
-    # A ring in which one rank of a node sends to the next node may be held up by the copies of the other ranks.
+    # In a ring, the copies of other ranks may delay the one rank of a node that sends to the next node.
     if crossing and (sent - crossing) * within_beta <= crossing * sharers * beta:
         between, wire = True, crossing
     else:
         between, wire, beta, sharers = False, sent - crossing, within_beta, 1.0
     largest = link.segment(max(one.n_bytes for one in rounds))
     unattended = None
-    if largest.unattended_bytes is not None:  # messages of a round move side by side
+    if largest.unattended_bytes is not None:  # messages of a round move at the same time
         unattended = largest.unattended_bytes * max(one.messages / one.rounds for one in rounds) * wire / sent
     return CollectiveStage(
         between=between,

@@ -317,7 +317,7 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
     except ImportError:
         return None
     matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # otherwise a $ in a name begins a formula
+    matplotlib.rcParams["text.parse_math"] = False  # otherwise a $ in a name would start a formula
     from matplotlib import pyplot
 
     figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")

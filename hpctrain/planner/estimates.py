@@ -59,7 +59,7 @@ def _add(
         if not below:
             continue
         use = _most_frequent([uses[name] for name in below])
-        # Worth a rule of its own where it saves others.
+        # A separate rule is used if it replaces several others.
         differing = sum(uses[name] is not inherited for name in below)
         remaining = 1 + sum(uses[name] is not use for name in below)
         if use is not inherited and remaining <= differing:
@@ -155,7 +155,7 @@ class GridEstimates:
             paths = self._paths(choice, incumbent_seconds, with_memory=with_memory)
             estimates = [self.of_uses(choice, path.choices) for path in self._promising(choice, paths)]
             fitting = [estimate for estimate in estimates if estimate.memory_bytes <= limit]
-            if len(fitting) == len(estimates):  # a plan that needs less memory would be no faster
+            if len(fitting) == len(estimates):  # a plan with less memory would not be faster
                 break
         return sorted(fitting, key=lambda estimate: estimate.seconds)[:_ALTERNATIVES]
 

@@ -69,7 +69,7 @@ class AveragerChoice:
         return strategy_costs(self.name, self.options)
 
     def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:
-        return AveragerChoice, (self.name, dict(self.options))  # without the costs, whose functions cannot be sent
+        return AveragerChoice, (self.name, dict(self.options))  # without the costs, whose functions cannot be pickled
 
     def __str__(self) -> str:
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())

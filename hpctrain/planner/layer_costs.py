@@ -75,7 +75,7 @@ def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
             last_reader[tensor] = position
     start, source, reach = 0, 0, last_reader.get(0, -1)
     for position, node in enumerate(graph.nodes):
-        if reach <= position:  # all tensors so far are read by now
+        if reach <= position:  # no later node reads an earlier tensor
             yield NetworkSegment(start, position + 1, source, node.output)
             start, source = position + 1, node.output
         reach = max(reach, last_reader.get(node.output, len(graph.nodes)))
@@ -137,7 +137,7 @@ class SegmentCosts:
         seconds, hides = 0.0, 0.0
         for position, step in reversed(list(enumerate(steps.steps))):
             if step.node is None:
-                continue  # the whole network has copies between layouts elsewhere
+                continue  # copies between layouts count for the whole network, not here
             if is_move(step.operator):
                 seconds += self._move(step, steps, position, hides)
                 continue

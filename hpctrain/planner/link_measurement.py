@@ -27,17 +27,17 @@ _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
 _POLLED_REPEATS = 2
 _MOST_PASSES = 8
-# A link with a burst has saved it up after such a pause; smaller messages do not show it.
+# After such a pause a link has its full burst; smaller messages do not show it.
 _PAUSE_SECONDS = 0.03
 _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# A step sends what was written some layers ago and has left all caches: this many bytes are written before a message.
+# A step sends data that were written some layers ago and are in no cache: write this many bytes before a message.
 _CACHE_BYTES = 128 << 20
 # A message that takes longer than this is measured less often, ...
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
-# ... and one that takes longer than this is the last size.
+# ... and if one takes longer than this, its size is the last one.
 _MOST_MESSAGE_SECONDS = 0.3
 _PURPOSE = "measurement of a link"
 
@@ -226,14 +226,14 @@ def _busy(seconds: float) -> None:
         pass
 
 
-# Messages that take this many polls more than their time explains move in chunks, one between two polls.
+# Messages move in chunks, one between two polls, if they take this many polls more than their time explains.
 _CHUNKED_POLLS = 7
 # Largest share by which a second message of the largest size may take longer than the first, because a pause saves time; of
 # smaller messages that is a larger share.
 _LONGER = 0.1
 # Messages from this share of the largest on have the rate of large ones; the rate follows from pairs this far apart.
 _LARGE, _APART = 0.25, 0.5
-# A burst is a little larger than it seems, because what it lets pass takes time as well.
+# A burst is a little larger than measured, because its bytes take time as well.
 _COVERED = 1.25
 # Bytes that seem to pass at once count only from this share of all bytes on.
 _LEAST_BURST = 0.2
@@ -289,22 +289,24 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
         else:
             beta = (times[high] - times[low]) / (second - first)
             alpha = times[low] - beta * first
-            if alpha < 0:  # a jump to another protocol lies between: the line continues until that begins
+            if alpha < 0:  # another protocol begins between them; the line continues up to its begin
                 alpha, beta = 0.0, times[low] / first
         unattended, polls = _between_polls(points[low])
         chunk, _ = _between_polls(points[high])
-        if chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1:  # it fits into a few chunks of its neighbour
+        if (
+            chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1
+        ):  # it fits into a few chunks of the neighbouring size
             unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
     made.append(LinkSegment(last.n_bytes, made[-1].alpha_seconds, made[-1].beta_seconds_per_byte, unattended, polls))
-    # Of neighbours that differ in nothing but their begin, the first stays.
+    # Of neighbouring segments with equal values, keep the first.
     return tuple(next(alike) for _, alike in groupby(made, key=lambda segment: replace(segment, from_bytes=0)))
 
 
 def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
     """Return the time of a message after a pause, without the bytes that exceed the burst."""
-    covered = n_bytes < _COVERED * burst_bytes  # a message that just fits does not wait for the rate of the link
+    covered = n_bytes < _COVERED * burst_bytes  # a message that barely fits does not wait for the link
     return seconds if covered else max(0.0, seconds - rate * (n_bytes - burst_bytes))
 
 

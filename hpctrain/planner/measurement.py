@@ -68,7 +68,7 @@ def facts_here() -> RankFacts:
 
 def print_machine(machine: Machine) -> None:
     """Print a table of every number of a machine and its source; a source that repeats is printed once."""
-    from rich.table import Table  # imported here, as trainings use this module without it
+    from rich.table import Table  # imported here, because trainings use this module without it
 
     from hpctrain.core.console import PlainConsole
 
@@ -204,7 +204,7 @@ def measured_times(
     )
     candidates = list(_likely(job, space, world.size))
     left = budget_seconds
-    for some in (candidates[:1], candidates[1:]):  # whatever is chosen, it is compared with the first one
+    for some in (candidates[:1], candidates[1:]):  # the choice is always compared with it
         coverage = ensure_measured(
             job,
             some,
@@ -242,7 +242,7 @@ def _keep(times: OperatorTimes) -> None:
 
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_PATIENCE_SECONDS = 600.0  # of a process for the others: one that failed never comes
+_PATIENCE_SECONDS = 600.0  # longest wait for other processes, which may have failed
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
     context = multiprocessing.get_context("spawn")
     barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
     before = {name: os.environ.get(name) for name in _THREADS}
-    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # pools of threads read them when they start
+    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read them when they start
     try:
         members = [
             context.Process(target=_measure, args=(work, number, barrier, decision, results), daemon=True)
@@ -292,7 +292,7 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
             if value is not None:
                 os.environ[name] = value
     if any(member.exitcode for member in members):
-        raise ConfigError("The operators could not be measured (see above); leave --measure out.")
+        raise ConfigError("Measuring the operators failed (see above); leave --measure out.")
     coverage: Coverage = results.get()
     return coverage
 
@@ -318,7 +318,7 @@ def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, 
         return answer
 
     times = OperatorTimes(work.setting, cache_file())
-    barrier.wait(_PATIENCE_SECONDS)  # all have read what there was before anything is written
+    barrier.wait(_PATIENCE_SECONDS)  # all processes have read the cache before it is written
     coverage = ensure_measured(
         planned_run.job(job_of(work.task)),
         work.candidates,

@@ -198,7 +198,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
     grid.check_overlap(config, sample, plan)
-    if plan.rows == 1:  # a run then splits nothing
+    if plan.rows == 1:  # then a run splits no layers
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)

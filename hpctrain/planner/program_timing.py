@@ -188,7 +188,7 @@ class TimedProgram:
         self._images = random.standard_normal(shape, np.float32).astype(held)
         samples, classes = self.plan.tensors[self.plan.output].shape
         self._labels = random.integers(0, classes, samples)
-        # Operators that draw numbers by sample read the ids of the whole split group, from any position.
+        # Operators with random numbers by sample read the ids of the whole split group.
         first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
         ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
         self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
@@ -302,7 +302,7 @@ def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
 _STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
-# Parameters, gradients and momentum, and as many again for temporaries.
+# Parameters, gradients and momentum, and the same again for temporaries.
 _COPIES_OF_PARAMETERS = 4
 
 

@@ -332,6 +332,6 @@ def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchC
     uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
     return ConfigError(
         f"{job.model} with a batch of {job.batch} fits in no plan on {ranks} ranks of {gibibytes(machine.memory_bytes)} each; "
-        f"the least that would do is {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x {plan.cols} "
+        f"the leanest plan needs {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x {plan.cols} "
         f"({plan.default}{uses}) with micro_batches {micro_batches}."
     )

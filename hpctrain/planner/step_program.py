@@ -144,7 +144,7 @@ def _graphs_of(job: Job, candidate: Candidate, counts: tuple[int, ...]) -> list[
     return local_graphs(partition_graph(graph, candidate.plan, counts), range(len(counts)))
 
 
-# Of a data loader: the batch that a step reads, and the one that is being made.
+# Batches of a data loader: the one that a step reads, and the next one.
 _BATCHES = 2
 
 
@@ -223,7 +223,7 @@ def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
     rounded_parameters = schedule.rounding is not None and schedule.rounding.parameters != "float32"
     for k, piece in enumerate(schedule.slices):
         owned = piece.owned_size(0, schedule.ranks)
-        if piece.compression is not None:  # the sum within the node, what is kept back, and what all nodes send
+        if piece.compression is not None:  # the sum within the node, the residual, and the elements that all nodes send
             pairs = piece.compression.nodes * piece.compression.kept(owned)
             total += owned * (2 if schedule.ranks > piece.copies else 1) + 2 * pairs
             continue
@@ -235,7 +235,7 @@ def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
     return total
 
 
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # of the buffers that `comm.link.calibrate` measures with
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # sizes of the buffers of `comm.link.calibrate`
 
 
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:

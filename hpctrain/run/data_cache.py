@@ -19,7 +19,7 @@ from hpctrain.comm.shared_memory import share
 from hpctrain.config.schema import CacheConfig
 from hpctrain.config.values import AUTO_SIZE
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.sentences import rule
+from hpctrain.core.text import rule
 from hpctrain.data.cache import ALONE, FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader

@@ -20,7 +20,7 @@ from hpctrain.config.load import show
 from hpctrain.config.values import Integer, Section, one_line
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text, user_directory
-from hpctrain.core.sentences import choices, nearest, rule
+from hpctrain.core.text import choices, nearest, rule
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 Scheduler = Literal["slurm", "pbs", "hostfile", "local"]

@@ -31,7 +31,7 @@ import numpy as np
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import Box, relative, whole
 from hpctrain.core.log import get_logger
-from hpctrain.core.sentences import choices
+from hpctrain.core.text import choices
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, not_written, replacing, synchronise_directory, writer_of
 from hpctrain.storage.hdf5_store import digest_of, read_store_meta, write_store

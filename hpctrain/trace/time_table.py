@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from hpctrain.trace.tracer import BESIDE, Category, Events
+from hpctrain.trace.tracer import CONCURRENT, Category, Events
 
 Intervals: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -283,7 +283,7 @@ def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
 
 def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
     """Assign every instant of the program to its row; return the waits as intervals, and the left-over time, in ns."""
-    program = inside.select(~np.isin(inside.category, BESIDE))
+    program = inside.select(~np.isin(inside.category, CONCURRENT))
     start, stop, owner = own_time(program.start_ns, program.stop_ns)
     lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
     category = program.category

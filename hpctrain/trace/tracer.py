@@ -27,16 +27,16 @@ HOOKS = "posting and progress"
 
 
 class Category(IntEnum):
-    """The kind of an event. Events in BESIDE run in parallel with the program; all others are the program's own time and nest."""
+    """The kind of an event. Events in CONCURRENT overlap with the program; all others are the program's own time and nest."""
 
     FORWARD = 0  # an operator's three phases; name: the layer
     PARAMETERS = 1
     INPUT = 2
-    COMMUNICATION = 3  # from the start of posting until completion was seen; name: what for, track: queue, number: sequence
+    COMMUNICATION = 3  # from the start of the post until completion was noticed; name: purpose, track: queue, number: sequence
     WAIT = 4  # the program can only wait; name, track and number of the awaited operation
     UPDATE = 5  # optimiser
     AVERAGING = 6  # averager's own work between operators, posting, progress calls
-    LOADING = 7  # until the next batch was there
+    LOADING = 7  # wait for the next batch
     WORK = 8  # other named work of the step
     STEP = 9  # a whole step, loading included; number: its position in the epoch
     MESSAGES = 10  # the engine's time for posting and progress, outside of waits; an update inside is an event of its own
@@ -47,7 +47,7 @@ class Category(IntEnum):
 #: track of a second thread's events
 THREAD_TRACK = "posting thread"
 #: kinds that are not the program's own time
-BESIDE = (Category.COMMUNICATION, Category.THREAD, Category.DELAY)
+CONCURRENT = (Category.COMMUNICATION, Category.THREAD, Category.DELAY)
 
 
 _COLUMNS = ("category", "number", "start_ns", "stop_ns")
@@ -114,7 +114,7 @@ class Tracer:
         self._names: dict[str, int] = {}
         self._tracks: dict[str, int] = {"": 0}
         self._second: int | None = None
-        self._beside: Tracer | None = None  # of the second thread, which alone writes it
+        self._second_tracer: Tracer | None = None  # written by the second thread only
 
     def __len__(self) -> int:
         return self._count
@@ -122,9 +122,9 @@ class Tracer:
     def add(self, category: int, name: str, start_ns: int, stop_ns: int, track: str = "", number: int = 0) -> None:
         """Record one event."""
         if self._second is not None and get_ident() == self._second:
-            assert self._beside is not None
-            kind = category if category in BESIDE else Category.THREAD
-            self._beside.add(kind, name, start_ns, stop_ns, track or THREAD_TRACK, number)
+            assert self._second_tracer is not None
+            kind = category if category in CONCURRENT else Category.THREAD
+            self._second_tracer.add(kind, name, start_ns, stop_ns, track or THREAD_TRACK, number)
             return
         position = self._count
         if position == self.capacity:
@@ -146,19 +146,19 @@ class Tracer:
     def clear(self) -> None:
         """Discard all events; names keep their indices."""
         self._count = self.dropped = 0
-        if self._beside is not None:
-            self._beside.clear()
+        if self._second_tracer is not None:
+            self._second_tracer.clear()
 
     def second_thread(self, identifier: int | None) -> None:
         """Record calls of the thread with this identifier separately from now on; None: there is no second thread."""
-        if identifier is not None and self._beside is None:
-            self._beside = Tracer(self.capacity, clock_ns=self.clock_ns)
+        if identifier is not None and self._second_tracer is None:
+            self._second_tracer = Tracer(self.capacity, clock_ns=self.clock_ns)
         self._second = identifier
 
     def events(self) -> Events:
         """Return a copy of the recorded events; those of a second thread come last."""
         own_events = self._own_events()
-        return own_events if self._beside is None else joined(own_events, self._beside.events())
+        return own_events if self._second_tracer is None else joined(own_events, self._second_tracer.events())
 
     def _own_events(self) -> Events:
         return Events(

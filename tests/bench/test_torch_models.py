@@ -37,7 +37,7 @@ def test_a_network_has_the_parameters_of_ours(name: str, width: float) -> None:
 
 @pytest.mark.parametrize("name", ["small2", "vgg12", "resnet21", "alexnet"])
 def test_a_name_without_a_counterpart_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} has no counterpart here"):
+    with pytest.raises(ValueError, match=f"{name} has no counterpart in PyTorch"):
         torch_models.build(name)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hpctrain.cli import job_process, start
-from hpctrain.cli.job_process import ConfiguredProcess, ReadConfig
+from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.comm import mpi
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.config.load import parse
@@ -19,6 +19,9 @@ from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
 from hpctrain.run import messages
+
+if TYPE_CHECKING:
+    from hpctrain.cli.start import ReadConfig
 
 TEXT = """
 model: small

@@ -269,7 +269,7 @@ def test_ranks_that_are_stopped_end_the_job(job: Job, folder: Path, rank: int) -
     outcome = _faulty(job, folder, 2, rank, "stop")
     assert outcome.code not in (0, 85), outcome.output
     if rank == -1:
-        assert "the process is stopped, or hangs without letting go of Python's lock" in outcome.stderr
+        assert "the process is stopped, or hangs without releasing Python's lock" in outcome.stderr
     else:
         assert json.loads(_autopsy(folder, "--json").output)["blamed"] == [1]
 

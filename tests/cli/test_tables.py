@@ -35,8 +35,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, job_of
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
-from hpctrain.run.evaluation import Evaluation
-from hpctrain.run.prediction import PredictedClass, PredictedPicture, Predictions
+from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
 from hpctrain.train.evaluation import ConfusionMatrix
 from hpctrain.train.metrics import RunningSums
 from tests.planner.test_computation_costs import MACHINE

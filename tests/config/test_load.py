@@ -105,7 +105,7 @@ def test_merge_keys_and_aliases():
         (
             "a: 1\nb: {name:sparse, ratio: 0.1}\n",
             2,
-            ['"name:sparse"', "a blank is missing behind the colon; write name: sparse."],
+            ['"name:sparse"', "a blank is missing after the colon; write name: sparse."],
         ),
         ("a: 1\nb: [{c: 2,\n  padding:2}]\n", 3, ['"padding:2"', "write padding: 2."]),
         ("a: 1\nb: {1:2}\n", 2, ['"1:2"', "write 1: 2."]),

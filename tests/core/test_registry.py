@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 from hpctrain.core import errors, user_code
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.registry import Registry, check_options, options_of
-from hpctrain.core.sentences import choices, joined, nearest, rule
+from hpctrain.core.text import choices, joined, nearest, rule
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Lars, Sgd
 from tests.test_architecture import classes

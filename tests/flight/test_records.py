@@ -597,7 +597,7 @@ def test_a_process_that_hangs_is_ended(hang: str) -> None:
     if "SIGSTOP" not in hang:
         assert "in the_culprit" in outcome.stderr
     if "time.sleep" not in hang:
-        assert f"hpctrain: {place(2)}the process is stopped, or hangs without letting go of Python's lock" in outcome.stderr
+        assert f"hpctrain: {place(2)}the process is stopped, or hangs without releasing Python's lock" in outcome.stderr
 
 
 @pytest.mark.job

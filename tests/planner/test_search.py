@@ -142,7 +142,7 @@ def test_a_job_that_fits_nowhere_is_refused_with_the_least_that_would_do() -> No
     with pytest.raises(ConfigError) as caught:
         searched(by_grid, memory_of=lambda one: (40 + one.plan.rows - one.micro_batches) << 30)
     sentence = str(caught.value)
-    assert sentence.startswith("net with a batch of 8 fits in no plan on 4 ranks of 16 GiB each; the least that would do is ")
+    assert sentence.startswith("net with a batch of 8 fits in no plan on 4 ranks of 16 GiB each; the leanest plan needs ")
     assert "with micro_batches 4" in sentence
     assert "\n" not in sentence
 

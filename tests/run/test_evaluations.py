@@ -23,9 +23,16 @@ from hpctrain.optim.ema import EMA
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.run.build import put_weights
-from hpctrain.run.evaluation import Evaluation, Judgement, judge, run_evaluation
+from hpctrain.run.evaluation import (
+    Evaluation,
+    Judgement,
+    PredictedPicture,
+    PredictionRequest,
+    judge,
+    run_evaluation,
+    run_prediction,
+)
 from hpctrain.run.model_weights import ModelWeights, of_checkpoint, of_file
-from hpctrain.run.prediction import PredictedPicture, PredictionRequest, run_prediction
 from hpctrain.runs.directory import latest
 from hpctrain.storage import checkpoint, weights_file
 from hpctrain.storage.checkpoint import (

@@ -463,7 +463,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them(name: str) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_a_resume_with_something_else_is_refused(name: str) -> None:
     meta = {EXACT_META: {**OWN, name: "other"}}
-    with pytest.raises(CheckpointError, match=f"cannot go on from there with {name}: other -> {OWN[name]}, as its bits"):
+    with pytest.raises(CheckpointError, match=f"cannot resume from there with {name}: other -> {OWN[name]}, as its bits"):
         run_virtual(2, lambda comm: check_kept_record(comm, meta, OWN, "there"))
     run_virtual(2, lambda comm: check_kept_record(comm, {EXACT_META: OWN}, OWN, "there"))
     with pytest.raises(CheckpointError, match=f"{name}: not told -> {OWN[name]}"):

@@ -42,12 +42,11 @@ from hpctrain.job.same_start import (
 from hpctrain.job.session import Session
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.optim.optimizers import Sgd
-from hpctrain.run import prediction, resume
+from hpctrain.run import resume
 from hpctrain.run.automatic_search import StartedJob
 from hpctrain.run.build import resolve
-from hpctrain.run.evaluation import judge, run_evaluation
+from hpctrain.run.evaluation import PredictionRequest, judge, run_evaluation, run_prediction
 from hpctrain.run.images import open_alike
-from hpctrain.run.prediction import PredictionRequest, run_prediction
 from hpctrain.run.python_job import Job, LoopCheckpoints
 from hpctrain.run.resume import find_checkpoint, read_together
 from hpctrain.run.training import run_training
@@ -485,7 +484,7 @@ def test_pictures_are_compared_by_size_and_content(inputs: Path, tmp_path: Path,
     facts = picture_facts(files)
     assert len(facts) == 16
     assert {str(files[0]), str(files[-1])} <= facts.keys()
-    monkeypatch.setattr(prediction, "picture_facts", lambda _: of_ranks[len(asked)] if not asked.append(0) else {})
+    monkeypatch.setattr("hpctrain.data.pictures.picture_facts", lambda _: of_ranks[len(asked)] if not asked.append(0) else {})
     for change, words in (
         (lambda: files[0].write_bytes(b"other"), "5 bytes with crc32 "),
         (files[0].unlink, "not there (No such file or directory), not "),

@@ -164,7 +164,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "SIGSTOP of all ranks",
         _STEP.format("os.kill(os.getpid(), signal.SIGSTOP)"),
-        ("the process is stopped, or hangs without letting go of Python's lock",),
+        ("the process is stopped, or hangs without releasing Python's lock",),
         ranks=tuple(range(RANKS)),
         blamed=False,
     ),

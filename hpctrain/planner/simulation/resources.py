@@ -54,7 +54,7 @@ class EventLoop:
 
 
 _ROUNDING_SECONDS = 1e-13
-# Speed-up while saved time is spent: the other time of a message is in its latency.
+# Speed-up while saved time is spent; the rest of a message's time is in its latency.
 _SPENDING = 64.0
 
 

@@ -217,15 +217,13 @@ def _check(program: StepProgram, options: SimulationOptions) -> None:
     for rank, factor in options.slow.items():
         if not 0 <= rank < size:
             raise ConfigError(
-                f"Rank {rank} is to be slow, but the job has the ranks 0 to {size - 1}; the nearest one is "
+                f"Slow rank {rank} does not exist: the job has the ranks 0 to {size - 1}; the nearest one is "
                 f"{min(max(rank, 0), size - 1)}."
             )
         if factor <= 0:
-            raise ConfigError(
-                f"Rank {rank} is to take {factor} times as long, but the factor must be above 0; 1 changes nothing."
-            )
+            raise ConfigError(f"The factor {factor} of slow rank {rank} must be above 0; 1 changes nothing.")
     if options.steps < 1:
-        raise ConfigError(f"The simulation is to have {options.steps} steps, but needs at least 1.")
+        raise ConfigError(f"A simulation of {options.steps} steps is impossible; it needs at least 1.")
     if options.jitter < 0:
         raise ConfigError(f"The jitter is {options.jitter}, but must not be negative; the nearest legal value is 0.")
 

@@ -47,7 +47,7 @@ class Lane:
         while place and self._queue[place - 1].yields and not sender.yields:
             place -= 1
         passed = self._queue[0] if self._queue and not place else None
-        if passed is not None and self._job is not None:  # what is in flight goes first
+        if passed is not None and self._job is not None:  # the message in flight goes first
             passed.interrupt()
             self._committed = passed.committed_seconds
             self._queue.insert(1, sender)
@@ -182,7 +182,7 @@ class StageTransfer:
 
     def attend(self) -> None:
         """Note that the rank begins to wait, during which nothing is blocked."""
-        self._polls_left = min(1, self._polls_left)  # a wait tests again at once
+        self._polls_left = min(1, self._polls_left)  # a waiting rank tests again at once
         if self._blocked:
             self.poll()
         elif self._lane.sends(self):

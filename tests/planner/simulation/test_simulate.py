@@ -236,8 +236,8 @@ def test_ranks_that_wait_without_end_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (SimulationOptions(slow={7: 2.0}), "Rank 7 .* 0 to 1; .* 1"),
-        (SimulationOptions(slow={0: -1.0}), "Rank 0 .* above 0"),
+        (SimulationOptions(slow={7: 2.0}), "rank 7 .* 0 to 1; .* 1"),
+        (SimulationOptions(slow={0: -1.0}), "rank 0 .* above 0"),
         (SimulationOptions(steps=0), "0 steps"),
         (SimulationOptions(jitter=-0.1), "jitter is -0.1"),
     ],
