@@ -125,7 +125,7 @@ class ShrinkState:
 
     Attributes:
         directory: of the run, once it has one. shrunk: ranks were lost.
-        lost: those of them that the user was not told of, by the numbers that they had when the run last spoke of a loss.
+        lost: those of them not yet reported, by the numbers that they had when the run last reported a loss.
         step: the latest that any rank had begun when they were lost; 0: none.
         ownership: of the directory.
     """

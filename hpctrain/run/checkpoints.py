@@ -202,7 +202,7 @@ class BestCheckpoint:
         entries = [StepEvaluation(**entry) for entry in meta.get(EVALUATIONS, ())]
         others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
         if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
-            self._reporter.say(f"the best checkpoint is sought from here on, as {' and '.join(others)} changed")
+            self._reporter.say(f"the best checkpoint is chosen among those from here on, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}
         self._unsettled, self._unchecked_start = False, start
         if not evaluates:
