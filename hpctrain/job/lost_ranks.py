@@ -1,10 +1,8 @@
 """The knowledge of a process about its run that outlives lost ranks: the run's owner, its directory, and who was lost.
 
 One rank's process holds the ownership of a run, and all ranks know the owner. Each rank keeps a `ShrinkState` over all worlds
-that
-the run has, which get smaller. Ranks learn of a loss at different places, so what they remember may differ;
-`ShrinkState.agree` ends
-that before anything is made in the new world. Loads no NumPy.
+that the run has, which get smaller. Ranks learn of a loss at different places, so what they remember may differ;
+`ShrinkState.agree` ends that before anything is made in the new world. Loads no NumPy.
 """
 
 from __future__ import annotations

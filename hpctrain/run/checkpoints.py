@@ -1,8 +1,7 @@
 """The checkpoints of a run: what goes into one, who writes which part of it, which are kept, and the way back to the newest.
 
-Next to the newest checkpoints stays the one that was the best when the oldest of them was written. So the best of all is
-there, and
-whichever of the newest a run resumes from, what was the best until then is there as well. That is one file more than
+Next to the newest checkpoints stays the one that was the best when the oldest of them was written. So the best of all is there,
+and whichever of the newest a run resumes from, what was the best until then is there as well. That is one file more than
 `checkpoint.keep` at most, as a better one is among the newest for a while.
 """
 
