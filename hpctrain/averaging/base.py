@@ -350,15 +350,15 @@ FORWARD_SHARE = 1 / 3
 class StrategyCosts:
     """The messages of a strategy in the terms of a machine model, before any schedule is planned: what a planner prices.
 
-    Hidden and exposed time follow Lee et al., MLHPC 2018: what is sent under backward alone is exposed as far as it takes longer
-    than that, what is also sent under the next forward as far as it takes longer than both.
+    Hidden and exposed time follow Lee et al., MLHPC 2018. Communication that overlaps backward only is exposed for the time by
+    which it exceeds backward; communication that also overlaps the next forward, for the time by which it exceeds both.
 
     Attributes:
         kinds: the collectives of one slice of the gradients, in order.
         slice_bytes: (bytes of all gradients of a group, ranks) -> bytes of a typical slice. A function of a module, or a partial
             one, as costs are pickled.
-        exposed_share: of the program's time, under which no message can hide: 1 where all of it is over before the first message,
-            `FORWARD_SHARE` where messages hide under backward, 0 where they hide under the next forward, too.
+        exposed_share: share of the compute time that cannot overlap communication: 1 if communication starts after all
+            computation, `FORWARD_SHARE` if it overlaps backward only, 0 if it also overlaps the next forward.
         in_levels: sums are made within nodes first, where nodes have several ranks each.
         fc_exchange: whether linear layers exchange inputs and errors instead of gradients.
         per_parameter: each parameter has an operation of its own, which costs at least a latency.

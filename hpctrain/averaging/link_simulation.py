@@ -239,9 +239,9 @@ class LinkSimulation:
     Norms, where some gathers need them, are a message after the last reduction of their slices, and seen half a gradient later.
 
     Args:
-        looks: instants at which the program looks at messages, ascending; after the last it looks all the time. A gather starts
-            one look after that which finds its sum complete, as it moves once all ranks have posted it and looked again. Empty:
-            it looks all the time, and a gather starts at the instant at which its sum is complete.
+        looks: instants at which the program polls messages, ascending; after the last it polls all the time. A gather starts one
+            poll after the poll that finds its sum complete, because it progresses only after all ranks have posted it and
+            polled again. Empty: the program polls all the time, and a gather starts when its sum is complete.
     """
 
     def __init__(

@@ -372,7 +372,7 @@ class ReduceScatterStrategy(Strategy):
         return best_order(traffic, times, link, self.urgency)
 
     def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        """Return the most operations in flight on each stream, by default the option `window`; None: no limit."""
+        """Return the maximum number of operations in flight per stream, by default the option `window`; None if unlimited."""
         limit: int | None = getattr(self.options, "window", None)
         return limit
 
@@ -389,7 +389,7 @@ class ReduceScatterStrategy(Strategy):
 
     @property
     def _layer_norms(self) -> bool:
-        """Whether an update waits for the norms of its layers only.
+        """Whether an update waits for the norms of its own layers only.
 
         Norms of several groups of parameters travel together. On one rank nothing travels, and a device is waited for once.
         """

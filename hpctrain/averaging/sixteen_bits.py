@@ -192,7 +192,7 @@ class Cast16(Compressor):
             np.add(block, self._decoded(message, codes), out=block)
 
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Leave the rounding errors, which are numbers of the dtype; NaN where the message is not finite."""
+        """Replace `values` by their rounding errors, exact in the dtype; NaN if the message is not finite."""
         with np.errstate(invalid="ignore"):
             for block, codes in self._blocks(values, message):
                 np.subtract(block, self._decoded(message, codes), out=block)

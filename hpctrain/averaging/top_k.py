@@ -8,7 +8,8 @@ the thresholds down to the candidates, or to two adjacent numbers. So the window
 left out for a smaller one.
 
 `Selection` makes the passes, block by block. A magnitude is taken as an integer, the bits of a floating-point number without
-its sign: integers of equal order, for which denormal numbers are no special case, and above which lie infinities and NaN.
+its sign. These integers have the order of the magnitudes, need no special case for subnormals, and place infinities and NaN
+last.
 
 What a message leaves out stays in its array (`TopK.subtract_from`) until a later message has it: residual + sent = gradient.
 """

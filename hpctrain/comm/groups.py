@@ -57,8 +57,8 @@ def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
 def levels(nodes: Sequence[Hashable]) -> Levels | None:
     """Return the levels of ranks on these nodes; None if there is one level.
 
-    There is one where all ranks are on one node, where each has its own, and where nodes have unlike numbers of ranks, whose
-    pieces would differ in size.
+    There is one level if all ranks share a node, if each rank has its own node, or if nodes have different numbers of ranks,
+    whose pieces would differ in size.
     """
     members: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -151,7 +151,7 @@ class TwoLevel(ForwardingCommunicator):
         return other
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Sum over the node, whose ranks get the pieces of all ranks of their number; then sum of those over the nodes."""
+        """Sum within the node, each rank getting the pieces of all ranks with its number; then sum these pieces across nodes."""
         run_sizes = [sum(counts[run]) for run in self._runs]
         of_node = self._spare.take(run_sizes[self._local_rank], send)
 

@@ -101,8 +101,8 @@ def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> f
 
     All ranks get the same.
 
-    So many at a time hide each other's latencies, and what is left is the posting and testing, in a queue as averagers have one.
-    Some milliseconds. One rank: 0. Collective; set-up only.
+    Concurrent operations hide each other's latency; the remaining time is posting and testing, as in an averager's queue. Some
+    milliseconds. One rank: 0. Collective; set-up only.
     """
     if comm.size == 1:
         return 0.0

@@ -174,7 +174,7 @@ class LostRanks:
     def sentence(self) -> str:
         """Return a sentence for a user: what is lost, as far as this process knows, and what to do."""
         return (
-            f"{named(self.lost())} of {self._world.Get_size()} was lost, as the process has died or its node; start again with "
+            f"{named(self.lost())} of {self._world.Get_size()} was lost because its process or node died; start again with "
             "--resume, or set on_lost_rank to shrink to continue without lost ranks."
         )
 
@@ -246,7 +246,7 @@ class MpiBuffers:
         return array, datatype
 
     def others_parts(self, array: Array, counts: Sequence[int], rank: int) -> tuple[Any, tuple[list[int], list[int]], Any]:
-        """Return a buffer in pieces, of which this rank's own is left out and keeps its place."""
+        """Return the pieces of a buffer for the other ranks: this rank's piece is empty, and the offsets stay."""
         buffer, datatype = self.whole(array)
         places = list(accumulate(counts, initial=0))[:-1]
         return buffer, ([0 if other == rank else count for other, count in enumerate(counts)], places), datatype
@@ -258,9 +258,9 @@ def dtype_char(array: Array) -> str:
 
 
 def not_empty(array: Array) -> Array:
-    """Return the array, or for an empty one another that begins where no other array does.
+    """Return the array, or a distinct empty array in its place if it has no elements.
 
-    Open MPI takes equal addresses for "in place", also of an empty buffer that begins where the other one does.
+    Open MPI treats equal addresses as "in place", even those of empty buffers.
     """
     if array.size:
         return array

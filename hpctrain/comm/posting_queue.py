@@ -2,9 +2,9 @@
 
 `Ticket` is a queued operation, `LocalEvent` something that happens on this rank alone and that queued operations come after.
 
-`MessageAccount` adds up the processor's time that messages take from a program: posting, tests, and work of starts that is no
-update. Waits are not in it, as they are counted by themselves, and an update stays an update wherever it runs. It costs two
-readings of a clock for each call of the engine that has something to do.
+`MessageAccount` adds up the processor's time that messages take from a program: posting, tests, and the work of starts. It
+excludes waits, which are counted separately, and updates, wherever they run. It costs two readings of a clock for each call of
+the engine that has something to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
 class _Stretch:
-    """The nested calls of one thread; only the outermost counts."""
+    """Nested engine calls of one thread; only the outermost is timed."""
 
     __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 

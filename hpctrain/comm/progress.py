@@ -1,15 +1,16 @@
 """The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
 
-One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues: a collective of the
-split group that waits while one of the data group is not driven is a deadlock that separate communicators do not cure.
-The order within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on every rank.
+One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues. If a wait drove only
+one communicator, collectives of the split group and of the data group could deadlock each other; separate communicators do not
+prevent this. The order within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on
+every rank.
 
 `WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
 
 `ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation begins,
 completes or computes in it (one of two stages may come to its second), so no averager ever runs on it, and the process's own
-thread sees a change only when it polls. In mode `posting` a pass is a poll: what completes is seen, and what may start is
-started, with what that computes, in the order of its queue.
+thread sees a change only when it polls. In mode `posting` a pass is a poll: it completes finished operations and starts ready
+ones, including their computations, in queue order.
 
 `guard` is a deadline for phases without polls: MPI's start, a file opened on a network file system.
 """

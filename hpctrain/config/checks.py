@@ -1,7 +1,6 @@
 """Checks of a configuration that need the program's parts, but neither data nor MPI: names, options, values that must fit.
 
-Those that need the number of ranks or the images are made where these are known, when a run is built. Options that backend
-cuda
+Those that need the number of ranks or the images are made where these are known, when a run is built. Options that backend cuda
 does not take are checked again where backend auto has taken a GPU.
 """
 

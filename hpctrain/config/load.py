@@ -70,8 +70,8 @@ def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tu
     items = error.errors(include_url=False)
     meant = {_meant(tuple(item["loc"])) for item in items if item["type"] == "extra_forbidden"}
     paths = [(tuple(item["loc"]), item["type"] == "missing") for item in items]
-    told = [not (missing and (path in meant or path[:-1] in unknown)) for path, missing in paths]
-    return [_fault(item) for item, tell in zip(items, told, strict=True) if tell]
+    reported = [not (missing and (path in meant or path[:-1] in unknown)) for path, missing in paths]
+    return [_fault(item) for item, wanted in zip(items, reported, strict=True) if wanted]
 
 
 def names_in(data: Any) -> Iterator[tuple[KeyPath, str]]:

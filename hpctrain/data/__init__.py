@@ -2,6 +2,7 @@
 
 A sample goes from `image_file` (an open data file) through `readers` (bytes, errors of a disk), `cache` (memory of a node) and
 `pipeline` (augmentation, normalisation) into the batches of `loader`; `sampler` determines the samples of a step. Read `format`
-first, then `loader`. The package imports the backend's pixel batches, shared memory of `comm`, and `storage`; it knows no
-network. `augmentations` and `convert` have one file for each augmentation and each source of images.
+first, then `loader`. The package knows no network; it imports `backend`, shared memory of `comm`, `storage` and `launch`, and
+packages from `runs` upwards may import it. `augmentations` and `convert` have one file for each augmentation and each source of
+images.
 """

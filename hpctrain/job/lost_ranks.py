@@ -1,10 +1,8 @@
 """The knowledge of a process about its run that outlives lost ranks: the run's owner, its directory, and who was lost.
 
 One rank's process holds the ownership of a run, and all ranks know the owner. Each rank keeps a `ShrinkState` over all worlds
-that
-the run has, which get smaller. Ranks learn of a loss at different places, so what they remember may differ;
-`ShrinkState.agree` ends
-that before anything is made in the new world. Loads no NumPy.
+that the run has, which get smaller. Ranks learn of a loss at different places, so what they remember may differ;
+`ShrinkState.agree` ends that before anything is made in the new world. Loads no NumPy.
 """
 
 from __future__ import annotations
@@ -127,7 +125,7 @@ class ShrinkState:
 
     Attributes:
         directory: of the run, once it has one. shrunk: ranks were lost.
-        lost: those of them that the user was not told of, by the numbers that they had when the run last spoke of a loss.
+        lost: those of them not yet reported, by the numbers that they had when the run last reported a loss.
         step: the latest that any rank had begun when they were lost; 0: none.
         ownership: of the directory.
     """

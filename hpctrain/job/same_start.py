@@ -1,8 +1,7 @@
 """Checks that all ranks of a job start alike: same request, packages and code, same contents of everything that each rank reads.
 
 Each rank reads data files, weights, checkpoints and code by itself, by a path under which another node may have another file.
-Ranks with different inputs would train without an error, but not what any single process would. Therefore everything that
-ranks
+Ranks with different inputs would train without an error, but not what any single process would. Therefore everything that ranks
 read separately is a `Subject`, and is compared before it is used.
 """
 

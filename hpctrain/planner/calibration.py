@@ -105,7 +105,7 @@ MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRat
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank knows of its node.
+    """Facts about a rank's node.
 
     Attributes:
         cores: cores on which it may run, shared with others of its node or not.

@@ -1,5 +1,5 @@
 """Runs, from a session to results: built, trained, resumed, evaluated, used to predict.
 
 `training` has the sequence of a training, `build` makes its objects from the configuration, `resume` finds where it starts.
-Commands, benchmarks and the Python API import this package. Read `training` first.
+Packages from `doctor` and `report` upwards may import this package. Read `training` first.
 """

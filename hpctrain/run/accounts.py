@@ -1,10 +1,8 @@
 """Accounts of a run, in lines at its end and in records: steps, waits for data, what was read, memory, and hashes of its state.
 
-The account of steps compares how long they took with a simulation or the run's own choice. What is simulated are messages, and
-waits
-for them; the times of operators are those of a few early steps of the run itself. Hashes are taken every few steps
-and
-appended to a file of the run directory by rank 0.
+The account of steps compares the measured step with a simulation, or with the prediction of the run's own choice. The simulation
+predicts messages and waits; it takes the times of operators from a few early steps of the run. Rank 0 appends hashes of the state
+to a file of the run directory every few steps.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from hpctrain.train.state_hashes import StateHashes
 
 
-#: fewer tell nothing
+#: minimum number of steps for an account of steps
 FEWEST_STEPS = 14
 
 
@@ -64,7 +62,7 @@ def steps_over_ranks(world: Communicator, mine: MeasuredStep | None) -> Measured
 
 
 def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
-    """Return 1 - |predicted - measured| / measured: 1 is exact, 0 or less is far off."""
+    """Return 1 - |predicted - measured| / measured; 1 is exact, 0 or less is useless."""
     return 1 - abs(predicted_seconds - measured_seconds) / measured_seconds
 
 
@@ -87,7 +85,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
-    """Return the record for the metrics. step: at the end of the run."""
+    """Return the record for the metrics. step: steps at the end of the run."""
     account: dict[str, object] = {
         "step": step,
         "steps": measured.steps,
@@ -109,13 +107,14 @@ def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | Non
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes resident at most, of the rank that held most, and in the mean of the ranks.
+    """Peak resident memory in bytes: the maximum over ranks, and the mean.
 
-    Shared memory that a rank has touched counts, and so do the pages of files that it has mapped and read.
+    It includes shared memory that a rank has touched, and pages of files that it has mapped and read.
 
     Attributes:
-        rank: that held most, the first of several. device_bytes: in use of the GPU of a rank at the end, the most of any; None
-            where ranks compute on the processor. pinned: for its GPU, of the rank that has most of it; None there, too.
+        rank: the rank with the maximum, the first of several.
+        device_bytes: maximum memory in use on the GPU of a rank, at the end; None if ranks compute on the processor.
+        pinned: pinned memory for the GPU of the rank that has the most; None if ranks compute on the processor.
     """
 
     most_bytes: int
@@ -137,10 +136,10 @@ def peaks_over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
 
 
 def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, steps: tuple[int, int]) -> None:
-    """Say and record the account; the last one stays where nothing was trained. Collective over the world.
+    """Report and record the memory; the last record stays if nothing was trained. Collective over the world.
 
     Args:
-        steps: at which the job began, and ended.
+        steps: steps at the begin and at the end of the job.
     """
     if steps[0] != steps[1]:
         peak = peaks_over_ranks(world, backend)
@@ -151,20 +150,20 @@ def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, ste
 
 
 def memory_line(peak: PeakMemory, ranks: int) -> str:
-    """Return the account in words."""
+    """Return the line on peak memory."""
     of_rank = f" on rank {peak.rank}, {peak.mean_bytes / 1e6:,.0f} MB in the mean" if ranks > 1 else ""
     on_device = "" if peak.device_bytes is None else f"; {peak.device_bytes / 1e6:,.0f} MB of a GPU"
     return f"peak memory {peak.most_bytes / 1e6:,.0f} MB{of_rank}{on_device}"
 
 
 def pinned_line(pinned: PinnedBytes) -> str:
-    """Return the pinned memory in words."""
+    """Return the line on pinned memory."""
     messages, images = pinned.messages / 1e6, pinned.images / 1e6
     return f"pinned memory of a rank {pinned.total / 1e6:,.1f} MB: messages {messages:,.1f} MB, images {images:,.1f} MB"
 
 
 def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
-    """Return the record for the metrics. step: at the end of the run."""
+    """Return the record for the metrics. step: steps at the end of the run."""
     values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
     if peak.device_bytes is not None:
         values["device_bytes"] = peak.device_bytes
@@ -179,9 +178,13 @@ _NOTABLE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class WaitsOfRanks:
-    """Sums over steps. seconds: of the steps, and waited_seconds: of waits for data in them; both means over ranks.
+    """Waits for data, in sums over steps.
 
-    most_waited_seconds: of the rank that waited longest, which is `rank` of the world.
+    Attributes:
+        seconds: duration of the steps, mean over ranks.
+        waited_seconds: waits for data in the steps, mean over ranks.
+        rank: the world rank that waited longest.
+        most_waited_seconds: waits of that rank.
     """
 
     steps: int = 0
@@ -192,19 +195,19 @@ class WaitsOfRanks:
 
     @classmethod
     def of(cls, table: np.ndarray) -> WaitsOfRanks:
-        """Make it of a table with a line for each rank: its number in the world, its steps, their seconds, and those of waits."""
+        """Return the waits from a table with a line for each rank: world rank, steps, their seconds, seconds of waits."""
         ranks, steps, seconds, waited = table.T
         slowest = int(waited.argmax())
         return cls(int(steps.min()), float(seconds.mean()), float(waited.mean()), float(waited[slowest]), int(ranks[slowest]))
 
     @property
     def share(self) -> float:
-        """Share of the time of steps; 0 if there was none."""
+        """Share of the time of steps that is waits; 0 without steps."""
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def most_share(self) -> float:
-        """The same of the rank that waited longest."""
+        """The same share for the rank that waited longest."""
         return self.most_waited_seconds / self.seconds if self.seconds else 0.0
 
     def facts(self) -> dict[str, object]:
@@ -220,7 +223,7 @@ class WaitsOfRanks:
         }
 
     def lines(self, ranks: int) -> list[str]:
-        """Return the end of a run: what share of its time steps waited for data."""
+        """Return the lines at the end of a run: the share of time in which steps waited for data."""
         words = [f"steps waited for data {self.share:.1%} of the time"]
         if ranks > 1:
             words[0] += f" (mean of the ranks; rank {self.rank} {self.most_share:.1%})"
@@ -230,7 +233,7 @@ class WaitsOfRanks:
 
 
 class DataAccount(DataWaits):
-    """Tells how long steps waited for data. `after_epoch` and `finish` are collective over the ranks that train."""
+    """Reports how long steps waited for data. `after_epoch` and `finish` are collective over the ranks that train."""
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
         super().__init__()
@@ -238,11 +241,11 @@ class DataAccount(DataWaits):
         self._every_step = np.zeros((session.groups.all_ranks.size, 4))
 
     def after_epoch(self, position: Position) -> None:
-        """Record the steps of the epoch that has ended at a position, those of this run."""
+        """Record the waits in this run's steps of the epoch that has ended at a position."""
         self._record(position.epoch, position)
 
     def finish(self, position: Position) -> None:
-        """Record what is left of an epoch that has not ended, and say how it was in all steps of this run."""
+        """Record the waits in an unfinished epoch, and report the waits in all steps of this run."""
         self._record(position.epoch + 1, position)
         whole = WaitsOfRanks.of(self._every_step)
         if whole.steps:
@@ -258,7 +261,7 @@ class DataAccount(DataWaits):
             self._reporter.record("data", {"epoch": epoch, "step": position.global_step, **of_epoch.facts()})
 
     def _gathered(self) -> np.ndarray:
-        """Return the sums of all ranks since the last time, a line for each."""
+        """Return the sums of all ranks since the previous call, a line for each rank."""
         comm, progress = self._session.groups.all_ranks, self._session.progress
         mine = self.take()
         own = np.array([self._session.world.rank, mine.steps, mine.seconds, mine.waited_seconds])
@@ -277,10 +280,10 @@ _WORDS: Mapping[str, str] = {
 
 
 class ReadReport(Observer):
-    """Tells what a run has read. Its methods are collective.
+    """Reports what a run has read. Its methods are collective.
 
     Args:
-        reporter: of this rank.
+        reporter: reporter of this rank.
     """
 
     def __init__(self, session: Session, setup: TrainingSetup, reporter: Reporter) -> None:
@@ -288,14 +291,14 @@ class ReadReport(Observer):
         self._gaps = UnreadableReport(session, setup.files, reporter)
 
     def after_epoch(self, position: Position) -> None:
-        """Record what all ranks have read since the start, by where it came from, and the samples that could not be read."""
+        """Record how much all ranks have read since the start, by source, and the unreadable samples."""
         self._gaps.tell(position)
         total = self._total()
         if any(total.values()):
             self._reporter.record("reads", {"epoch": position.epoch, "step": position.global_step, **total})
 
     def finish(self, position: Position) -> None:
-        """Say what all ranks have read, record samples that could not be read, and keep local copies."""
+        """Report what all ranks have read, record unreadable samples, and keep local copies."""
         for line in read_lines(self._total()):
             self._reporter.say(line)
         if self._cache is not None:
@@ -309,7 +312,7 @@ class ReadReport(Observer):
 
 
 def read_lines(total: Mapping[str, int]) -> list[str]:
-    """Return the counts of a run in words, in short lines; none if nothing was read from a file."""
+    """Return lines with the counts of a run; none if nothing was read from a file."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
         for name, text in _WORDS.items()
@@ -319,10 +322,11 @@ def read_lines(total: Mapping[str, int]) -> list[str]:
 
 
 class RunHashes(Observer):
-    """Keeps records of hashes. Making it, `begin` and `read_state` are collective where the configuration asks for hashes.
+    """Keeps records of hashes. Its constructor, `begin` and `read_state` are collective if hashes are configured.
 
     Args:
-        replica: agreed. directory: of the run; where its disk refuses records, they wait (see `Bookkeeping`).
+        replica: a replica on which all ranks agree.
+        directory: directory of the run. If its disk is full, records are kept in memory (see `Bookkeeping`).
     """
 
     def __init__(self, session: Session, replica: Replica, directory: RunDirectory) -> None:
@@ -338,7 +342,7 @@ class RunHashes(Observer):
         self._records = PatientRecords(directory.bookkeeping, "hashes", HashFile(directory.hashes_path).append)
 
     def begin(self, position: Position) -> None:
-        """Record the hashes of a new run, so that runs with other first weights are known from those that differ later."""
+        """Record the hashes of a new run, to distinguish runs with different initial weights from runs that differ later."""
         if self._every and not position.global_step:
             self.read_state(position)
 
@@ -360,20 +364,21 @@ class RunHashes(Observer):
             self._trace.add(Category.WORK, "hashes", begin_ns, self._trace.clock_ns())
 
     def finish(self, position: Position) -> None:
-        """Write what waits, and say what is lost. The position is that of the end. Not collective."""
+        """Write the records in memory, and report lost ones. The position is that of the end. Not collective."""
         if self._hashes is not None:
             self._records.close()
 
 
 class RunAccount:
-    """Made before the first step, finished after the last one. Both are collective over the world.
+    """The account of steps. Made before the first step and finished after the last one, both collectively over the world.
 
     Args:
-        mode: how messages progress. most_steps: a bound on the steps of the run; a run with too few has no account.
+        mode: how messages progress.
+        most_steps: an upper bound of the number of steps; a run with too few steps has no account.
 
     Attributes:
-        observers: of the training, which measure its steps, and record operators of a few of them if something is predicted from
-            these and no trace has them.
+        observers: observers of the training. They measure its steps, and record operators of a few steps if a prediction needs
+            them and there is no trace.
     """
 
     def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
@@ -394,7 +399,7 @@ class RunAccount:
             self._prediction = StepPrediction(session, setup, mode, sample)
 
     def finish(self, outcome: Outcome, reporter: Reporter) -> None:
-        """Say and record the account, if there are steps enough."""
+        """Report and record the account if there are enough steps."""
         if not self._wanted:
             return
         measured = steps_over_ranks(self._session.world, self._step_times.measured())
@@ -406,7 +411,7 @@ class RunAccount:
             reporter.say(line)
 
     def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
-        """Return the prediction, or why there is none; both on rank 0 alone. in_haste: measure nothing, as the job must end."""
+        """Return the prediction, or why there is none; both on rank 0. in_haste: measure nothing, because the job must end."""
         choice = self._session.resolved.choice
         if choice is not None:
             return choice.prediction, ""

@@ -1,8 +1,8 @@
 """From a configuration to objects: choice of open sections, weights, data, replica, schedule, trainer.
 
 The one place that knows all of them. Sections that a configuration leaves open are decided on rank 0 before there is a grid,
-sent to all, and kept. A run that resumes
-from a checkpoint on as many ranks keeps what was decided then: another grid adds numbers in another order.
+sent to all, and kept. A run that resumes from a checkpoint on as many ranks keeps what was decided then: another grid adds
+numbers in another order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The checkpoints of a run: what goes into one, who writes which part of it, which are kept, and the way back to the newest.
 
-Next to the newest checkpoints stays the one that was the best when the oldest of them was written. So the best of all is
-there, and
-whichever of the newest a run resumes from, what was the best until then is there as well. That is one file more than
+Next to the newest checkpoints stays the one that was the best when the oldest of them was written. So the best of all is there,
+and whichever of the newest a run resumes from, what was the best until then is there as well. That is one file more than
 `checkpoint.keep` at most, as a better one is among the newest for a while.
 """
 
@@ -203,7 +202,7 @@ class BestCheckpoint:
         entries = [StepEvaluation(**entry) for entry in meta.get(EVALUATIONS, ())]
         others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
         if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
-            self._reporter.say(f"the best checkpoint is sought from here on, as {' and '.join(others)} changed")
+            self._reporter.say(f"the best checkpoint is chosen among those from here on, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}
         self._unsettled, self._unchecked_start = False, start
         if not evaluates:

@@ -71,7 +71,7 @@ class UnreadableReport:
         self._world, self._reporter = session.world, reporter
         self._skips = session.config.data.on_unreadable == SKIP
         self._files = files
-        self._told: list[dict[int, int]] = [{} for _ in files]
+        self._reported: list[dict[int, int]] = [{} for _ in files]
 
     def tell(self, position: Position) -> None:
         """Record the samples that are new since the last time, and say so at the first time. Collective."""
@@ -79,28 +79,28 @@ class UnreadableReport:
             return
         here = [_replaced(file) for file in self._files]
         of_ranks = self._world.allgather_object(here)
-        for number, (file, told) in enumerate(zip(self._files, self._told, strict=True)):
+        for number, (file, reported) in enumerate(zip(self._files, self._reported, strict=True)):
             found: dict[int, int] = {}
             for of_rank in of_ranks:
                 found |= of_rank[number]
-            new = {sample: found[sample] for sample in sorted(found.keys() - told.keys())}
-            if new and not told:
+            new = {sample: found[sample] for sample in sorted(found.keys() - reported.keys())}
+            if new and not reported:
                 ranks = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[number]]
                 where = f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
                 others = f"others stand in for {'it' if len(new) == 1 else 'them'}"
                 self._reporter.say(f"warning: {_samples(new)} of {file.path} cannot be read on {where}; {others}")
-            told |= new
+            reported |= new
             if new:
-                values = {"file": str(file.path), "samples": list(new), "instead": list(new.values()), "count": len(told)}
+                values = {"file": str(file.path), "samples": list(new), "instead": list(new.values()), "count": len(reported)}
                 self._reporter.record("unreadable", {"epoch": position.epoch, "step": position.global_step, **values})
 
     def finish(self, position: Position) -> None:
         """Record what is new, and say how many there were in all. Collective."""
         self.tell(position)
-        for file, told in zip(self._files, self._told, strict=True):
-            if told:
+        for file, reported in zip(self._files, self._reported, strict=True):
+            if reported:
                 self._reporter.say(
-                    f"{len(told)} of {len(file)} samples of {file.path} could not be read; others stood in for them"
+                    f"{len(reported)} of {len(file)} samples of {file.path} could not be read; others stood in for them"
                 )
 
 

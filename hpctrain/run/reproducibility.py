@@ -217,7 +217,7 @@ def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Map
     kept: Mapping[str, str] = meta.get(EXACT_META, {})
 
     def compare() -> None:
-        before = {name: kept.get(name, "not told") for name in present}
+        before = {name: kept.get(name, "unknown") for name in present}
         differing = [f"{name}: {before[name]} -> {value}" for name, value in present.items() if before[name] != value]
         if differing:
             raise CheckpointError(

@@ -46,7 +46,7 @@ from hpctrain.train.snapshot import Position
 
 AUTO, BEST = "auto", "best"
 
-Told = TypeVar("Told")
+Shared = TypeVar("Shared")
 
 _log = get_logger(__name__)
 
@@ -135,10 +135,10 @@ def _compare(world: Communicator, path: Path, step: object, digest: Callable[[],
         compare(world, Subject("another checkpoint", f"give all nodes the same {path}", facts))
 
 
-def _of_root(world: Communicator, work: Callable[[], Told]) -> Told:
+def _of_root(world: Communicator, work: Callable[[], Shared]) -> Shared:
     """Return the result of rank 0's work, on every rank; an error, too. Collective."""
-    told: Told = world.broadcast_object(raise_on_all_ranks(world, lambda: work() if world.rank == 0 else None))
-    return told
+    result: Shared = world.broadcast_object(raise_on_all_ranks(world, lambda: work() if world.rank == 0 else None))
+    return result
 
 
 def _manifest(path: Path) -> tuple[Sequence[ShardFacts], Mapping[str, object]]:
@@ -354,7 +354,7 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:
-        reporter.say(f"{start.path} lies outside of the run that it is of: a new run begins with its state")
+        reporter.say(f"{start.path} is outside its run's directory: a new run begins with its state")
     if position.epoch + over >= epochs:
         rest = "there is nothing to train" if config.data.test is None else "it is evaluated only"
         done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"

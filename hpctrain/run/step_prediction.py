@@ -30,7 +30,8 @@ class StepPrediction:
     """The prediction of a step of a run.
 
     Args:
-        mode: how messages progress. sample: times of the operators of a few steps; None: they come from a trace, if there is one.
+        mode: how messages progress.
+        sample: times of the operators of a few steps; None: they come from a trace, if there is one.
     """
 
     def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, sample: OperatorSample | None) -> None:

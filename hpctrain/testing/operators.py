@@ -1,4 +1,4 @@
-"""Checks of one operator: its buffers, the reorders it wants, a memory that is hostile where it may be, and its gradients.
+"""Checks of one operator: its buffers, its reorders, memory that it must not rely on, and its gradients.
 
 Buffers that an operator must not read hold NaN bytes: the output and the saved memory before forward, the scratch before every
 call, and before backward whatever the operator says that backward does not need. An operator that relies on zeroed memory, on

@@ -2,6 +2,6 @@
 
 `replica` puts network, optimiser and averagers together, `step` runs one step of it, and `trainer` repeats that to the last
 epoch; read them in this order. `snapshot` turns a replica into the tensors of a checkpoint and back; `finiteness` and
-`weight_watch` find values that are not finite and bits that have flipped. The package imports everything below a run's
-assembly, and `run` assembles its objects from a configuration.
+`weight_watch` find values that are not finite and bits that have flipped. Packages from `config` upwards may import this one,
+and `run` assembles its objects from a configuration.
 """

@@ -308,7 +308,11 @@ def test_the_plot_is_an_image(tmp_path: Path) -> None:
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("launcher", "words"),
-    [("srun -n 4", "where the number goes"), ("no-such-launcher {ranks}", "cannot be started"), ("false {ranks}", "exit code 1")],
+    [
+        ("srun -n 4", "must contain the number of ranks"),
+        ("no-such-launcher {ranks}", "cannot be started"),
+        ("false {ranks}", "exit code 1"),
+    ],
 )
 def test_a_launcher_that_does_not_do_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -466,7 +466,7 @@ def test_a_resume_with_something_else_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"cannot resume from there with {name}: other -> {OWN[name]}, as its bits"):
         run_virtual(2, lambda comm: check_kept_record(comm, meta, OWN, "there"))
     run_virtual(2, lambda comm: check_kept_record(comm, {EXACT_META: OWN}, OWN, "there"))
-    with pytest.raises(CheckpointError, match=f"{name}: not told -> {OWN[name]}"):
+    with pytest.raises(CheckpointError, match=f"{name}: unknown -> {OWN[name]}"):
         run_virtual(
             2, lambda comm: check_kept_record(comm, {EXACT_META: {key: OWN[key] for key in OWN if key != name}}, OWN, "there")
         )

@@ -447,7 +447,7 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_run(
     new = _run(tmp_path)
     assert checkpoint.by_age(new.checkpoints)[-1][0] == 6
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "a new run begins with its state" in line]
-    assert line == f"{source} lies outside of the run that it is of: a new run begins with its state"
+    assert line == f"{source} is outside its run's directory: a new run begins with its state"
     assert [record["step"] for record in new.metrics() if record["kind"] == "resume"] == [4]
     train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", resume="auto", steps=2)
     assert checkpoint.by_age(new.checkpoints)[-1][0] == 8, "the new run goes on as any other"

@@ -13,10 +13,10 @@ class BlockingAverager(GradientAverager):
     """Sum all gradients in `end_backward`, which is collective over `comm` and waits, then update all parameters.
 
     The gradients travel in one message, whatever their size, so that the sums are those of the transport alone and no rule for
-    cutting decides which numbers are added first: the oracle of all other strategies. The price is that nothing is hidden. Beside
-    forward, backward and a bare allreduce, a step takes the whole update, made on every rank after the sum, and the wait for the
-    slowest rank. For a message above some 32 MB an MPI may allocate memory, and touch it for the first time, in every step, as it
-    may for a bare one; cutting it as `parts_of` does would avoid that, and may change last bits with the MPI's algorithm.
+    cutting decides which numbers are added first: the oracle of all other strategies. The price is that nothing is hidden. In
+    addition to forward, backward and the allreduce, a step includes the full update on every rank and the wait for the slowest
+    rank. For a message above some 32 MB an MPI may allocate memory, and touch it for the first time, in every step, as it may
+    for a bare one; cutting it as `parts_of` does would avoid that, and may change last bits with the MPI's algorithm.
     """
 
     def __init__(self, setup: AveragerSetup, agreement: Agreement) -> None:

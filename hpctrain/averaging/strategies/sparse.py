@@ -11,8 +11,9 @@ of v are sent).
 
 Whether it pays is predicted from bytes, messages and the work of choosing. Between m nodes, a part of d elements of b_v bytes
 costs 2 (m - 1) (alpha + d b_v beta / m) where all of it is reduced and gathered, and (m - 1) (alpha + k (b_v + b_i) beta) + c d
-where the k largest travel with positions of b_i bytes, of which choosing and updating take c seconds for each of the d. Without
-alpha and c that is less for k / d < 2 b_v / (m (b_v + b_i)). What travels within nodes is the same in both cases, and left out.
+if only the k largest elements are sent, each with a position of b_i bytes; selection and update cost c seconds per element.
+Without alpha and c that is less for k / d < 2 b_v / (m (b_v + b_i)). What travels within nodes is the same in both cases, and
+left out.
 """
 
 from __future__ import annotations
