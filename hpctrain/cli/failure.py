@@ -26,19 +26,18 @@ from hpctrain.core.text import colours
 from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
-from hpctrain.launch import process_end as exit_codes
 from hpctrain.launch.launcher import EXPECT_RANKS, detect, environment_fault, place_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-USER_ERROR = exit_codes.USER_ERROR
-BUG = exit_codes.BUG
+USER_ERROR = process_end.USER_ERROR
+BUG = process_end.BUG
 
 # Rank 0 prints an error that every rank raises. A rank that alone has an error is still alive after this time (rank 0 has not
 # ended the job), and prints it itself.
 _ALONE_AFTER_SECONDS = 1.5
 # The same if another rank is known to have the error, too: if ranks share cores, that rank may be late.
-_SAID_SECONDS = 30.0
+_REPORTED_SECONDS = 30.0
 
 #: is called with a sentence and the ranks that caused the error, if known
 Failed = Callable[[str, Sequence[int]], None]
@@ -79,7 +78,7 @@ def user_errors_end_in_sentences(
         if rank is not None:
             log.tee("\n".join(sentences), last=True)
             time.sleep(_silent_seconds(error, rank()))
-        if not _is_said_by_another(error, in_job=rank is not None):
+        if not _is_reported_by_another(error, in_job=rank is not None):
             for sentence in sentences:
                 _say(sentence, rank)
         _leave(abort, BUG if isinstance(error, RankLostError) else USER_ERROR)  # another start may end well
@@ -138,7 +137,7 @@ def _silent_seconds(error: Exception, rank: int) -> float:
     said_by = error.said_by if isinstance(error, HpctrainError) else None
     if rank == (said_by or 0):
         return 0.0
-    return _ALONE_AFTER_SECONDS if said_by is None else _SAID_SECONDS
+    return _ALONE_AFTER_SECONDS if said_by is None else _REPORTED_SECONDS
 
 
 def _say(sentence: str, rank: Callable[[], int] | None) -> None:
@@ -155,10 +154,10 @@ def _out_of_memory(error: MemoryError, rank: int) -> str:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
     place = f", in {Path(frames[-1].filename).relative_to(_PACKAGE.parent)}, line {frames[-1].lineno}" if frames else ""
-    asked = " ".join(str(error).split()).rstrip(".") or "an allocation of unknown size was refused"
+    request = " ".join(str(error).split()).rstrip(".") or "an allocation of unknown size was refused"
     plan = planned()
     return (
-        f"Memory ran out on rank {rank} ({platform.node()}): {asked}{place}; the process had {peak / 1e9:.3f} GB at most"
+        f"Memory ran out on rank {rank} ({platform.node()}): {request}{place}; the process had {peak / 1e9:.3f} GB at most"
         f"{'' if plan is None else f', {plan}'}; set a smaller batch, more micro_batches or data.cache to false, "
         "or give the job more memory."
     )
@@ -175,10 +174,10 @@ def _sentences(error: HpctrainError | OSError) -> list[str]:
     return [f"A file cannot be written: {error.strerror}."] if error.errno in _FULL else []
 
 
-def _is_said_by_another(error: Exception, *, in_job: bool) -> bool:
+def _is_reported_by_another(error: Exception, *, in_job: bool) -> bool:
     """Return whether another rank finds the same error without communicating.
 
-    `srun hpctrain config check` is the same command on each rank. The ranks of a node fail alike if they cannot start.
+    `srun hpctrain config check` is the same command on each rank. All ranks of a node fail in the same way if they cannot start.
     """
     if environment_fault(os.environ) is not None:  # there are no other ranks
         return False

@@ -164,7 +164,7 @@ class ConfiguredProcess(JobProcess):
         self.shrink_state, self._watch = ShrinkState(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
-        self._asked = False  # this rank was at the end of the run, and has asked the others
+        self._asked_at_end = False  # whether this rank reached the end of the run and asked the others
         self._revision: Mapping[str, object] = {}
         self._device_messages: str | None = None
 
@@ -217,7 +217,7 @@ class ConfiguredProcess(JobProcess):
             try:
                 return self._attempt(work, resume, repeated)
             except RankLostError as error:
-                if self._config is None or not self._goes_on():
+                if self._config is None or not self._continues():
                     raise
                 self.flight.ended(End.CONTINUED, str(error))
             except HpctrainError as error:
@@ -234,9 +234,9 @@ class ConfiguredProcess(JobProcess):
         if self.shrink_state.shrunk:
             self.shrink_state.agree(self._joined)
             resume = self.shrink_state.resume(resume)
-        return work(self._session(resume, repeated, goes_on=True), resume, repeated, self._complete)
+        return work(self._session(resume, repeated, continues=True), resume, repeated, self._complete)
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Return whether this process, which has learnt of a loss, continues without the rank."""
         from hpctrain.comm import mpi
 
@@ -247,8 +247,8 @@ class ConfiguredProcess(JobProcess):
         """Raise if another rank was lost at the end of the run and this job continues without lost ranks. Collective."""
         from hpctrain.comm import mpi
 
-        self._asked = self._goes_on()
-        if self._asked and not mpi.all_done(self._joined, done=True):
+        self._asked_at_end = self._continues()
+        if self._asked_at_end and not mpi.all_done(self._joined, done=True):
             raise RankLostError("A rank was lost at the end of the run; start again with --resume.")
 
     def _shrink(self, config: Config) -> None:
@@ -257,9 +257,9 @@ class ConfiguredProcess(JobProcess):
 
         before, step = self._joined, self.flight.step_begun
         self.flight = FlightRecorder()
-        if not self._asked:  # ranks agree once in each world, here or at the end of the run, whichever a rank comes to
+        if not self._asked_at_end:  # ranks agree once in each world: here or at the end of the run
             mpi.all_done(before, done=False)
-        self._asked = False
+        self._asked_at_end = False
         self.world, lost = mpi.shrunk(before, self.flight)
         self.shrink_state.loses(before.size, lost, step)
         if self._watch is not None:
@@ -330,11 +330,11 @@ class ConfiguredProcess(JobProcess):
         """The deadline of waits, as configured; 5 minutes until the configuration is read."""
         return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
 
-    def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Session:
+    def _session(self, resume: str | None, repeated: str | None, *, continues: bool = False) -> Session:
         """Return a session over the present world. Collective.
 
         Args:
-            goes_on: continue without lost ranks if the configuration says so.
+            continues: continue without lost ranks if the configuration says so.
         """
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.job.lost_ranks import check_offered
@@ -345,11 +345,11 @@ class ConfiguredProcess(JobProcess):
         world = self._joined
         self.watch(world, self.deadline_seconds)
         config, threads = raise_on_all_ranks(world, lambda: _given(self._prepared))
-        if goes_on:
+        if continues:
             raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
         check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
         check_same_code(world)
-        if goes_on and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
+        if continues and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
             self._revision = world.broadcast_object(self._revision)
         started = StartedJob(world, threads.threads, config.deadline_seconds)
         notes: tuple[str, ...] = ()

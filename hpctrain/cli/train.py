@@ -98,8 +98,8 @@ def train(
     """
     _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
-    goes_on = {"resume": resume is not None, "schedule_from": schedule_from is not None}
-    job = ConfiguredProcess(watch, log_ranks, smoke=smoke, steps=steps, compute_only=compute_only, **goes_on)
+    continued = {"resume": resume is not None, "schedule_from": schedule_from is not None}
+    job = ConfiguredProcess(watch, log_ranks, smoke=smoke, steps=steps, compute_only=compute_only, **continued)
     if compute_only:
         watch.end_at_once()
 

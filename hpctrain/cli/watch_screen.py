@@ -202,22 +202,22 @@ def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | Non
 
 
 def _ranks(state: RunState) -> list[RenderableType]:
-    """Return when ranks were last heard of: all of them in a line, and those that have been silent for longer."""
+    """Return when ranks last gave a sign of life: all in one line, then those that have been silent for longer."""
     if not state.ranks:
         return [Text("ranks: nothing is known of them here")]
-    heard = sorted(state.ranks, key=state.heard_seconds, reverse=True)
+    by_silence = sorted(state.ranks, key=state.silent_seconds, reverse=True)
     hosts = len({record.host for record in state.ranks})
-    count = f"{counted(len(heard), 'rank')} on {counted(hosts, 'node')}"
-    missing = heard[0].ranks - len(heard)
+    count = f"{counted(len(by_silence), 'rank')} on {counted(hosts, 'node')}"
+    missing = by_silence[0].ranks - len(by_silence)
     more = f"; {missing} more left no record here" if missing > 0 else ""
-    last = heard[0]
+    last = by_silence[0]
     lines: list[RenderableType] = [
-        Text(f"{count}, last heard of at most {_ago(state.heard_seconds(last))} ago (rank {last.rank}){more}")
+        Text(f"{count}, last sign of life at most {_ago(state.silent_seconds(last))} ago (rank {last.rank}){more}")
     ]
-    limit = state.heard_seconds(heard[-1]) + SILENT_SECONDS
-    for record in heard[:_MOST_RANKS]:
+    limit = state.silent_seconds(by_silence[-1]) + SILENT_SECONDS
+    for record in by_silence[:_MOST_RANKS]:
         failed = record.end not in (End.RUNNING, End.FINISHED)
-        if state.heard_seconds(record) > limit or failed:
+        if state.silent_seconds(record) > limit or failed:
             lines.append(Text(escaped(_rank(state, record)), style="red"))
     return lines
 
@@ -225,7 +225,7 @@ def _ranks(state: RunState) -> list[RenderableType]:
 def _rank(state: RunState, record: FlightRecord) -> str:
     waits = f", which waits for {record.wait}" if record.wait else ""
     sentence = f": {record.sentence}" if record.sentence else ""
-    ago = _ago(state.heard_seconds(record))
+    ago = _ago(state.silent_seconds(record))
     return f"  rank {record.rank} on {record.host}: {ago} ago in {record.phase or 'start'}{waits}{sentence}"
 
 

@@ -469,7 +469,7 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     backstop.daemon = True
     backstop.start()
     flush_to_reader()
-    keeper.current_keeper().pulse.tell()
+    keeper.current_keeper().pulse.announce_end()
     comm.Abort(code)
     # MPICH returns from it if it cannot reach its launcher's process, and the end of MPI would then wait for that process.
     os._exit(code)

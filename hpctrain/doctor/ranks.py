@@ -229,8 +229,8 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
         return None
     folders = dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep))
     paths = [path for path in (shutil.which("mpiexec", path=folder) for folder in folders) if path]
-    launchers = tuple((path, family(_said_by([path, "--version"]))) for path in paths)
-    library = _said_by([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
+    launchers = tuple((path, family(_output_of([path, "--version"]))) for path in paths)
+    library = _output_of([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
     name = " ".join(library.partition("\n")[0].split()) if family(library) else ""
     return LibraryFacts(launchers, environment_mpiexec(), name, os.environ.get(_LEVEL, ""))
 
@@ -240,7 +240,7 @@ def family(text: str) -> str:
     return next((name for word, name in _FAMILIES if word in text), "")
 
 
-def _said_by(command: Sequence[str]) -> str:
+def _output_of(command: Sequence[str]) -> str:
     """Return everything that a short command prints, started without a launcher's variables; empty if it does not end in time."""
     try:
         done = subprocess.run(

@@ -35,7 +35,7 @@ from hpctrain.launch.process_end import BUG, DEADLINE, FINISHED, SIGNALLED, STOP
 from hpctrain.launch.processes import WatchedProcess, launchers, status_of
 from hpctrain.launch.signal_mask import HELD
 
-_BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _TOLD = range(6)
+_BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _ANNOUNCED = range(6)
 
 
 class Pulse:
@@ -77,14 +77,14 @@ class Pulse:
         """Return whether such a timer runs, or has ended the rank."""
         return self._words[_GUARDED] != 0
 
-    def tell(self) -> None:
-        """Note that the rank is about to tell the other ranks of its end. Called in the rank."""
-        self._words[_TOLD] = 1
+    def announce_end(self) -> None:
+        """Note that the rank is about to announce its end to the other ranks. Called in the rank."""
+        self._words[_ANNOUNCED] = 1
 
     @property
-    def told(self) -> bool:
-        """Whether the rank has called `tell`."""
-        return self._words[_TOLD] != 0
+    def announced_end(self) -> bool:
+        """Return whether the rank has called `announce_end`."""
+        return self._words[_ANNOUNCED] != 0
 
     def look(self, seconds: float) -> bool:
         """Return whether the rank has stood still for the deadline. Called in the keeper, every `seconds`."""
@@ -307,8 +307,8 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
     if not finished and code not in _EXPLAINED and (lost := child.lost_launcher()) is not None and lost.gone:
         _leave_without_launcher(child, record, lost)  # MPI may notice first and call exit()
     marked = None if finished else child.mark_end(record, code, End.EXITED)
-    # A rank that has neither joined the others nor told them by MPI must end in a way that they notice at once.
-    alone = not child.pulse.deadline_seconds and not child.pulse.told
+    # A rank that has neither joined the others nor announced its end by MPI must end in a way that they notice at once.
+    alone = not child.pulse.deadline_seconds and not child.pulse.announced_end
     overlooked = alone and code not in (FINISHED, USER_ERROR, STOPPED, DEADLINE) and code < SIGNALLED
     if not finished and (code not in _EXPLAINED if marked is None else marked):
         cause = f"something called exit() in it.{child.place(record)}"

@@ -277,9 +277,9 @@ def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def _alone(asked: str, command: str) -> str:
+def _alone(request: str, command: str) -> str:
     return (
-        f"{asked}, but this process was started without a launcher, so it is the only rank; start it as {command}, or set "
+        f"{request}, but this process was started without a launcher, so it is the only rank; start it as {command}, or set "
         f"{EXPECT_RANKS}=1 for one rank alone."
     )
 

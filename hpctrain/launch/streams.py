@@ -70,7 +70,7 @@ class ForgivingFile(io.RawIOBase):
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._told = False
+        self._reported = False
 
     def writable(self) -> bool:
         return True
@@ -87,8 +87,8 @@ class ForgivingFile(io.RawIOBase):
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-            if not self._told:
-                self._told = True
+            if not self._reported:
+                self._reported = True
                 sentence = f"hpctrain: the standard output cannot be written ({error.strerror}); the run continues without it.\n"
                 with contextlib.suppress(OSError):
                     os.write(2, sentence.encode())

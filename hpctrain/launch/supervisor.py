@@ -125,7 +125,7 @@ class SupervisedCommand:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.request: Signals | None = None
         self._say = say
-        self._asked_at = self._kill_at = float("inf")
+        self._requested_at = self._kill_at = float("inf")
         self._libc = ctypes.CDLL(None)
         self._waited = frozenset(HELD)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -179,10 +179,10 @@ class SupervisedCommand:
             return
         now = time.monotonic()
         if self.request is None:
-            self.request, self._asked_at = number, now
+            self.request, self._requested_at = number, now
             self._say(f"{number.name} received: the training saves a checkpoint and ends, and is not restarted")
             self._send(process, PASSED_ON)
-        elif number == Signals.SIGINT and now - self._asked_at >= AGAIN_SECONDS:
+        elif number == Signals.SIGINT and now - self._requested_at >= AGAIN_SECONDS:
             self._say(f"{number.name} received again: the training ends at once")
             self._send(process, Signals.SIGINT)
             self._kill_at = min(self._kill_at, now + _INTERRUPTED_SECONDS)

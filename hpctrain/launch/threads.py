@@ -96,11 +96,11 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
     """
     mask = os.sched_getaffinity(0)
     cores, reason = _within_quota(launcher, *_cores_by_mask(launcher, mask, environ))
-    asked = _asked_of_slurm(launcher, mask, environ)
-    if asked is None or asked == cores:
+    requested = _slurm_cores(launcher, mask, environ)
+    if requested is None or requested == cores:
         return cores, reason
-    if asked < cores:
-        return asked, f"{_SLURM_CPUS} is {environ[_SLURM_CPUS]}"
+    if requested < cores:
+        return requested, f"{_SLURM_CPUS} is {environ[_SLURM_CPUS]}"
     return cores, f"{reason}, although {_SLURM_CPUS} is {environ[_SLURM_CPUS]}: give --cpus-per-task to srun, too"
 
 
@@ -139,7 +139,7 @@ def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[s
     return max(1, cores // local_size), f"{local_size} ranks share {cores} cores"
 
 
-def _asked_of_slurm(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> int | None:
+def _slurm_cores(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> int | None:
     """Return the physical cores of --cpus-per-task, counted as the mask, with or without hardware threads; None if unset."""
     text = environ.get(_SLURM_CPUS, "")
     if not launcher.name.startswith("Slurm") or not text.isdecimal() or int(text) < 1:

@@ -133,11 +133,11 @@ def _words(judgement: Judgement, *, whole: bool) -> str:
     if whole:
         return words
     mistakes = confusion.largest_confusions(_MOST_CONFUSIONS)
-    told = "; ".join(
+    frequent = "; ".join(
         f"{names[label]} for {names[rival] if rival < len(names) else 'no class'} {count:,} times"
         for label, rival, count in mistakes
     )
-    return f"{words} Most frequent mistakes: {told}." if told else words
+    return f"{words} Most frequent mistakes: {frequent}." if frequent else words
 
 
 def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:

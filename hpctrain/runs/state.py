@@ -170,8 +170,8 @@ class RunState:
         """Events out of the ordinary, in order."""
         return events_of(self.records)
 
-    def heard_seconds(self, record: FlightRecord) -> float:
-        """Return how long ago a rank was last heard of."""
+    def silent_seconds(self, record: FlightRecord) -> float:
+        """Return the seconds since a rank last gave a sign of life."""
         return max(0.0, self.now - record.wall_seconds(record.last_ns))
 
 

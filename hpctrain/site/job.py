@@ -142,7 +142,7 @@ def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit:
     )
 
 
-def _time(site: Site, asked: str | None, *, least: int) -> str:
+def _time(site: Site, requested: str | None, *, least: int) -> str:
     """Return a time limit as HH:MM:SS, which all schedulers read.
 
     Args:
@@ -151,7 +151,7 @@ def _time(site: Site, asked: str | None, *, least: int) -> str:
     Raises:
         ConfigError: not a time, a time without a unit, or one that is too short.
     """
-    label, text = (f"time of site {site.name}", site.profile.time) if asked is None else ("--time", asked)
+    label, text = (f"time of site {site.name}", site.profile.time) if requested is None else ("--time", requested)
     try:
         seconds = parse_duration(text)
     except ValueError:
@@ -215,33 +215,33 @@ def _read(path: Path) -> str:
 
 
 def _ranks(site: Site, request: JobRequest) -> int:
-    node, asked = site.profile.node, request.ranks_per_node
-    if asked is not None and asked > node.limit:
+    node, requested = site.profile.node, request.ranks_per_node
+    if requested is not None and requested > node.limit:
         raise ConfigError(
-            f"--ranks-per-node is {asked}, but a node of site {site.name} takes at most {node.limit}; "
+            f"--ranks-per-node is {requested}, but a node of site {site.name} takes at most {node.limit}; "
             f"the nearest legal value is {node.limit}."
         )
-    return node.ranks if asked is None else asked
+    return node.ranks if requested is None else requested
 
 
 def _cores(site: Site, request: JobRequest, ranks: int) -> int:
     most = max(1, site.profile.node.cores // ranks)
-    asked = request.cores_per_rank
-    if asked is not None and asked > most:
+    requested = request.cores_per_rank
+    if requested is not None and requested > most:
         raise ConfigError(
-            f"--cores-per-rank is {asked}, but {ranks} ranks share the {site.profile.node.cores} cores of a node of site "
+            f"--cores-per-rank is {requested}, but {ranks} ranks share the {site.profile.node.cores} cores of a node of site "
             f"{site.name}; the nearest legal value is {most}."
         )
-    return most if asked is None else asked
+    return most if requested is None else requested
 
 
 def _directives(site: Site, request: JobRequest) -> Sequence[tuple[str, str]]:
     """Return account, queue and the profile's own options. Refuse what was asked for and has no option."""
     profile = site.profile
     directives = []
-    for word, field, asked in (("--account", profile.account, request.account), ("--queue", profile.queue, request.queue)):
-        if asked is not None and field is None:
-            raise ConfigError(f"{word} is {asked}, but site {site.name} has none; leave it out.")
+    for word, field, requested in (("--account", profile.account, request.account), ("--queue", profile.queue, request.queue)):
+        if requested is not None and field is None:
+            raise ConfigError(f"{word} is {requested}, but site {site.name} has none; leave it out.")
     if profile.account is not None and profile.account.needed and request.account is None:
         raise ConfigError(f"Site {site.name} refuses jobs without an account; give --account.")
     if profile.account is not None and request.account is not None:

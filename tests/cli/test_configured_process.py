@@ -55,8 +55,8 @@ class Started(ConfiguredProcess):
         self.sizes: list[int] = []
         self.asked: list[tuple[str | None, str | None]] = []
 
-    def _session(self, resume: str | None, repeated: str | None, *, goes_on: bool = False) -> Any:
-        assert goes_on
+    def _session(self, resume: str | None, repeated: str | None, *, continues: bool = False) -> Any:
+        assert continues
         self.sizes.append(self._joined.size)
         self.asked.append((resume, repeated))
         return None

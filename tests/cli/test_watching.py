@@ -191,7 +191,7 @@ def test_a_running_run_says_where_it_is() -> None:
         "best test",
         "88.89%",
         "step 7 skipped: a gradient of stage1.block0.conv1",
-        "4 ranks on 1 node, last heard of at most 41.0 s ago (rank 2)",
+        "4 ranks on 1 node, last sign of life at most 41.0 s ago (rank 2)",
         "rank 2 on node: 41.0 s ago in a training step",
     ):
         assert words in text, words
