@@ -24,7 +24,7 @@ from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.trace import time_table
-from hpctrain.trace.tracer import BESIDE, Category, Events, Tracer
+from hpctrain.trace.tracer import CONCURRENT, Category, Events, Tracer
 from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes, StepTrace
 from hpctrain.train.metrics import StepReduction, StepTotals
 from hpctrain.train.passes import check_memory, micro_batches_of, planned
@@ -520,7 +520,7 @@ def test_tracing_changes_nothing_and_records_every_operator(ranks: int) -> None:
 
 def test_records_of_a_step_have_no_gaps_and_nest() -> None:
     (_, events), *_ = run_virtual(2, lambda comm: _traced(comm, TRACED), seed=1)
-    program = events.select(~np.isin(events.category, BESIDE))
+    program = events.select(~np.isin(events.category, CONCURRENT))
     assert np.all(program.start_ns <= program.stop_ns)
     outer = program.of(Category.FORWARD, Category.PARAMETERS, Category.INPUT, Category.AVERAGING, Category.WORK)
     whole = time_table.union(outer.start_ns, outer.stop_ns)

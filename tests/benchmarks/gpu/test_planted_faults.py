@@ -76,7 +76,7 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_named_by_the_report_and_by_the_last_lines(fault: Fault, tmp_path: Path) -> None:
     copy, wheels = tmp_path / ".proj", tmp_path / "wheels"
-    for folder in ("hpctrain", "benchmarks"):
+    for folder in ("hpctrain", "hpctrain_testing", "benchmarks"):
         shutil.copytree(_TOP / folder, copy / folder, ignore=shutil.ignore_patterns("results"))
     wheels.mkdir()
     if fault.file:
