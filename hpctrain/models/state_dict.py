@@ -1,7 +1,7 @@
 """State dictionaries in torchvision's names, shapes and order, and how those of files differ from a model's.
 
-Weights so travel to and from other frameworks. Nothing here needs a network, an image size or memory for parameters: everything
-follows from the declarations of the layers.
+Weights so travel to and from other frameworks. Only `export` needs a network: all else follows from the declarations of the
+layers, without an image size or memory for parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.text import nearest
 from hpctrain.nn.layers import Layer, join
+from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 
 #: torch's counter next to the running statistics of each batch norm: nothing depends on it here, and files may lack it
@@ -49,6 +50,19 @@ def declared_state(model: Layer) -> dict[str, StateEntry]:
             entries[join(prefix, role)] = StateEntry(spec.interchange.exported_shape(spec.shape), spec)
         entries |= {join(prefix, role): StateEntry(spec.shape) for role, spec in layer.statistics().items()}
     return entries
+
+
+def export(network: Network) -> dict[str, np.ndarray]:
+    """Return copies of all parameters and running statistics, in torchvision's layouts and the parameters' dtype."""
+    assert not any(network.shards.values()), "a rank of a split network has no whole parameters to export"
+    state: dict[str, np.ndarray] = {}
+    for name, entry in declared_state(network.model).items():
+        if entry.spec is None:
+            array = network.statistics.views[name]
+        else:
+            array = network.kernels.arithmetic.to_host(network.parameters[name].data)
+        state[name] = np.array(entry.export(array), copy=True)
+    return state
 
 
 def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np.ndarray]:

@@ -7,20 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from hpctrain.models.state_dict import declared_state, is_counter
+from hpctrain.models.state_dict import export as export
 from hpctrain.nn.network import Network
-
-
-def export(network: Network) -> dict[str, np.ndarray]:
-    """Return copies of all parameters and running statistics, in torchvision's layouts and the parameters' dtype."""
-    assert not any(network.shards.values()), "a rank of a split network has no whole parameters to export"
-    state: dict[str, np.ndarray] = {}
-    for name, entry in declared_state(network.model).items():
-        if entry.spec is None:
-            array = network.statistics.views[name]
-        else:
-            array = network.kernels.arithmetic.to_host(network.parameters[name].data)
-        state[name] = np.array(entry.export(array), copy=True)
-    return state
 
 
 def restore(network: Network, state: Mapping[str, np.ndarray]) -> None:
