@@ -226,7 +226,7 @@ def test_a_staged_environment_is_run_from_the_nodes_own_disks(user: SlurmUser, e
     job = _submit(user, "staged", *stage, hold="nowhere", python=python, environment=bare)
     assert user.code(job) == 0, job.text
     for node in NODES:
-        prefix, package = (user.folder / f"from-{node}").read_text().splitlines()
+        prefix, package = (user.folder / f"from-{job.number}-{node}").read_text().splitlines()
         assert Path(prefix) == user.cluster.node_disk / f"hpctrain-{job.number}"
         assert Path(package).is_relative_to(prefix)
         assert not list(user.cluster.disks[node].iterdir())

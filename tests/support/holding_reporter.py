@@ -1,10 +1,11 @@
 """A reporter, as code of a user's own, that holds rank 0 up in a phase of the training until the job's log tells of a signal.
 
 Copied into the directory of a job, which names it `holding_reporter.py:Hold`. `JOB.here`, in the working directory, says that
-rank 0 is held up; a run that is resumed is not held up again. Where the module is imported, each process leaves `from-HOST`: the
-Python that it is of and the files of hpctrain.
+rank 0 is held up; a run that is resumed is not held up again. Each process of a job writes `from-NUMBER-HOST` at the import: its
+Python and the files of hpctrain. The number is the job's, as another job can start on the same host meanwhile.
 """
 
+import os
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ from hpctrain.train.metrics import Reporter
 _LIMIT_SECONDS = 100
 _STEP = 7
 
-Path(f"from-{socket.gethostname()}").write_text(f"{sys.prefix}\n{hpctrain.__file__}\n")
+Path(f"from-{os.environ.get('SLURM_JOB_ID', 'none')}-{socket.gethostname()}").write_text(f"{sys.prefix}\n{hpctrain.__file__}\n")
 
 
 class Hold(Reporter):
