@@ -87,7 +87,8 @@ def _choices(wanted: str, found: Sequence[str | None], identities: Sequence[str]
             (
                 "mpi",
                 (
-                    "transport mpi: as configured, and a trial has shown that MPI can send from GPU memory (not yet run between GPUs)",
+                    "transport mpi: as configured, and a trial has shown that MPI can send from GPU memory "
+                    "(not yet run between GPUs)",
                 ),
             ),
         ),
