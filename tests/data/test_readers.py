@@ -183,7 +183,7 @@ def test_too_many_of_them_are_an_error(make_file, monkeypatch):
     file.pixels.policy = ReadPolicy(2, " (on node7)", ())
     BadDisk(monkeypatch, file, {3, 4, 6})
     assert np.array_equal(file.pixels[:6], images[[0, 1, 2, 5, 5, 5]])
-    with pytest.raises(UnreadableError, match=r"Sample 6 .* 3 such samples, and data.max_unreadable allows for 2 \(on node7\)"):
+    with pytest.raises(UnreadableError, match=r"Sample 6 .* 3 samples are unreadable, but data.max_unreadable is 2 \(on node7\)"):
         file.pixels[6]
 
 

@@ -255,7 +255,7 @@ def test_a_broken_picture_disturbs_no_other(trained32: TrainedRun, grid: str, fl
     places = (good[0], tmp_path / "bad.jpg", good[1], good[2])
     answers = _predicted(trained32, grid, PredictionRequest(places, flip=flip, batch=4, top=1))
     assert [each.file for each in answers] == list(places)
-    assert answers[1] == PredictedPicture(places[1], error="The image cannot be decoded: it is of no format that hpctrain reads.")
+    assert answers[1] == PredictedPicture(places[1], error="The image cannot be decoded: its format is not supported.")
     alone = _predicted(trained32, "1", PredictionRequest(tuple(good), flip=flip, top=1))
     for each, other in zip([answers[0], *answers[2:]], alone, strict=True):
         assert each.classes[0].name == other.classes[0].name
