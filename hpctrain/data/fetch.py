@@ -137,7 +137,7 @@ def debian_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
 
 
 def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """Install Debian's package and return its directory; None without root permission or apt-get, or if the installation fails."""
+    """Install Debian's package and return its directory; None without root permission or apt-get, or on failure."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return None
     _log.info("installing %s", PACKAGE)
@@ -188,7 +188,7 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
             received += len(part)
             if received > _MOST_BYTES:
                 raise DataError(
-                    f"{name}.gz has more than {_MOST_BYTES:,} bytes, so it is not the file of Fashion-MNIST; fetch from another source."
+                    f"{name}.gz has more than {_MOST_BYTES:,} bytes, so it is not the file of Fashion-MNIST; use another source."
                 )
     content = b"".join(parts)
     if len(content) < total:

@@ -261,7 +261,7 @@ def test_a_directory_is_searched_as_a_conversion_searches_it(tmp_path: Path, cap
     decoded.take(np.arange(6), np.empty((6, 2, 2, 1), np.uint8))
     assert sorted(decoded.broken) == [1, 3, 4, 5]
     assert f"left out, not the name of a picture: 1 ({folder / 'notes.txt'})" in caplog.text
-    assert f"searched already: 1 ({folder / 'up'})" in caplog.text
+    assert f"already searched: 1 ({folder / 'up'})" in caplog.text
     (folder / "gone").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"1 place \(.*photos/gone: No such file or directory\) cannot be read"):
         picture_files([folder])

@@ -75,7 +75,8 @@ def load(path: Path) -> PackedFiles:
     rising = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
     if not rising or offsets[-1] != blob.size or len(labels) != len(offsets) - 1:
         raise DataError(
-            f"In {path} the offsets do not match {blob.size} bytes and {len(labels)} labels; they must be N + 1 numbers that rise from 0 to the end."
+            f"In {path} the offsets do not match {blob.size} bytes and {len(labels)} labels; they must be N + 1 numbers that "
+            "rise from 0 to the end."
         )
     return PackedFiles(path, blob, offsets, labels)
 

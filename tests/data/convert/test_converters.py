@@ -258,12 +258,12 @@ def test_grey_images_and_names_in_groups(tmp_path):
         ({"images": IMAGES / 255}, r"x in .*a.h5 holds values of type float64, but images must be whole numbers 0..255; scale"),
         ({"images": IMAGES.astype(np.int16) * 2}, r"pixels outside 0..255 in image 0"),
         ({"images": IMAGES.astype(np.int16) - 1}, r"pixels outside 0..255 in image"),
-        ({"images": IMAGES[0, 0]}, r"holds an array of \(9, 3\); images are"),
+        ({"images": IMAGES[0, 0]}, r"holds an array of \(9, 3\); images must be"),
         ({"images": np.zeros((6, 3, 5, 3), np.uint8)}, "channels may be first or last; give --layout nchw or nhwc"),
         ({"images": np.zeros((6, 5, 5, 7), np.uint8)}, "channels may be first or last; give --layout"),
-        ({"labels": LABELS[:5]}, r"y in .* holds int64 of shape \(5,\); labels of 6 images are"),
+        ({"labels": LABELS[:5]}, r"y in .* holds int64 of shape \(5,\); labels of 6 images must be"),
         ({"labels": LABELS + 0.5}, "label 0.5 for image 0; labels must be whole numbers"),
-        ({"labels": np.where(LABELS == 1, np.nan, LABELS)}, "label nan of image 2"),
+        ({"labels": np.where(LABELS == 1, np.nan, LABELS)}, "label nan for image 2"),
         ({"labels": [b"a"] * 6}, "labels of 6 images must be whole numbers"),
         ({"labels": np.tile([[1, 1]], (6, 1))}, r"not one-hot: row 0 of \(6, 2\)"),
         ({"labels": ONE_HOT * 0.5}, "not one-hot: row 0"),
@@ -291,7 +291,7 @@ def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
         converted(tmp_path / "a.h5")
     written(tmp_path / "a.h5", chunks=True)
     monkeypatch.setattr(common, "available_bytes", lambda: 100)
-    with pytest.raises(DataError, match=r"A chunk of x in .*a.h5 holds .* bytes"):
+    with pytest.raises(DataError, match=r"A chunk of x in .*a.h5 needs .* bytes"):
         converted(tmp_path / "a.h5")
 
 
@@ -383,7 +383,7 @@ def test_images_of_several_sizes_need_a_size(tmp_path):
         ({"labels": np.zeros(4, np.uint8)}, "offsets do not match"),
         ({"blob": np.zeros(3, np.uint8), "offsets": np.array([0, 1, 2, 3])}, "image 0: The image cannot be decoded"),
         ({"labels": np.zeros(0, np.uint8), "blob": np.zeros(0, np.uint8), "offsets": np.array([0])}, "holds no image"),
-        ({"labels": np.array([{}] * 3, object)}, r"no \.npz file"),
+        ({"labels": np.array([{}] * 3, object)}, r"not an \.npz file"),
     ],
 )
 def test_wrong_content_is_refused(tmp_path, changes, message):
@@ -401,7 +401,7 @@ def test_truncated_missing_or_strange_files_are_refused(tmp_path, name):
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], b"", b"text", np.lib.format.magic(1, 0)):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"truncated or no \.npz file"):
+        with pytest.raises(DataError, match=r"truncated or not an \.npz file"):
             npz.convert(path, tmp_path / "out.h5")
 
 
