@@ -23,7 +23,6 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Peers
 from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda import sources as cubins
 from hpctrain.backend.cuda.device import (
     Argument,
     ConvolutionKey,
@@ -250,8 +249,8 @@ class CupyDevice:
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
-        self._modules: dict[str, Any] = {}
-        self._kernels: dict[tuple[str, str], CupyKernel] = {}
+        self._modules: dict[tuple[str, str | None], Any] = {}  # by source and text; None: the package's own text
+        self._kernels: dict[tuple[str, str, str | None], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
         self._products: dict[int, MatrixProducts] = {}
         self._plans: CudnnPlans | None = None
@@ -300,13 +299,14 @@ class CupyDevice:
         Raises:
             BackendError: as `sources.binary`.
         """
-        if (source, name) not in self._kernels:
-            if source not in self._modules:
+        key = (source, name, text)
+        if key not in self._kernels:
+            if (source, text) not in self._modules:
                 module = cupy.cuda.function.Module()
-                module.load(cubins.binary(self._nvrtc, source, text or sources.text(source), self.capability))
-                self._modules[source] = module
-            self._kernels[source, name] = CupyKernel(name, self._modules[source].get_function(name))
-        return self._kernels[source, name]
+                module.load(sources.binary(self._nvrtc, source, text or sources.text(source), self.capability))
+                self._modules[source, text] = module
+            self._kernels[key] = CupyKernel(name, self._modules[source, text].get_function(name))
+        return self._kernels[key]
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
         self._copy(stream, target.pointer, _address(source), target.nbytes, source.nbytes, _runtime.memcpyHostToDevice)
