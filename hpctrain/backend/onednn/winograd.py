@@ -102,9 +102,9 @@ class Tiling:
         return max(16 * self.channels_in, 4 * self.channels_out), 16 * self.channels_in, 16 * self.channels_out
 
     def chunks(self) -> list[Chunk]:
-        """Return chunks of all tiles: whole images as many as fit, or at least one row of tiles of a single image."""
-        # A row of tiles takes memory for its tiles before and after transforms, and for two rows of the padded images. Each chunk has
-        # two more padded rows, since 4x4 patches of 2x2 outputs overlap by two.
+        """Return chunks of all tiles: as many whole images as fit, otherwise rows of tiles of one image, at least one row."""
+        # A row of tiles takes memory for its tiles before and after transforms, and for two rows of the padded images. Each
+        # chunk has two more padded rows, since 4x4 patches of 2x2 outputs overlap by two.
         rows, columns = self.tiles
         edge = 4 * self.channels_in * (2 * columns + 2)
         row = 4 * columns * sum(self.items) + 2 * edge
