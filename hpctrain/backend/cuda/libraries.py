@@ -364,6 +364,6 @@ class MatrixProducts:
 def _number(known: Any, name: str) -> int:
     """Return cuBLAS's number of a dtype or precision."""
     if name not in known:
-        raise BackendError(f"Matrix products on GPUs support {' and '.join(known)}, not {name}; set precision to float32.")
+        raise BackendError(f"Matrix products on GPUs support {', '.join(known)}, not {name}; set precision to float32.")
     number: int = known[name]
     return number

@@ -248,9 +248,9 @@ def test_what_does_not_fit_is_refused() -> None:
     bench = Bench()
     a, b, c = (bench.place(bench.whole(*two), "float32") for two in ((2, 3), (2, 3), (2, 2)))
     bench.products.run(a, b, c, transpose_a=False, transpose_b=True, accumulate=False, precision="float32")
-    with pytest.raises(ValueError, match="no product like"):
+    with pytest.raises(ValueError, match="does not have the shape of"):
         bench.products.run(a, b, c, transpose_a=False, transpose_b=False, accumulate=False, precision="float32")
-    with pytest.raises(BackendError, match="bfloat16 or float32 or tf32 here, not in float64"):
+    with pytest.raises(BackendError, match="support bfloat16, float32, tf32, not float64; set precision"):
         bench.products.run(a, b, c, transpose_a=False, transpose_b=True, accumulate=False, precision="float64")
 
 
