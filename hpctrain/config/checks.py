@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup
@@ -30,6 +31,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.storage.weights_file import SUFFIXES
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
@@ -213,6 +215,12 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of patterns that have nothing to work on."""
     init = config.init
+    if init.weights is not None and Path(init.weights).suffix.lower() not in SUFFIXES:
+        yield (
+            ("init", "weights"),
+            f"init.weights is {init.weights}, but a file of weights ends in {', '.join(SUFFIXES)}; make one from a run with "
+            "`hpctrain weights export RUN --out weights.safetensors`.",
+        )
     if init.ignore and init.weights is None:
         yield ("init", "ignore"), "init.ignore is given, but init.weights names no file of which something could be left out."
     try:
