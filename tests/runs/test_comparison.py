@@ -303,6 +303,19 @@ def test_runs_share_panels(tmp_path: Path) -> None:
     assert max(drawn["lr"].curves[1].xs) == 3.0
 
 
+def test_epochs_shorter_than_an_interval_are_points_of_the_rate(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    start = run.metrics_path.read_text().splitlines(keepends=True)[0]
+    epochs = [
+        {"kind": "epoch", "time": 1.0, "epoch": k, "step": k, "images": 100, "loss": 1.0, "lr": 1 / k, "images_per_second": 9.0}
+        for k in range(1, 6)
+    ]
+    run.metrics_path.write_text(start + "".join(json.dumps(record) + "\n" for record in epochs))
+    drawn = {panel.key: panel.curves[0] for panel in panels(read_runs([run.path]))}
+    assert (drawn["lr"].xs, drawn["lr"].ys) == ((1.0, 2.0, 3.0, 4.0, 5.0), (1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5))
+    assert drawn["images_per_second"].xs == drawn["lr"].xs
+
+
 def test_averaged_weights_are_a_curve_of_their_own(tmp_path: Path) -> None:
     evaluation = {"kind": "evaluation", "time": 1.0, "epoch": 4, "step": 40, "loss": 1.0, "ema_loss": 0.5}
     loss = panels(read_runs([write_run(tmp_path, events=[evaluation]).path]))[0]
