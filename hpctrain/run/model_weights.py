@@ -144,7 +144,9 @@ def of_checkpoint(
     model = catalogue.build(given, options)
     position = Position.from_meta(content.meta)
     keys = averaged_keys(content) if averaged else {}
-    state = with_counters(_exported(content, declared_state(model), path, keys, _CHANGED), position.global_step * config.micro_batches)
+    state = with_counters(
+        _exported(content, declared_state(model), path, keys, _CHANGED), position.global_step * config.micro_batches
+    )
     check_finite(state, str(path))
     facts = {
         "classes": json.dumps(data.class_names),
@@ -162,7 +164,9 @@ def _of_own_loop(
 ) -> ModelWeights:
     """Return the weights in a checkpoint that `job.save` wrote: it contains no model, no image size and no facts of the data."""
     if name is None:
-        raise CheckpointError(f"{path} was written by job.save and does not name its model; give --model, as in `--model resnet50`.")
+        raise CheckpointError(
+            f"{path} was written by job.save and does not name its model; give --model, as in `--model resnet50`."
+        )
     parameters = {key.removeprefix(parameter_key("")): array for key, array in content.tensors.items()}
     model = _model_with_classes(name, options, classes, parameters)
     keys = averaged_keys(content) if averaged else {}
@@ -228,8 +232,6 @@ def _exported(
             raise CheckpointError(f"{path} lacks {name}, which the model has; {advice}.")
         tensor = content.tensors[averages.get(key, key)]
         if tensor.shape != shape:
-            raise CheckpointError(
-                f"{name} has shape {tensor.shape} in {path}, and {shape} in the model; {advice}."
-            )
+            raise CheckpointError(f"{name} has shape {tensor.shape} in {path}, and {shape} in the model; {advice}.")
         state[name] = entry.export(np.asarray(tensor))
     return state
