@@ -112,7 +112,7 @@ def of_checkpoint(
     """Return the weights in a checkpoint of any layout and grid, every checksum verified.
 
     Args:
-        name: name of the model; required if the model is the user's code, or if a training loop of the user's wrote the checkpoint.
+        name: name of the model; required if the model is user code, or if `job.save` wrote the checkpoint.
         classes: number of classes of the model, for a checkpoint without a configuration; default: that of its last layer.
         options: further options of the model, for a checkpoint without a configuration.
         averaged: whether to return the average of the weights instead of the weights.
