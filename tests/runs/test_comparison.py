@@ -284,6 +284,15 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     assert "no bits" in text
 
 
+def test_many_runs_are_rows_that_fit_80_columns(tmp_path: Path) -> None:
+    printed = _printed([write_run(tmp_path, config=f"batch: {8 + number % 2}\n").path for number in range(16)], 80)
+    assert max(map(len, printed)) <= 80
+    rows = [line.split() for line in printed if "66.67% (epoch 2)" in line]
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 17)]
+    assert any(line.split() == ["batch", "8", *(f"{number}," for number in range(1, 15, 2)), "15"] for line in printed)
+    assert not any("…" in line for line in printed)
+
+
 def test_training_is_the_mean_of_each_stretch_alone(tmp_path: Path) -> None:
     """Records have the mean over the epoch so far; here that of each stretch is 2 / its end."""
     loss = panels(read_runs([write_run(tmp_path, epochs=2, intervals=5).path]))[0]
