@@ -13,6 +13,7 @@ from pathlib import Path
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
@@ -252,7 +253,8 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             attempt()
         except ConfigError as error:
             yield path, str(error)
-    names = grid.layer_names(config)
+    graph = grid.model_graph(config)
+    names = () if graph is None else tuple(node.name for node in graph.nodes)
     patterns: list[tuple[KeyPath, str]] = [(("plan", pattern), pattern) for pattern in config.plan.patterns]
     patterns += [(("grid", "overlap", index), pattern) for index, pattern in enumerate(config.grid.overlap)]
     for where, pattern in patterns if names else ():
@@ -260,14 +262,14 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             ParallelPlan(use={pattern: Parallelism.DOMAIN}).check(names)
         except ConfigError as error:
             yield where, str(error)
-    yield from _overlap_faults(config, cols)
+    if graph is not None:
+        yield from _overlap_faults(config, graph, cols)
 
 
-def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
+def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of patterns of `grid.overlap` that serve no layer, whatever the images' size."""
-    graph = grid.model_graph(config)
     try:
-        faults = () if graph is None else tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
+        faults = tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
     except HpctrainError:  # what is wrong with the grid has its own sentence
         return
     for number, sentence, by_size in faults:
