@@ -157,7 +157,7 @@ class Session(StartedRank):
     """A started process of a configured job.
 
     resolved: the configuration, with what was chosen for this run. revision: of the repository around the working directory, on
-    rank 0. device_messages: the outcome of this rank's trial of MPI's messages from GPUs, see `experiment.transport`.
+    rank 0. device_messages: the outcome of this rank's trial of MPI's messages from GPUs, see `run.messages.try_transport`.
     """
 
     resolved: Resolved

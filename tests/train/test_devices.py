@@ -194,7 +194,7 @@ def test_parameters_in_16_bits_are_refused(emulated_device: EmulatedDeviceFactor
     task = _task(0)
 
     def program(comm: ThreadCommunicator) -> None:
-        with pytest.raises(BackendError, match=r"^wire_parameters is bfloat16, but parameters of backend cuda travel"):
+        with pytest.raises(BackendError, match=r"^wire_parameters is bfloat16, but backend cuda sends parameters unrounded"):
             replica_of(
                 replace(task, kernels=_kernels(emulated_device(comm.rank))),
                 comm,

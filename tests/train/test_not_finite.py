@@ -492,7 +492,7 @@ def test_training_ends_with_one_step_more_in_a_row_than_may() -> None:
     runs = _run_case(2, Case(TASK, "sharded", (1, 3, 4, 5, 6), "gradient", most=2))
     (error,) = {run.error for run in runs}
     assert error.startswith(
-        "3 steps, one after another, are not finite and were skipped, the last one step 6, as layer conv2 is the first"
+        "3 consecutive steps were not finite and were skipped. In the last one, step 6, layer conv2 is the first"
     )
     assert error.endswith("or raise on_nonfinite.most.")
     assert [record["step"] for record in runs[0].of_kind("skip")] == [2, 4, 5, 6]

@@ -442,7 +442,7 @@ def test_the_batch_that_is_told_fits_and_is_nearly_the_largest(fits: int) -> Non
 
 def test_no_batch_at_all() -> None:
     network = _network(_network(0).arena_bytes(1, training=True) + _state() - 1)
-    with pytest.raises(BackendError, match="not even one fits: take a smaller network"):
+    with pytest.raises(BackendError, match="not even one sample fits: use a smaller network"):
         check_memory(network, 8, 1)
 
 
@@ -455,7 +455,7 @@ def test_the_plan_is_told_of_the_network_that_was_checked_last() -> None:
     check_memory(network, 12, 3)
     sentence = planned()
     assert sentence is not None
-    assert f"the plan has {network.arena_bytes(4, training=True) / 1e9:.3f} GB for a pass over 4 samples" in sentence
+    assert f"the plan needs {network.arena_bytes(4, training=True) / 1e9:.3f} GB for a pass over 4 samples" in sentence
     assert f"{3 * _state() / 1e9:.3f} GB for parameters" in sentence
     del network
     assert planned() is None
