@@ -171,7 +171,7 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     [sentence] = raised_on(3, run, str(run.path))
     assert sentence == f"The run {run.path} holds no valid checkpoint; train one without --resume first."
     [sentence] = raised_on(3, run, "nowhere")
-    assert sentence.startswith("nowhere is no run directory")
+    assert sentence.startswith("nowhere is not a run directory")
 
 
 def test_no_checkpoint_is_found_for_a_name_without_one(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_code_that_a_run_alone_names_is_not_imported(tmp_path: Path, model: str,
     [
         ("auto", r"No run in \S*empty has a checkpoint; train one first"),
         ("best", r"No run in \S*empty has a best checkpoint"),
-        ("nowhere", "nowhere is no run directory: it has no config.yaml"),
+        ("nowhere", "nowhere is not a run directory: it has no config.yaml"),
         ("nowhere.shards", "nowhere.shards"),
     ],
 )

@@ -511,7 +511,7 @@ def test_commands_take_no_other_directory_for_a_run(trained: Path, tmp_path: Pat
     for words in (["report", str(project)], ["compare", str(project), str(project)], ["watch", str(project), "--once"]):
         result = CliRunner().invoke(cli, words)
         assert result.exit_code == 2, words
-        assert "is no run directory: it has a config.yaml, but not the run.json" in result.output
+        assert "is not a run directory: it has a config.yaml, but not the run.json" in result.output
     result = CliRunner().invoke(cli, ["checkpoint", "prune", str(project), "--keep", "1"])
     assert (result.exit_code, result.output) == (0, "")
     assert latest(tmp_path, "tiny") is None

@@ -355,7 +355,7 @@ class _InNumpy(Sgd):
 def test_an_optimiser_in_numpy_is_refused_where_the_arrays_are_elsewhere(emulated_device: EmulatedDeviceFactory) -> None:
     task = replace(_single_rank_task(0), optimizer=_InNumpy)
     _replica(task, NumpyKernelSet(), Sharded)
-    with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; let it .*\.$"):
+    with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; implement it .*\.$"):
         _replica(task, _kernels(emulated_device()), Sharded)
 
 
