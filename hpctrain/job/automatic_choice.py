@@ -119,7 +119,11 @@ class AutomaticChoice:
         )
 
     def line(self, config: Config) -> str:
-        """Return the choice in one line. config: configuration with the choice applied."""
+        """Return the choice in one line.
+
+        Args:
+            config: configuration with the choice applied.
+        """
         plan = grid.parallel_plan(config, max(1, self.ranks // config.grid.rows))
         what = ", ".join(self.sections)
         return (

@@ -147,7 +147,10 @@ def _software(*, leads_node: bool) -> tuple[Subject, ...]:
 
 
 def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
-    """Return the arguments of a method of `Job`, without objects and without arguments in which ranks may differ."""
+    """Return a subject with the arguments of a method of `Job`.
+
+    Objects and arguments in which ranks may differ are left out.
+    """
     texts = {
         name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
         for name, value in arguments.items()
@@ -157,10 +160,11 @@ def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
 
 
 def opened_file(key: str, file: ImageFile) -> Subject:
-    """Return the facts of an open data file. Reads a bounded number of samples.
+    """Return a subject with the facts of an open data file. Reads a bounded number of samples.
 
     Args:
         key: key of the configuration, or a description of the file.
+        file: open data file.
     """
     facts, remedy = compared_facts(file), f"give all nodes the same {file.path}"
     return Subject(f"another {key}", remedy, facts, _data_words, partial=True, error=DataError)

@@ -435,7 +435,7 @@ def _finite(value: object) -> object:
 
 
 def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
-    """Return all runs below `output` with a name, newest first in the order of their markers.
+    """Return all runs below `output`, newest first in the order of their markers.
 
     Directories that are not proven to be runs are omitted.
 
@@ -491,12 +491,12 @@ def _name_in(path: Path) -> str | None:
 
 
 def latest(output: Path, name: str) -> RunDirectory | None:
-    """Return the newest run with a name; None if there is none."""
+    """Return the newest run called `name`; None if there is none."""
     return next(iter(runs(output, name)), None)
 
 
 def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
-    """Return the newest valid checkpoint of the newest run that has one, and its content; None if there is none.
+    """Return the newest valid checkpoint of the newest run called `name` that has one, and its content; None if there is none.
 
     A run that ended before its first checkpoint is skipped.
     """
@@ -571,7 +571,7 @@ def read_best(directory: Path) -> BestRecord | None:
 
 
 def find_best(output: Path, name: str) -> Path:
-    """Return the best checkpoint of the newest run with a name that has one.
+    """Return the best checkpoint of the newest run called `name` that has one.
 
     Raises:
         CheckpointError: no run has a best checkpoint, or its file is missing.

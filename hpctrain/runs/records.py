@@ -66,7 +66,11 @@ class Bookkeeping:
         return True
 
     def lost(self, what: str, extent: str) -> None:
-        """Log that records are lost. extent: amount, for example "3 lines"."""
+        """Log that records are lost.
+
+        Args:
+            extent: amount, for example "3 lines".
+        """
         _log.warning("%s of the %s could not be written (%s) and are lost.", extent, what, self._failing.get(what, "no reason"))
 
 

@@ -24,7 +24,11 @@ from hpctrain.runs.directory import RunDirectory, stored_checkpoints
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Event of a run. time: seconds of the wall clock."""
+    """Event of a run.
+
+    Attributes:
+        time: seconds of the wall clock.
+    """
 
     time: float
     text: str

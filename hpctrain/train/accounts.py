@@ -64,10 +64,18 @@ class Observer:
         """Read the state of the replica, whose sums are settled. Called between steps if `reads_state` returned True."""
 
     def after_epoch(self, position: Position) -> None:
-        """Handle the end of an epoch, before its evaluation. position: position after the epoch."""
+        """Handle the end of an epoch, before its evaluation.
+
+        Args:
+            position: position after the epoch.
+        """
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
-        """Handle an evaluation at `position`. sums: sums over all ranks."""
+        """Handle an evaluation at `position`.
+
+        Args:
+            sums: sums over all ranks.
+        """
 
     def finish(self, position: Position) -> None:
         """Handle the end of a training at `position`, after its last checkpoint was written. Not called after an error."""

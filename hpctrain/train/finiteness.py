@@ -122,7 +122,9 @@ class Cause:
         sentence = _sentence(self.fault, f"{'after' if after else 'in'} step {self.step}", self.ranks, self.world)
         if len(self.sources) in (0, self.world):
             return sentence
-        return f"{sentence}; losses or batch statistics were so before they were summed{on_ranks(self.sources, self.world)}"
+        return (
+            f"{sentence}; losses or batch statistics were not finite before they were summed{on_ranks(self.sources, self.world)}"
+        )
 
 
 class Finiteness:

@@ -146,7 +146,7 @@ class StepReduction:
     def read(self) -> StepTotals | None:
         """Wait for the message in flight and return its sums; None if there is no message.
 
-        The statistics are valid until the second `clear` from now.
+        The statistics are views into a buffer, valid until the second `clear` after this call.
         """
         if self._ticket is None:
             return None
@@ -185,7 +185,11 @@ class RunningSums:
 
 @dataclass
 class EvaluationSums(RunningSums):
-    """Sums over a test set. averaged: sums with the averaged weights; None without averaged weights."""
+    """Sums over a test set.
+
+    Attributes:
+        averaged: sums with the averaged weights; None without averaged weights.
+    """
 
     averaged: RunningSums | None = None
 
@@ -216,7 +220,11 @@ class Reporter:
         """Report that training begins after `done_samples` samples and will end after `last_sample`, counted over all epochs."""
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """Report the totals of a step. Epochs and steps count from 1. sums: sums of the epoch so far."""
+        """Report the totals of a step. Epochs and steps count from 1.
+
+        Args:
+            sums: sums of the epoch so far.
+        """
 
     @contextmanager
     def evaluation(self, samples: int) -> Iterator[Callable[[int], None]]:

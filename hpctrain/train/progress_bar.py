@@ -85,7 +85,13 @@ class ProgressBar:
         self._progress.start()
 
     def begin(self, description: str, total: int, done: int = 0) -> None:
-        """Show a new task. total, done: amounts of work, in any unit."""
+        """Show a new task.
+
+        Args:
+            description: text in front of the bar.
+            total: total amount of work, in any unit.
+            done: amount of work done, in the same unit.
+        """
         self._task = self._progress.add_task(description, total=total, completed=done, note="")
 
     def show(self, description: str, done: int, facts: Sequence[tuple[int, str]]) -> None:

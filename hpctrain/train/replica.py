@@ -224,7 +224,11 @@ def _planned_group(
     name: str,
     optimizer: Optimizer,
 ) -> PlannedGroup:
-    """Return parameter group `name` as the input of a strategy's plan. optimizer: unbound optimiser."""
+    """Return parameter group `name` as the input of a strategy's plan.
+
+    Args:
+        optimizer: unbound optimiser.
+    """
     return PlannedGroup(
         network.groups[name],
         groups.gradients[name].size,

@@ -383,7 +383,11 @@ def _write_now(world: Communicator, writing: Writing) -> None:
 
 
 def _require(missing: str | None) -> None:
-    """Raise if the last checkpoint was skipped. missing: beginning of the message; None: it was not skipped."""
+    """Raise if the last checkpoint was skipped.
+
+    Args:
+        missing: beginning of the message; None: it was not skipped.
+    """
     if missing is not None:
         raise CheckpointError(f"{missing}; check the disk, and resume from the previous checkpoint.")
 

@@ -79,8 +79,8 @@ class EarlyStop:
             return f"early stop after epoch {state.evaluated_epoch}: {count} had no finite {self.metric}"
         best = loss_text(state.best) if self._is_loss else f"{state.best:.2%}"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        since = f"since epoch {state.best_epoch} with {self.metric} {best}"
-        return f"early stop after epoch {state.evaluated_epoch}: {count} {since} brought none that is better{by}"
+        best_epoch = f"epoch {state.best_epoch} ({self.metric} {best})"
+        return f"early stop after epoch {state.evaluated_epoch}: no improvement{by} in {count} since {best_epoch}"
 
     @property
     def _is_loss(self) -> bool:
@@ -175,6 +175,10 @@ class TimeLimit:
 
 
 def _part(rule: tuple[float, float], seconds: float) -> float:
-    """Return a share of a time, limited to a maximum. rule: share, and maximum in seconds."""
+    """Return a share of a time, limited to a maximum.
+
+    Args:
+        rule: share, and maximum in seconds.
+    """
     share, most = rule
     return min(most, share * max(0.0, seconds))

@@ -62,7 +62,7 @@ class AgreedChecksums:
         self.size = 1 + _PER_GROUP * len(self._counts)
 
     def numbers(self, checksums: Sequence[int], *, found: bool) -> np.ndarray:
-        """Return this rank's numbers, float64 (size,).
+        """Return the message of this rank, float64 (size,).
 
         Args:
             checksums: one checksum per kind, below 2^32.
@@ -283,7 +283,11 @@ class ReplicaDifference:
     ranks: tuple[int, ...]
 
     def sentence(self, kept_step: int | None) -> str:
-        """Return the error message, with a remedy. kept_step: step of the newest checkpoint; None if there is none."""
+        """Return the error message, with a remedy.
+
+        Args:
+            kept_step: step of the newest checkpoint; None if there is none.
+        """
         remedy = "start again, as this run has no checkpoint yet"
         if kept_step is not None:
             remedy = f"resume from the checkpoint of step {kept_step}"
@@ -293,10 +297,10 @@ class ReplicaDifference:
 def difference(
     reports: Sequence[RankReport], alike: Sequence[Sequence[Sequence[int]]], world_ranks: Sequence[int], step: int
 ) -> ReplicaDifference:
-    """Return the first fault, first among arrays that only one rank holds, then among arrays that several ranks hold.
+    """Return the first fault. Faults in arrays that only one rank holds come first.
 
     Args:
-        reports: reports by position; at least one fault is in them.
+        reports: reports by position; at least one contains a fault.
         alike: by kind, groups of positions that must hold the same values.
         world_ranks: world rank of each position.
         step: number of steps done when the checksums were taken.
@@ -553,7 +557,11 @@ class WeightWatch:
         return self._numbers()
 
     def read(self, sums: np.ndarray) -> bool:
-        """Return whether all compared values are equal and undamaged. sums: sum of the latest `message` over all ranks."""
+        """Return whether all compared values are equal and undamaged.
+
+        Args:
+            sums: sum of the latest `message` over all ranks.
+        """
         if not self._agreed.agree(sums):
             return False
         if self._has_sent_parts:

@@ -466,7 +466,7 @@ def test_a_skip_is_reported_with_the_first_layer_and_the_ranks() -> None:
         assert record == {"kind": "skip", "epoch": 1, "step": 3, **where}
         assert kept.said[0] == (
             "step 3 skipped: layer conv1 is the first, in forward order, whose gradients are not finite in step 3; losses or "
-            "batch statistics were so before they were summed (on rank 2 of 3)"
+            "batch statistics were not finite before they were summed (on rank 2 of 3)"
         )
 
 

@@ -391,12 +391,12 @@ def test_another_metric_begins_to_count_and_another_patience_goes_on() -> None:
         (
             EarlyStop("top1", 2, 0.5),
             Stagnation("top1", 0.5, 1, 3, 2),
-            "early stop after epoch 3: 2 evaluations since epoch 1 with top1 50.00% brought none that is better by more than 0.5",
+            "early stop after epoch 3: no improvement by more than 0.5 in 2 evaluations since epoch 1 (top1 50.00%)",
         ),
         (
             EarlyStop("loss", 1),
             Stagnation("loss", 0.25, 4, 5, 1),
-            "early stop after epoch 5: 1 evaluation since epoch 4 with loss 0.2500 brought none that is better",
+            "early stop after epoch 5: no improvement in 1 evaluation since epoch 4 (loss 0.2500)",
         ),
         (EarlyStop("loss", 1), Stagnation("loss", None, 0, 1, 1), "early stop after epoch 1: 1 evaluation had no finite loss"),
     ],
