@@ -299,12 +299,11 @@ def read_hashes(path: Path) -> dict[int, HashRecord]:
     """
     if not path.exists():
         return {}
-    records = (_record(keys, line) for keys, line in _lines(path, read_bytes(path)) if line is not None)
-    return {record.step: record for record in records}
-
-
-def _record(keys: tuple[str, ...], line: Mapping[str, Any]) -> HashRecord:
-    return HashRecord(line["step"], keys, line["hashes"], str(line.get("all", "")))
+    return {
+        line["step"]: HashRecord(line["step"], keys, line["hashes"], str(line.get("all", "")))
+        for keys, line in _lines(path, read_bytes(path))
+        if line is not None
+    }
 
 
 def _lines(path: Path, content: bytes) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any] | None]]:

@@ -38,7 +38,7 @@ def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     """Return the events among the records of a run, in order. Missing fields of a record are left out of its text."""
     events = []
     for record in records:
-        words = _WORDS.get(str(record.get("kind")))
+        words = _TEXTS.get(str(record.get("kind")))
         if words is not None:
             events.append(RunEvent(float(record.get("time") or 0.0), words(record)))
     return events
@@ -54,45 +54,23 @@ def _resume(record: Mapping[str, Any]) -> str:
     return f"resumed at step {record.get('step')}" + (f" with other {changes}" if changes else "")
 
 
-def _skip(record: Mapping[str, Any]) -> str:
-    return f"step {record.get('step')} skipped: {record.get('held') or 'a value'} of {record.get('layer') or 'it'} not finite"
-
-
-def _rollback(record: Mapping[str, Any]) -> str:
-    return f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
-
-
-def _shrink(record: Mapping[str, Any]) -> str:
-    lost = spans(record.get("lost") or ())
-    return f"lost rank {lost}; continued with {record.get('ranks')} from step {record.get('step')}"
-
-
-def _checkpoint(record: Mapping[str, Any]) -> str:
-    return str(record.get("warning"))
-
-
-def _unreadable(record: Mapping[str, Any]) -> str:
-    return f"samples that could not be read, by step {record.get('step')}"
-
-
-def _image_size(record: Mapping[str, Any]) -> str:
-    return f"images of {record.get('size')} px from epoch {record.get('epoch')}"
-
-
-def _stop(record: Mapping[str, Any]) -> str:
-    return f"stopped by {record.get('by')} after step {record.get('step')}"
-
-
-_WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+#: text of an event, by the kind of its record
+_TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "start": _start,
     "resume": _resume,
-    "skip": _skip,
-    "rollback": _rollback,
-    "shrink": _shrink,
-    "checkpoint": _checkpoint,
-    "unreadable": _unreadable,
-    "image_size": _image_size,
-    "stop": _stop,
+    "skip": lambda record: (
+        f"step {record.get('step')} skipped: {record.get('held') or 'a value'} of {record.get('layer') or 'it'} not finite"
+    ),
+    "rollback": lambda record: (
+        f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
+    ),
+    "shrink": lambda record: (
+        f"lost rank {spans(record.get('lost') or ())}; continued with {record.get('ranks')} from step {record.get('step')}"
+    ),
+    "checkpoint": lambda record: str(record.get("warning")),
+    "unreadable": lambda record: f"samples that could not be read, by step {record.get('step')}",
+    "image_size": lambda record: f"images of {record.get('size')} px from epoch {record.get('epoch')}",
+    "stop": lambda record: f"stopped by {record.get('by')} after step {record.get('step')}",
 }
 
 
