@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.graph import Graph, GraphBuilder
@@ -268,16 +268,13 @@ def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int,
     return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
 
 
-# Averagers whose messages differ from the slices of their schedule, and change from step to step.
-_OTHER_MESSAGES = ("lazy", "sparse")
-
-
 @dataclass(frozen=True)
 class PlannedPinnedMemory:
     """Pinned memory in bytes, by position. messages: mirrors for messages between devices. images: batches of stored pixels.
 
-    None if only a run can determine it: `messages` with several nodes of several ranks, split layers, exchanged inputs and
-    errors, the averagers lazy and sparse, and other transports than staged; `images` if the data files do not exist yet.
+    None if only a run can determine it. For `messages`, this is the case with several nodes of several ranks, split layers,
+    exchanged inputs and errors, averagers whose messages vary (lazy and sparse), and transports other than staged; for `images`,
+    if the data files do not exist yet.
     """
 
     messages: tuple[int, ...] | None
@@ -298,7 +295,8 @@ def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Planne
 def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[int, ...] | None:
     in_levels = any(group.order is not None for group in averaged)
     by_device = task.config.transport in ("mpi", "nccl")
-    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _OTHER_MESSAGES:
+    varies = getattr(AVERAGERS.find(task.config.averager.name), "messages_vary", False)
+    if task.plan.rows > 1 or in_levels or by_device or varies:
         return None
     item = item_bytes(parameter_dtype(task.config.dtype))
     of_groups = [mirror_bytes(group, item) for group in averaged]
