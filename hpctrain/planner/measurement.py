@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressEngine
@@ -29,21 +27,23 @@ from hpctrain.planner import calibration, configured_search, machine_file, plann
 from hpctrain.planner.calibration import MeasureRates, RankFacts, calibrate
 from hpctrain.planner.configured_search import SearchTask, job_of
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import Link, Machine, OperatorClass
+from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.program_timing import Coverage, ensure_measured, processor_model, setting_here
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
 from hpctrain.storage.atomic_write import check_target
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_COLUMNS = 80  # without a terminal, as under mpiexec
 
 
-def run_calibration(world: Communicator, threads: int, seconds: float, out: Path, deadline_seconds: float) -> Machine:
-    """Measure the machine, write its file and print a summary. Collective over `world`.
+def run_calibration(
+    world: Communicator, kernels: KernelSet, threads: int, seconds: float, out: Path, deadline_seconds: float
+) -> Machine:
+    """Measure the machine and write its file. Collective over `world`.
 
     Args:
-        threads: threads of this rank.
+        kernels: kernel set of this rank.
+        threads: number of threads of this rank.
         seconds: time limit of the measurement.
         deadline_seconds: longest time of one wait.
 
@@ -51,76 +51,15 @@ def run_calibration(world: Communicator, threads: int, seconds: float, out: Path
         OSError: the file cannot be written; raised before anything is measured.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
-    backend = make_backend("auto", place=NodePlace(world.size))
-    begin = time.perf_counter()
-    machine = measured(world, backend.kernels, threads, deadline_seconds, seconds, out.stem)
+    machine = measured(world, kernels, threads, deadline_seconds, seconds, out.stem)
     if world.rank == 0:
         machine_file.write(out, machine)
-        print_machine(machine)
-        print(f"{out}: calibrated in {time.perf_counter() - begin:.0f} s with kernels {backend.kernels.name}")
     return machine
 
 
 def facts_here() -> RankFacts:
     """Return the cores on which this process may run, its node's memory, and its processor's name."""
     return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), processor_model())
-
-
-def print_machine(machine: Machine) -> None:
-    """Print a table of every number of a machine and its source; a source that repeats is printed once."""
-    from rich.table import Table  # imported here, because trainings use this module without it
-
-    from hpctrain.core.console import PlainConsole
-
-    table = Table(title=f"{machine.name}: {machine.description}", title_justify="left", box=None)
-    for heading in ("number", "value", "source"):
-        table.add_column(heading, overflow="fold")
-    previous = ""
-    for key, value in _lines(machine):
-        source = _source(machine, key)
-        table.add_row(key, value, "" if source == previous else source)
-        previous = source
-    PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS).print(table)
-
-
-def _source(machine: Machine, key: str) -> str:
-    """Return the source of a number, or the first source in a section."""
-    below = (name for name in machine.sources if name.startswith(f"{key}."))
-    return machine_file.source_of(machine, next(below, key))
-
-
-def _lines(machine: Machine) -> list[tuple[str, str]]:
-    lines = [
-        ("nodes", f"{machine.nodes}"),
-        ("ranks_per_node", f"{machine.ranks_per_node}"),
-        ("cores_per_rank", f"{machine.cores_per_rank:g}"),
-        ("memory_bytes", f"{machine.memory_bytes / 1e9:.1f} GB"),
-        ("ranks_per_card", f"{machine.ranks_per_card}"),
-    ]
-    for name, link in (("within", machine.within), ("between", machine.between)):
-        lines += [(f"{name}.{key}", value) for key, value in _link_lines(link)]
-    for kind in OperatorClass:
-        rate = machine.rates[kind]
-        slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
-        speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{slowed}"
-        lines.append((f"rates.{kind}", speed))
-    return lines
-
-
-def _link_lines(link: Link) -> list[tuple[str, str]]:
-    lines = []
-    for one in link.segments:
-        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time per byte"
-        unattended = "" if one.unattended_bytes is None else f", {one.unattended_bytes / 1024:.0f} KiB between polls"
-        polls = f", {one.polls} polls before" if one.polls else ""
-        begin = f"{one.from_bytes / 1024:g} KiB"
-        lines.append(("segments", f"from {begin}: {one.alpha_seconds * 1e6:.1f} us, {rate}{unattended}{polls}"))
-    lines.append(("operation_seconds", f"{link.operation_seconds * 1e6:.0f} us"))
-    lines.append(("byte_seconds", f"{link.byte_seconds * 1e12:.0f} ps"))
-    lines.append(("sum_seconds", f"{link.sum_seconds * 1e12:.0f} ps"))
-    lines.append(("burst_bytes", f"{link.burst_bytes / 1024:.0f} KiB"))
-    return lines
 
 
 def _memory_bytes() -> int:
