@@ -321,9 +321,10 @@ def _whose(measured: Measurement) -> Sequence[str]:
 
 def layer_table(measured: Measurement) -> Any:
     """Return a table with a line for each operator. A narrow terminal folds names and cuts nothing off."""
-    from rich.table import Table
+    from hpctrain.core.console import plain_table
 
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table = plain_table(gap=1, bold=True)
+    table.show_header = True
     table.add_column("operator", overflow="fold", min_width=20)
     table.add_column("kind", overflow="fold", min_width=9, max_width=15)
     for title in ("forward\nms", "weights\nms", "input\nms", "GFLOP/s", "of\npeak", "of\nstep"):

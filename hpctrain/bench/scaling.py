@@ -6,7 +6,6 @@ where T is the median step time. A point whose ranks share cores has no efficien
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
@@ -27,9 +26,10 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
 from hpctrain.launch.threads import usable_cores
+from hpctrain.planner.configured_search import new_figure, save_figure
 from hpctrain.run.trace_report import COMPUTE_ONLY_FILE
 from hpctrain.runs.directory import TABLE_FILE, RunDirectory
-from hpctrain.storage.atomic_write import write_bytes, write_json
+from hpctrain.storage.atomic_write import write_json
 
 Mode = Literal["weak", "strong"]
 
@@ -243,15 +243,11 @@ def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
 
 def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
     """Plot step time over ranks, with compute-only and limit; oversubscribed points are hollow. None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    figure = new_figure(6, 4)
+    if figure is None:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    axes = figure.subplots()
     ranks = [each.ranks for each in points]
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     series = {
         "step": [each.step_seconds for each in points],
         "limit": [each.limit_seconds for each in points],
@@ -269,8 +265,4 @@ def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.set(xlabel="ranks (hollow: they share cores)", ylabel="ms per step", title=f"{mode} scaling", ylim=(0, None))
     axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
-    pyplot.close(figure)
-    write_bytes(path, picture.getvalue())
-    return path
+    return save_figure(path, figure)
