@@ -1,8 +1,8 @@
-"""Calibrate a machine: measure its links, memory and operator rates by the ranks of a job, within a time limit.
+"""Calibrate a machine: measure its links, memory and operator rates with the ranks of a job, within a time limit.
 
 Links are measured between pairs of ranks. Within nodes, all pairs communicate at once, as in a step. Between nodes, one pair
-measures first, alone on its network cards, and then all pairs at once, which shows how many ranks share a card. The rate of an
-operator class is work over time in steps of small networks.
+measures first, alone on its network cards. Then all pairs measure at once, which shows how many ranks share a card. The rate of
+an operator class is its work divided by its time in steps of small networks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure_rates_of(
     """Measure the rates of one rank with `threads` threads.
 
     Args:
-        before: called before each step: a barrier, if several ranks are to compute at the same time.
+        before: callback before each step: a barrier if several ranks are to compute at the same time.
     """
     clock = clock_of(threads)
     call_seconds = median(seconds for _, seconds in _timings(_SMALL, kernels, clock, before))
@@ -64,7 +64,10 @@ def measure_rates_of(
 
 
 def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
-    """Return work over time without calls: operations of convolutions and products, bytes of memory-bound operators."""
+    """Return the rates of operator classes: work divided by time, without the time of calls.
+
+    Work is operations for convolutions and products, and bytes for memory-bound operators.
+    """
     memory = _ratio([(work.bytes, seconds) for work, seconds in timings if work.kind is OperatorClass.MEMORY], call_seconds)
     flops = {
         kind: _ratio([(work.flops, seconds) for work, seconds in timings if work.kind is kind], call_seconds)
@@ -108,9 +111,9 @@ class RankFacts:
     """Facts about a rank's node.
 
     Attributes:
-        cores: cores on which it may run, shared with others of its node or not.
-        memory_bytes: memory of its node.
-        processor: model of its processor.
+        cores: cores on which the rank may run, exclusive or shared with other ranks.
+        memory_bytes: memory of the node.
+        processor: model of the processor.
     """
 
     cores: frozenset[int]
@@ -120,7 +123,12 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The ranks of the job on their nodes. node_of: node of each rank. local: number of each rank on its node."""
+    """Nodes of the ranks of the job.
+
+    Attributes:
+        node_of: node of each rank.
+        local: number of each rank on its node.
+    """
 
     node_of: tuple[int, ...]
     local: tuple[int, ...]
@@ -145,15 +153,16 @@ def calibrate(
     seconds: float = 60.0,
     physical_cores: Callable[[frozenset[int]], int] = len,
 ) -> Machine:
-    """Measure the machine on which the job runs; the same on every rank. Collective.
+    """Measure the machine on which the job runs. Collective over `comm`; return the same machine on every rank.
 
     Args:
         comm: all ranks.
-        measure_rates: measures operators of this rank.
+        facts: facts about this rank's node.
+        measure_rates: function that measures the operators of this rank.
         name: name of the machine.
-        when: the date, for sources.
+        when: date, for the sources of the numbers.
         seconds: time limit of the whole measurement.
-        physical_cores: returns the number of physical cores among logical ones.
+        physical_cores: function from logical cores to the number of physical cores among them.
     """
     node = comm.split_shared_memory("calibration on a node")
     layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
@@ -194,7 +203,7 @@ def calibrate(
 def _rates(
     comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
 ) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
-    """Return the rates of the slowest rank while all compute, and the slowdown compared with rank 0 alone."""
+    """Return the rates of the slowest rank while all ranks compute, and the slowdown compared with rank 0 alone."""
 
     def meet() -> None:
         progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
@@ -233,7 +242,7 @@ def _within(
 def _between(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
 ) -> tuple[Link, int, dict[str, str]]:
-    """Return the link, the number of ranks that share a card, and the sources of both."""
+    """Return the link, the number of ranks that share a network card, and the sources of both."""
     if layout.nodes == 1:
         reason = "not measured: one node"
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
@@ -257,7 +266,10 @@ def _between(
 
 
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:
-    """Return the ranks of a node on one card, a divisor of all, from the slowdown of large messages when all ranks send."""
+    """Return the number of ranks of a node per network card, a divisor of the ranks of a node.
+
+    It is the divisor nearest to the slowdown of large messages when all ranks send.
+    """
     seconds = {point.n_bytes: _both(point) for point in alone}
     slowed = sum(map(_both, at_once)) / max(1e-9, sum(seconds[point.n_bytes] for point in at_once))
     divisors = [count for count in range(1, ranks_per_node + 1) if ranks_per_node % count == 0]
@@ -265,11 +277,11 @@ def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ran
 
 
 def _both(point: MessagePoint) -> float:
-    """Return the seconds of two messages posted together, which is less sensitive to disturbances than their difference."""
+    """Return the seconds of two messages posted together, which disturbances affect less than their difference."""
     return point.seconds + point.next_seconds
 
 
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
-    """Return the index of the rank's pair among all pairs, ordered by their keys; None if it has no partner."""
+    """Return the index of the rank's pair among all pairs in the order of their keys; None if the rank has no partner."""
     keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
     return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None
