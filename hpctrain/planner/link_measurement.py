@@ -1,8 +1,8 @@
 """Measure one link between two ranks, and fit a `Link` to the measured points.
 
 `LinkProbe` posts, polls and waits for messages of several sizes, as averagers do. Each time is the minimum of several
-measurements, because other work on the machine only lengthens them. The fit joins neighbouring sizes by straight lines, and
-derives the bytes that move between two polls and the bytes that pass at once after a pause.
+measurements, because other work on the machine only increases times. The fit joins neighbouring sizes by straight lines. It also
+derives the bytes that move between two polls, and the bytes that pass at once after a pause.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ _PURPOSE = "measurement of a link"
 
 @dataclass(frozen=True)
 class MessagePoint:
-    """A message of `n_bytes` to a partner and one of the same size from it, in one allgather of two ranks.
+    """Times of an allgather of two ranks, each of which sends `n_bytes` bytes to the other.
 
     Attributes:
+        n_bytes: bytes of the message in each direction.
         seconds: time after a pause.
-        next_seconds: additional time of another message that is posted at the same time.
-        polls: polls until it is complete, with `gap_seconds` of computation between them; 0 if not measured.
-        core_seconds: time in posting and polls.
-        summing_core_seconds: the same for a reduce-scatter.
+        next_seconds: additional time of a second operation posted at the same time.
+        polls: number of polls until completion, with `gap_seconds` of computation between them; 0 if not measured.
+        gap_seconds: seconds of computation between two polls.
+        core_seconds: time of the core for posting and polling.
+        summing_core_seconds: time of the core for posting and polling a reduce-scatter.
     """
 
     n_bytes: int
@@ -64,7 +66,17 @@ class MessagePoint:
 
 
 class _Raw(NamedTuple):
-    """Measurements of one size in one pass. one, two: seconds of one message, and of two messages posted together."""
+    """Measurements of one size in one pass.
+
+    Attributes:
+        n_bytes: bytes of the message in each direction.
+        one: seconds of one operation.
+        two: seconds of two operations posted together.
+        polls: number of polls until completion.
+        gap: seconds of computation between two polls.
+        core: seconds of the core for an allgather.
+        summing_core: seconds of the core for a reduce-scatter.
+    """
 
     n_bytes: int
     one: float
@@ -84,14 +96,15 @@ def _point(passes: Sequence[_Raw]) -> MessagePoint:
 
 
 class LinkProbe:
-    """Two ranks that exchange messages.
+    """Measurement of messages between two ranks.
 
-    All ranks of `all_ranks` call `measure` at the same time; those without a partner (`pair` None) wait for the others.
+    All ranks of `all_ranks` call `measure` at the same time; ranks without a partner (`pair` is None) wait for the others.
 
     Args:
-        all_ranks: the ranks that decide together.
-        progress: the progress engine; its queues must be idle.
-        at_once: all ranks with partners, if they are to begin together; None: each pair by itself.
+        all_ranks: communicator of the ranks that decide together.
+        pair: communicator of this rank and its partner; None: no partner.
+        progress: progress engine; its queues must be idle.
+        at_once: communicator of all ranks with partners if they begin together; None: each pair begins by itself.
     """
 
     def __init__(
@@ -109,10 +122,15 @@ class LinkProbe:
     def measure(
         self, sizes: Sequence[int] = SIZES, *, polls: bool = True, budget_seconds: float = math.inf
     ) -> list[MessagePoint]:
-        """Return a point for each size: medians over the ranks that have partners. Collective.
+        """Return a point for each size: medians over the ranks with partners. Collective over `all_ranks`.
 
-        Repeats passes over all sizes, at least two, within the time budget of rank 0: a disturbance rarely lasts for two passes.
-        Larger sizes are left out once a message takes too long; at least two sizes are measured.
+        Passes over all sizes are repeated, at least twice, within the time budget of rank 0, because a disturbance rarely lasts
+        for two passes. If a message takes too long, larger sizes are omitted; at least two sizes are measured.
+
+        Args:
+            sizes: bytes of messages, ascending.
+            polls: whether polls are counted.
+            budget_seconds: time budget of all passes.
         """
         begin = self._progress.now()
         if self._pair is not None:
@@ -128,7 +146,12 @@ class LinkProbe:
         return bool(self._all_ranks.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
 
     def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
-        """Measure each size; stop early if a size takes too long or the time is over."""
+        """Measure each size; stop early if a size takes too long or the time is up.
+
+        Args:
+            polls: whether polls are counted.
+            end: time at which the pass stops.
+        """
         numbers: list[_Raw] = []
         for n_bytes in sizes:
             of_all = self._all_ranks.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
@@ -185,7 +208,7 @@ class LinkProbe:
         return least
 
     def _polls(self, post: Callable[[], Handle], gap_seconds: float) -> int:
-        """Return the number of polls until an operation is complete, with computation between them."""
+        """Return the number of polls until an operation completes, with computation between them."""
         assert self._queue is not None
         self._meet()
         _busy(gap_seconds / 3)
@@ -200,7 +223,11 @@ class LinkProbe:
         return polls
 
     def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
-        """Return the time in posting and polls of an operation, between computation. cold: its data are in no cache."""
+        """Return the core's time for posting and polling an operation, with computation between polls.
+
+        Args:
+            cold: whether the caches are overwritten first.
+        """
         assert self._queue is not None
         if cold:
             self._written += 1.0
@@ -220,7 +247,7 @@ class LinkProbe:
 
 
 def _busy(seconds: float) -> None:
-    """Keep the core busy for this time."""
+    """Keep the core busy for `seconds` seconds."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
@@ -241,7 +268,11 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
-    """Fit a link to points of ascending size, at least two. bursts: whether bytes may pass at once after a pause."""
+    """Fit a link to at least two points in ascending order of size.
+
+    Args:
+        bursts: whether bytes may pass at once after a pause.
+    """
     burst_bytes = burst(points) if bursts else 0
     first, large = points[0], points[-3:]
     return Link(
@@ -257,9 +288,9 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
 
 
 def burst(points: Sequence[MessagePoint]) -> int:
-    """Return the bytes that pass at once after a pause, relative to the rate of large messages; 0 if none do.
+    """Return the bytes that pass at once after a pause, compared with the rate of large messages; 0 if none do.
 
-    Take the maximum over the points, because other work only reduces them.
+    It is the maximum over the points, because other work on the machine only reduces them.
     """
     beta = _large_beta(points)
     most = 0.0
@@ -272,9 +303,9 @@ def burst(points: Sequence[MessagePoint]) -> int:
 
 
 def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[LinkSegment, ...]:
-    """Return lines through neighbouring points, each from its smaller point on.
+    """Return lines through neighbouring points; each line begins at its smaller point.
 
-    The last line continues without limit, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
+    The first line begins at 0 bytes, and the last one has no end. On a link with a burst, every byte has the rate of large
     messages, and alpha is the time of a message after a pause without the bytes that exceed the burst.
     """
     # Times do not decrease with the size: a smaller message that seems slower was disturbed.
@@ -311,7 +342,7 @@ def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: i
 
 
 def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
-    """Return (bytes that move between two polls, None: all; polls before the first byte moves)."""
+    """Return (bytes that move between two polls; None: all bytes, number of polls before the first byte moves)."""
     if not point.polls:
         return None, 0
     explained = point.seconds / point.gap_seconds if point.gap_seconds else 0.0
@@ -321,7 +352,7 @@ def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
 
 
 def _large_beta(points: Sequence[MessagePoint]) -> float:
-    """Return the time per byte of large messages: the median slope between them (Theil and Sen), which is robust to outliers."""
+    """Return the time per byte of large messages: the median slope between them (Theil and Sen), robust to outliers."""
     largest = points[-1].n_bytes
     large = [point for point in points if point.n_bytes >= _LARGE * largest]
     totals = [(point.n_bytes, point.seconds) for point in large]

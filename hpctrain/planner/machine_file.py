@@ -1,7 +1,7 @@
-"""Read and write machine files: YAML in which every number has its source.
+"""Read and write machine files: YAML in which every number has a source.
 
-A number is {value: ..., source: ...}, or belongs to a section with a common source. The classes state the fields of a file with
-their units and ranges. `read` and `parse` return a `Machine`, and report each fault in one sentence with its line.
+A number is {value: ..., source: ...}, or belongs to a section with a common source. The classes declare the fields of a file with
+units and ranges. `read` and `parse` return a `Machine`, and report each fault in one sentence with its line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.storage.atomic_write import write_text
 
 
 class SegmentFields(Section):
-    """Cost of messages of a range of sizes."""
+    """Cost of messages in a range of sizes."""
 
     from_bytes: Integer = Field(ge=0, description="Least size of such messages, in bytes.")
     alpha_seconds: Number = Field(ge=0, description="Time of a message without its bytes, in seconds.")
@@ -67,7 +67,7 @@ class LinkFields(Section):
 
 
 class RateFields(Section):
-    """The rate of a class of operators on one rank while all ranks of its node compute."""
+    """Rate of a class of operators on one rank while all ranks of its node compute."""
 
     flops_per_second: Number = Field(gt=0, description="Number of floating-point operations in a second.")
     bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written in a second.")
@@ -95,7 +95,7 @@ class ConcurrencyFields(Section):
 
 
 class MachineFields(Section):
-    """A machine file without its sources."""
+    """Content of a machine file, without the sources."""
 
     name: Text = Field(description="Name of the machine, for people.")
     description: str = Field(default="", description="Description of the machine, for people.")
@@ -145,13 +145,13 @@ def names() -> list[str]:
 
 
 def read(path: str | Path) -> Machine:
-    """Read a machine from a file, or an installed one.
+    """Read a machine from a file, or read an installed one.
 
     Args:
         path: path of a file, or the name of an installed machine, such as "xc40".
 
     Raises:
-        ConfigError: one sentence for each fault, with its file and line.
+        ConfigError: the machine does not exist or is invalid; one sentence per fault, with file and line.
     """
     file = Path(path)
     if not file.exists():
@@ -170,10 +170,11 @@ def parse(text: str, label: str = "machine") -> Machine:
     """Parse the text of a machine file.
 
     Args:
-        label: the file's path, for messages.
+        text: content of the file.
+        label: path of the file, for messages.
 
     Raises:
-        ConfigError: one sentence for each fault.
+        ConfigError: the text is invalid; one sentence per fault.
     """
     data, places = read_yaml(text, label)
     reader = _Reader(places)
@@ -214,7 +215,7 @@ def text(machine: Machine) -> str:
 
 
 def source_of(machine: Machine, key: str) -> str:
-    """Return the source of a number, or that of the nearest section around it; "not said" if there is none."""
+    """Return the source of a number or of the nearest section around it; "not said" if there is none."""
     while key:
         if key in machine.sources:
             return machine.sources[key]
@@ -223,10 +224,10 @@ def source_of(machine: Machine, key: str) -> str:
 
 
 class _Reader:
-    """Separates values and sources.
+    """Separation of values and sources.
 
     Attributes:
-        sources: by dotted key of a number, its source.
+        sources: source of each number, by dotted key.
         without_source: paths of numbers without a source.
     """
 
@@ -237,7 +238,10 @@ class _Reader:
         self._wrapped: set[KeyPath] = set()
 
     def section(self, schema: type[BaseModel], data: Any, path: KeyPath, source: str) -> Any:
-        """Return the values of a section by its schema, without its own and all inner sources; non-mappings are unchanged."""
+        """Return the values of a section by its schema, without the section's source and all inner sources.
+
+        Data other than mappings are returned unchanged.
+        """
         if not isinstance(data, Mapping):
             return data
         values = dict(data)
@@ -261,7 +265,7 @@ class _Reader:
         return data
 
     def place(self, path: KeyPath) -> KeyPath:
-        """Return the path in the file of the value at a path of the schema."""
+        """Return the path in the file that corresponds to a path of the schema."""
         for length in range(1, len(path) + 1):
             if path[:length] in self._wrapped:
                 return (*path[:length], "value", *path[length:])
@@ -279,7 +283,7 @@ def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _schema_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the section of the schema at a path; items of lists have the type of their list."""
+    """Return the section of the schema at a path; None if there is none. Items of a list have the type of their list."""
     kind: Any = MachineFields
     for key in path:
         if isinstance(key, int):
@@ -291,7 +295,7 @@ def _schema_at(path: KeyPath) -> type[BaseModel] | None:
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (path, sentence) for each fault; a missing key next to a misspelt one counts as one fault."""
+    """Yield (path, sentence) for each fault. A misspelt key and the missing key count as one fault."""
     items = error.errors(include_url=False)
     paths = [tuple(item["loc"]) for item in items]
     meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
@@ -325,7 +329,7 @@ def _meant(path: KeyPath) -> KeyPath | None:
 
 
 def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: Machine, prefix: str) -> dict[str, Any]:
-    """Return values with their sources: the most frequent source at the section, all others next to their numbers."""
+    """Return values with their sources: the most frequent source at the section, other sources next to their numbers."""
     leaves = {
         key: source_of(machine, prefix + key) for key in values if not _section_in(schema, key) and (prefix or key not in _WORDS)
     }
@@ -345,14 +349,14 @@ def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: M
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with tuples as lists at all levels, because YAML has no tuples."""
+    """Return the value with tuples converted to lists at all levels, because YAML has no tuples."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a mapping without inner mappings on one line."""
+    """YAML dumper that writes the segments of links on one line each."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         node = super().represent_mapping(tag, mapping, flow_style)
