@@ -40,12 +40,12 @@ def _linear() -> Layer:
     return Sequential([Flatten(), Linear(12 * 12 * 3, 4096), Linear(4096, 1024), Linear(1024, 100)])
 
 
-#: convolutions of usual shapes and what lies between them; large linear layers
+#: networks with convolutions of usual shapes, and with large linear layers
 _LARGE = (RateTask(lambda: catalogue.build("resnet18", {}), 4, 112), RateTask(_linear, 32, 12))
-#: operators so small that a call is all that they take
+#: network of operators so small that they take only the time of a call
 _SMALL = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
 
-#: (its work, seconds)
+#: (work of an operator, seconds)
 Timing = tuple[OperatorWork, float]
 
 
@@ -96,13 +96,13 @@ def _timings(task: RateTask, kernels: KernelSet, clock: Callable[[], float], bef
     return timings
 
 
-# Used if nothing can be measured: shared memory of current processors; 10 Gb/s Ethernet.
+# Used if a link cannot be measured: shared memory of current processors, and 10 Gb/s Ethernet.
 _USUAL_WITHIN = Link((LinkSegment(0, 2e-6, 2e-10, None, 0), LinkSegment(16 << 10, 5e-6, 1.5e-10, None, 1)), 1e-5, 1e-10, 3e-10)
 _USUAL_BETWEEN = Link((LinkSegment(0, 3e-5, 8e-10, None, 0), LinkSegment(64 << 10, 1e-4, 8e-10, None, 1)), 2e-5, 2e-10, 3e-10)
-# Share of the time limit for the two kinds of link; if there is only one kind, it gets all of it.
+# Share of the time limit for both kinds of link together; if the job has only one kind, for this one.
 _LINKS_SHARE = 0.6
 
-#: measures the rates of this rank; it calls its argument before each step
+#: function that measures the rates of this rank, and calls its argument before each step
 MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]
 
 
@@ -188,14 +188,16 @@ def calibrate(
         description=f"{layout.nodes} nodes of {layout.ranks_per_node} ranks, {facts.processor}",
         sources={
             **dict.fromkeys(("nodes", "ranks_per_node"), f"the job that calibrated on {when}"),
-            **dict.fromkeys(("cores_per_rank", "memory_bytes"), f"the operating system on {when}, ranks of a node sharing alike"),
+            **dict.fromkeys(
+                ("cores_per_rank", "memory_bytes"), f"the operating system on {when}, in equal shares for the ranks of a node"
+            ),
             **within_source,
             **sources,
             "rates": f"{source}, all ranks of a node computing",
-            "concurrency": f"{source}" if layout.ranks_per_node > 1 else "one rank a node, so nothing slows it down",
+            "concurrency": f"{source}" if layout.ranks_per_node > 1 else "one rank per node, so nothing slows it down",
         },
     )
-    # Parsed as `read` parses its file, so that every number has its source.
+    # Parsing the text gives every number its source, as reading the file does.
     answer: Machine = comm.broadcast_object(machine_file.parse(machine_file.text(machine)))
     return answer
 
@@ -232,7 +234,7 @@ def _within(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
 ) -> tuple[Link, dict[str, str]]:
     if layout.ranks_per_node == 1:
-        return _USUAL_WITHIN, {"within": "not measured: one rank a node; some current processor's shared memory"}
+        return _USUAL_WITHIN, {"within": "not measured: one rank per node; shared memory of a current processor"}
     color = _number(layout, comm.rank, lambda node, local: (node, local // 2))
     pair = comm.split(color, comm.rank, "calibration within nodes")
     points = LinkProbe(comm, pair, progress).measure(SIZES, budget_seconds=budget_seconds)
@@ -251,7 +253,7 @@ def _between(
     points = LinkProbe(comm, alone, progress).measure(SIZES, budget_seconds=budget_seconds)
     sources = {"between": f"{source}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
-        return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
+        return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank per node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
     sizes = [point.n_bytes for point in points[-2:]]
     pair = comm.split(color, comm.rank, "calibration of cards")

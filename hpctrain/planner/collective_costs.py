@@ -60,11 +60,11 @@ def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
     )
 
 
-#: the strings are for tasks that are no operation of a schedule: all-to-all of the split group, batch statistics, step message
+#: kinds of collectives; strings for those outside schedules: all-to-all of the split group, batch statistics, step message
 Kind = OperationKind | Literal["exchange", "merge", "message"]
 
-_LONG_BYTES = 512 << 10  # of a reduce-scatter and an allgather
-_BRUCK_BYTES = 80 << 10  # of an allgather among ranks that are no power of two
+_LONG_BYTES = 512 << 10  # smallest buffer of a long reduce-scatter or allgather
+_BRUCK_BYTES = 80 << 10  # largest buffer of Bruck's allgather, plus 1
 _SHORT_ALLREDUCE_BYTES = 2 << 10
 
 _REDUCTIONS = (OperationKind.ALLREDUCE, OperationKind.NORMS, "message")
@@ -364,11 +364,11 @@ def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> fl
     return max(1.0, using / min(cards, max(1.0, using * crossing)))
 
 
-#: bytes by element: to round it, and to read a rounded one (and add it to a sum)
+#: memory bytes per element: to round it, and to read a rounded element (and add it to a sum)
 _ROUNDING_BYTES: Mapping[Wire, tuple[int, int]] = {"float32": (0, 0), "bfloat16": (28, 13), "float16": (68, 42)}
-#: bytes by element of a part, to add its residual, choose the largest ones and take these out
+#: memory bytes per element of a part: to add its residual, to select the largest elements and to remove them
 _SELECTION_BYTES = 36
-#: bytes by element and position that arrive, to add it where it belongs
+#: memory bytes per received pair of element and position: to add the element at the position
 _PAIR_BYTES = 84
 
 

@@ -55,10 +55,10 @@ class ComputeCosts(Protocol):
         ...
 
 
-# Elements of parameters' size that an update with momentum reads (weight, gradient, momentum, and the weight once more for the
-# look at finite numbers) and writes (weight, momentum).
+# Accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of
+# finite values; writes of weight and momentum.
 _UPDATE_ACCESSES = 6
-# Calls in a step with about the cost of an operator's call: loss, sums, message, learning rate, input.
+# Number of calls in a step that cost about as much as an operator's call: loss, sums, message, learning rate, input.
 _CALLS_OF_A_STEP = 20
 
 

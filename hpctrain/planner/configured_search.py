@@ -167,7 +167,7 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
 
 Mode = Literal["weak", "strong"]
 
-_MOST_LEVEL_LABELS = 6  # labels of an axis; more are rotated
+_MOST_LEVEL_LABELS = 6  # labels of an axis are rotated if there are more
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _most_frequent(uses: Sequence[Parallelism]) -> Parallelism:
     return max(Parallelism, key=lambda use: counted[use])
 
 
-#: a segment's use; None: that of the fixed plan
+#: use of a segment; None: the fixed plan's
 SegmentUse = Parallelism | None
 
 _START: Hashable = "images"  # the state before the first segment
@@ -206,7 +206,7 @@ class GridEstimates:
         averaging = self._averaging(choice)
         length = 3 if with_memory else 2
         edges: dict[tuple[int, Hashable], list[Edge[SegmentUse, Hashable]]] = {}
-        known: dict[int, Costs] = {}  # segments of a kind have the same cost, and hashing it would take longer
+        known: dict[int, Costs] = {}  # by identity: equal segments share a cost object, and hashing its values would take longer
         for (number, state), priced in self._edges.items():
             of_state = edges.setdefault((number, state), [])
             for use, cost in priced:

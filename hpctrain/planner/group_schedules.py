@@ -163,7 +163,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
         several_groups = any(interval is not None for interval in kind.intervals)
         for name, layout in kind.layouts(job).items():
             if name == ALL and strategies and strategies[0].group == ALL:
-                continue  # all ranks hold unsplit parameters alike
+                continue  # all ranks hold the same unsplit parameters
             for split_ranks, nodes in _places(name, plan, kind.split_ranks, ranks_per_node):
                 group = PlannedGroup(
                     layout,
@@ -206,7 +206,7 @@ def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:
     """Return a partitioned graph that contains the parts of split parameters; None if the plan splits none."""
     if plan.rows == 1:
         return None
-    # Shards depend on the plan and the layers alone, so any samples will do.
+    # Shards depend only on the plan and the layers, so the numbers of samples are arbitrary.
     return partition_graph(job.graph_of(1), plan, (1, *(0,) * (plan.rows - 1)))
 
 

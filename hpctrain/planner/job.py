@@ -53,7 +53,7 @@ class PlannedJob:
         return {name: spec for name, spec in self.specs.items() if name in trained}
 
 
-Job = PlannedJob  # short for use in the planner; `hpctrain.api` has another `Job`, which runs
+Job = PlannedJob  # short name inside the planner; `Job` of `hpctrain.api` is a job that runs
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class SegmentCosts:
         seconds, hides = 0.0, 0.0
         for position, step in reversed(list(enumerate(steps.steps))):
             if step.node is None:
-                continue  # copies between layouts count for the whole network, not here
+                continue  # copies between layouts count for the whole network, not per segment
             if is_move(step.operator):
                 seconds += self._move(step, steps, position, hides)
                 continue
@@ -186,7 +186,9 @@ class SegmentCosts:
 
     def _exchange(self, n_bytes: int, peers: int) -> float:
         exchange = stages(self._machine, "exchange", n_bytes, self.placements.split, peers=peers)
-        return unhindered_seconds(exchange, self._machine.between.burst_seconds)  # layers that compute lie between exchanges
+        return unhindered_seconds(
+            exchange, self._machine.between.burst_seconds
+        )  # computation separates exchanges, so there is a pause before each
 
     def _merges(self, step: PlannedStep) -> float:
         """Return the seconds of waiting for merged batch statistics, forward and backward."""
@@ -326,4 +328,4 @@ def _kept_bytes(step: PlannedStep) -> int:
 
 
 def _never(code: int) -> None:
-    raise AssertionError(f"a group that is only used for planning was ended with code {code}")
+    raise AssertionError(f"a group for planning was aborted with code {code}")

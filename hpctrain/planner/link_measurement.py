@@ -21,23 +21,23 @@ from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.planner.machine import Link, LinkSegment
 
-#: bytes of one message, in each direction; dense where transports change their protocol, which may move far more between polls
+#: bytes of a message in each direction; closer together near the sizes at which transports change their protocol
 SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 20, 4 << 20, 8 << 20)
 _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
 _POLLED_REPEATS = 2
 _MOST_PASSES = 8
-# After such a pause a link has its full burst; smaller messages do not show it.
+# Pause after which a link has its full burst, before long messages; shorter messages do not show a burst.
 _PAUSE_SECONDS = 0.03
 _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# A step sends data that were written some layers ago and are in no cache: write this many bytes before a message.
+# In a step, the data of a message were written some layers ago and are in no cache: write this many bytes before a message.
 _CACHE_BYTES = 128 << 20
-# A message that takes longer than this is measured less often, ...
+# A message that takes longer is measured fewer times.
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
-# ... and if one takes longer than this, its size is the last one.
+# If a message takes longer, larger sizes are not measured.
 _MOST_MESSAGE_SECONDS = 0.3
 _PURPOSE = "measurement of a link"
 
@@ -134,7 +134,7 @@ class LinkProbe:
         """
         begin = self._progress.now()
         if self._pair is not None:
-            self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # connections are made at first use
+            self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # because connections are made at their first use
         passes: list[list[_Raw]] = []
         while len(passes) < _MOST_PASSES and self._go_on(begin, len(passes), budget_seconds):
             passes.append(self._pass(sizes, polls, math.inf if passes else begin + budget_seconds))
@@ -203,7 +203,7 @@ class LinkProbe:
             begin = self._progress.now()
             self._progress.wait([self._queue.post(post, _PURPOSE) for post in posts])
             times.append(self._progress.now() - begin)
-        # A late rank measures too little, because its partner's message has arrived already; take the longer time.
+        # A late rank measures too short a time, because its partner's message has already arrived; take the longer time.
         least: float = min(max(of_both) for of_both in zip(*self._pair.allgather_object(times[1:]), strict=True))
         return least
 
@@ -253,18 +253,18 @@ def _busy(seconds: float) -> None:
         pass
 
 
-# Messages move in chunks, one between two polls, if they take this many polls more than their time explains.
+# Messages move in chunks, one between two polls, if they need this many polls more than their time explains.
 _CHUNKED_POLLS = 7
-# Largest share by which a second message of the largest size may take longer than the first, because a pause saves time; of
-# smaller messages that is a larger share.
+# Largest share by which a second message of the largest size may take longer than the first, because a pause saves time. The
+# share is larger for smaller messages.
 _LONGER = 0.1
-# Messages from this share of the largest on have the rate of large ones; the rate follows from pairs this far apart.
+# Messages of at least this share of the largest size are large; their rate follows from pairs of sizes this far apart.
 _LARGE, _APART = 0.25, 0.5
 # A burst is a little larger than measured, because its bytes take time as well.
 _COVERED = 1.25
-# Bytes that seem to pass at once count only from this share of all bytes on.
+# Bytes that seem to pass at once count as a burst only if they are at least this share of all bytes.
 _LEAST_BURST = 0.2
-_BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, and of larger ones a burst is a small share
+_BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, and a burst is only a small share of larger ones
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
@@ -281,7 +281,7 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
         byte_seconds=median(
             max(0.0, point.core_seconds - first.core_seconds) / (2 * point.n_bytes) for point in large if point is not first
         ),
-        # what a reduce-scatter takes in addition to an allgather
+        # time of a reduce-scatter in addition to that of an allgather
         sum_seconds=median(max(0.0, point.summing_core_seconds - point.core_seconds) / point.n_bytes for point in large),
         burst_bytes=burst_bytes,
     )
@@ -308,7 +308,7 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
     The first line begins at 0 bytes, and the last one has no end. On a link with a burst, every byte has the rate of large
     messages, and alpha is the time of a message after a pause without the bytes that exceed the burst.
     """
-    # Times do not decrease with the size: a smaller message that seems slower was disturbed.
+    # Times do not decrease with size: if a smaller message seems slower, it was disturbed.
     times = [min(point.seconds for point in points[position:]) for position in range(len(points))]
     rate = _large_beta(points)
     made: list[LinkSegment] = []
@@ -320,13 +320,13 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
         else:
             beta = (times[high] - times[low]) / (second - first)
             alpha = times[low] - beta * first
-            if alpha < 0:  # another protocol begins between them; the line continues up to its begin
+            if alpha < 0:  # another protocol begins between the points; assume a line through the origin
                 alpha, beta = 0.0, times[low] / first
         unattended, polls = _between_polls(points[low])
         chunk, _ = _between_polls(points[high])
         if (
             chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1
-        ):  # it fits into a few chunks of the neighbouring size
+        ):  # the message consists of a few chunks of the neighbouring size
             unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])

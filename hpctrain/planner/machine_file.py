@@ -30,24 +30,24 @@ from hpctrain.storage.atomic_write import write_text
 class SegmentFields(Section):
     """Cost of messages in a range of sizes."""
 
-    from_bytes: Integer = Field(ge=0, description="Least size of such messages, in bytes.")
+    from_bytes: Integer = Field(ge=0, description="Smallest size of these messages, in bytes.")
     alpha_seconds: Number = Field(ge=0, description="Time of a message without its bytes, in seconds.")
     beta_seconds_per_byte: Number = Field(ge=0, description="Time of a byte, in seconds.")
     unattended_bytes: Integer | None = Field(
-        default=None, ge=0, description="Number of bytes of such a message that move between two polls; null for all of them."
+        default=None, ge=0, description="Number of bytes of a message that move between two polls; null: all bytes."
     )
-    polls: Integer = Field(default=0, ge=0, description="Number of polls that such a message needs before its first byte moves.")
+    polls: Integer = Field(default=0, ge=0, description="Number of polls before the first byte of a message moves.")
 
 
 class LinkFields(Section):
     """Cost of the messages of one rank."""
 
     segments: tuple[SegmentFields, ...] = Field(
-        min_length=1, description="List of ranges of sizes, the first from 0 bytes on, each with alpha and beta."
+        min_length=1, description="List of ranges of message sizes, each with alpha and beta; the first begins at 0 bytes."
     )
-    operation_seconds: Number = Field(ge=0, description="Time of a core to post an operation and to see it complete, in seconds.")
-    byte_seconds: Number = Field(ge=0, description="Time of a core for a byte that is sent or received, in seconds.")
-    sum_seconds: Number = Field(ge=0, description="Time of a core for a byte that a reduction adds up, in seconds.")
+    operation_seconds: Number = Field(ge=0, description="Time of a core to post an operation and complete it, in seconds.")
+    byte_seconds: Number = Field(ge=0, description="Time of a core per byte sent or received, in seconds.")
+    sum_seconds: Number = Field(ge=0, description="Time of a core per byte that a reduction adds up, in seconds.")
     burst_bytes: Integer = Field(ge=0, description="Number of bytes that pass at once after a pause.")
 
     @field_validator("segments")
@@ -55,9 +55,9 @@ class LinkFields(Section):
     def _rise(cls, segments: tuple[SegmentFields, ...]) -> tuple[SegmentFields, ...]:
         begins = [segment.from_bytes for segment in segments]
         if begins[0] != 0:
-            raise PydanticCustomError("segments", "must begin with a segment from 0 bytes on; the nearest legal from_bytes is 0")
+            raise PydanticCustomError("segments", "must begin at 0 bytes; the nearest legal value of the first from_bytes is 0")
         if sorted(set(begins)) != begins:
-            raise PydanticCustomError("segments", "must rise in from_bytes from each segment to the next")
+            raise PydanticCustomError("segments", "must be in ascending order of from_bytes")
         return segments
 
     def link(self) -> Link:
@@ -69,8 +69,8 @@ class LinkFields(Section):
 class RateFields(Section):
     """Rate of a class of operators on one rank while all ranks of its node compute."""
 
-    flops_per_second: Number = Field(gt=0, description="Number of floating-point operations in a second.")
-    bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written in a second.")
+    flops_per_second: Number = Field(gt=0, description="Number of floating-point operations per second.")
+    bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written per second.")
     call_seconds: Number = Field(ge=0, description="Time of a call without its work, in seconds.")
 
     def rate(self) -> OperatorRate:
@@ -83,7 +83,7 @@ class RatesFields(Section):
 
     convolution: RateFields = Field(description="Rate of convolutions.")
     product: RateFields = Field(description="Rate of linear layers.")
-    memory: RateFields = Field(description="Rate of operators that memory bounds: batch norm, pooling, copies, updates.")
+    memory: RateFields = Field(description="Rate of memory-bound operators: batch norm, pooling, copies, updates.")
 
 
 class ConcurrencyFields(Section):
@@ -91,21 +91,21 @@ class ConcurrencyFields(Section):
 
     convolution: Number = Field(default=1.0, gt=0, description="Factor for convolutions.")
     product: Number = Field(default=1.0, gt=0, description="Factor for linear layers.")
-    memory: Number = Field(default=1.0, gt=0, description="Factor for operators that memory bounds.")
+    memory: Number = Field(default=1.0, gt=0, description="Factor for memory-bound operators.")
 
 
 class MachineFields(Section):
     """Content of a machine file, without the sources."""
 
-    name: Text = Field(description="Name of the machine, for people.")
-    description: str = Field(default="", description="Description of the machine, for people.")
-    nodes: Integer = Field(ge=1, description="Number of nodes that there are.")
+    name: Text = Field(description="Name of the machine for display.")
+    description: str = Field(default="", description="Description of the machine for display.")
+    nodes: Integer = Field(ge=1, description="Number of nodes.")
     ranks_per_node: Integer = Field(ge=1, description="Number of ranks of a job on each node.")
     cores_per_rank: Number = Field(gt=0, description="Number of cores of a rank; below 1 if ranks share a core.")
     memory_bytes: Integer = Field(ge=1, description="Memory of a rank, in bytes.")
     ranks_per_card: Integer = Field(ge=1, description="Number of ranks of a node that share one network card.")
-    within: LinkFields = Field(description="Messages among ranks of a node.")
-    between: LinkFields = Field(description="Messages of a rank to other nodes, while it has the card to itself.")
+    within: LinkFields = Field(description="Cost of messages between ranks of a node.")
+    between: LinkFields = Field(description="Cost of a rank's messages to other nodes if no other rank uses the card.")
     rates: RatesFields = Field(description="Rates of operators.")
     concurrency: ConcurrencyFields = Field(default_factory=ConcurrencyFields, description="Slowdown while all ranks compute.")
 
@@ -136,7 +136,7 @@ class MachineFields(Section):
 
 
 _FOLDER = "configs/machines/"
-_WORDS = ("name", "description")  # need no source
+_WORDS = ("name", "description")  # keys without a source
 
 
 def names() -> list[str]:
@@ -156,14 +156,16 @@ def read(path: str | Path) -> Machine:
     file = Path(path)
     if not file.exists():
         if str(path) not in names():
-            raise ConfigError(f"There is no machine file {str(path)!r}; of installed machines, {choices(file.stem, names())}.")
+            raise ConfigError(f"There is no machine file {str(path)!r}; among installed machines, {choices(file.stem, names())}.")
         file = examples.path_of(f"{_FOLDER}{path}.yaml")
     try:
         return parse(read_text(file, TEXT_BYTES), str(path))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
+        raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: The machine file cannot be read: {error.strerror}.") from None
+        raise ConfigError(
+            f"Cannot read the machine file {path} ({error.strerror}); grant read permission, or give another file."
+        ) from None
 
 
 def parse(text: str, label: str = "machine") -> Machine:
@@ -185,8 +187,8 @@ def parse(text: str, label: str = "machine") -> Machine:
         fields = MachineFields.model_validate(values)
     except ValidationError as error:
         faults = list(_faults(error))
-    # Missing sources are reported once all numbers are right.
-    how = 'write {value: ..., source: ...} with "measured" or the origin, or give its section a source.'
+    # Missing sources are reported only if all numbers are valid.
+    how = 'write {value: ..., source: ...} with source "measured" or the origin of the number, or add a source to its section.'
     faults = faults or [(path, f"{dotted(path)} has no source; {how}") for path in reader.without_source]
     if faults:
         raise ConfigError("\n".join(str(source.error(reader.place(path), sentence)) for path, sentence in faults))
@@ -315,7 +317,7 @@ def _sentence(item: Mapping[str, Any], path: KeyPath) -> str:
     if item["type"] == "ranks_per_card":
         return f"ranks_per_card {item['msg']}."
     if not path:
-        return f"A machine file must be a mapping of keys such as name, nodes, within; it is {show(item['input'])}."
+        return f"A machine file must be a mapping with keys such as name, nodes and within, but it is {show(item['input'])}."
     context = item.get("ctx", {})
     bound = context.get("ge")
     hint = "" if bound is None else f"; the nearest legal value is {show(bound)}"

@@ -1,9 +1,9 @@
-"""Measure for plans: a machine by the ranks of a job, and times of operators by ranks or by separate processes.
+"""Measure for plans: a machine, with the ranks of a job, and times of operators, with ranks or separate processes.
 
-`run_calibration` is the job of `hpctrain calibrate`. A job measures its whole machine if it chooses its plan at the start,
-and only its links, within two seconds, for the prediction at the end. Times of operators are read from the user's cache; missing
-ones are measured by as many processes at once as a node has ranks, so that caches, memory and cores are as busy as in a step.
-The processes of `plan search --measure` synchronise by barriers and need no MPI.
+`run_calibration` is the job of `hpctrain calibrate`. A job that chooses its plan at the start measures its whole machine. Other
+jobs measure only their links, within two seconds, for the prediction at their end. Times of operators are read from the user's
+cache. Missing times are measured by as many processes at once as a node has ranks, so that caches, memory and cores are as busy
+as in a step. The processes of `plan search --measure` synchronise by barriers and need no MPI.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def run_calibration(
     world: Communicator, kernels: KernelSet, threads: int, seconds: float, out: Path, deadline_seconds: float
 ) -> Machine:
-    """Measure the machine and write its file. Collective over `world`.
+    """Measure the machine and write its file on rank 0. Collective over `world`; return the machine on every rank.
 
     Args:
         kernels: kernel set of this rank.
         threads: number of threads of this rank.
         seconds: time limit of the measurement.
-        deadline_seconds: longest time of one wait.
+        out: path of the machine file.
+        deadline_seconds: maximum duration of one wait.
 
     Raises:
-        OSError: the file cannot be written; raised before anything is measured.
+        OSError: the file cannot be written; raised before the measurement.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
     machine = measured(world, kernels, threads, deadline_seconds, seconds, out.stem)
@@ -58,7 +59,7 @@ def run_calibration(
 
 
 def facts_here() -> RankFacts:
-    """Return the cores on which this process may run, its node's memory, and its processor's name."""
+    """Return the cores on which this process may run, the memory of its node, and the name of its processor."""
     return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), processor_model())
 
 
@@ -88,14 +89,14 @@ def measured(
     seconds: float = _WHOLE_SECONDS,
     name: str = NAME,
 ) -> Machine:
-    """Measure links, memory and rates within `seconds`. Collective; the result is the same on every rank."""
+    """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank."""
     return _calibrated(
         world, lambda before: calibration.measure_rates_of(kernels, threads, before), seconds, deadline_seconds, name
     )
 
 
 def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float) -> Machine:
-    """Measure links with a few sizes of messages, in two seconds; rates are known. Collective; the same on every rank."""
+    """Measure links with a few message sizes in two seconds, using known rates. Collective; return the same on every rank."""
     return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
 
 
@@ -125,13 +126,13 @@ def measured_times(
     budget_seconds: float,
     deadline_seconds: float,
 ) -> OperatorTimes:
-    """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective.
+    """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective over `world`.
 
     Args:
-        threads: threads of a rank.
+        threads: number of threads of a rank.
         memory_bytes: memory of a rank; candidates that need more are not measured.
         budget_seconds: time budget; no measurement starts after it.
-        deadline_seconds: longest wait of a rank for the others.
+        deadline_seconds: maximum time that a rank waits for the others.
 
     Raises:
         ConfigError: no grid fits batch and ranks.
@@ -186,7 +187,7 @@ _PATIENCE_SECONDS = 600.0  # longest wait for other processes, which may have fa
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of each process, in a form that can be pickled."""
+    """Work of each process, as an object that can be pickled."""
 
     task: SearchTask
     candidates: tuple[Candidate, ...]
@@ -195,10 +196,13 @@ class _Work:
 
 
 def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: float) -> Coverage:
-    """Measure the operators of the candidates that the user's cache lacks, for about `budget_seconds`, and store the times there.
+    """Measure the candidates' operators that are missing in the user's cache, and store their times there.
+
+    Args:
+        budget_seconds: approximate duration of the measurement.
 
     Raises:
-        ConfigError: the machine is not this one.
+        ConfigError: the machine is not the one on which this process runs.
         OSError: the cache cannot be written.
     """
     if not configured_search.is_here(task.machine):
@@ -211,7 +215,7 @@ def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: f
 
 
 def _in_processes(work: _Work, processes: int) -> Coverage:
-    """Run the work in this many processes, and return the result of the first of them."""
+    """Run the work in `processes` processes, and return the result of the first one."""
     context = multiprocessing.get_context("spawn")
     barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
     before = {name: os.environ.get(name) for name in _THREADS}
@@ -237,7 +241,7 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
 
 
 def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """Do the work of one process. On failure, break the barrier, which ends the waits of the others."""
+    """Do the work of one process. On failure, break the barrier, which ends the waits of the other processes."""
     try:
         _measure_with_others(work, number, barrier, decision, results)
     except BaseException:
@@ -246,7 +250,7 @@ def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any
 
 
 def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """Measure together with the other processes; the first process decides for all when to stop, and stores the times."""
+    """Measure together with the other processes. The first process decides for all when to stop, and stores the times."""
 
     def agree(go_on: bool) -> bool:
         if number == 0:

@@ -23,7 +23,7 @@ from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec
 from hpctrain.planner.operator_work import is_move, transfer_of
 from hpctrain.storage import atomic_write
 
-# Fields of specs that no time depends on.
+# Fields of specs that do not affect the time.
 _IRRELEVANT = frozenset({"layer", "seed", "first_sample", "origin", "unsplit_shape", "merge", "epsilon", "elements", "padding"})
 
 
@@ -110,7 +110,7 @@ def _paddings(value: Any) -> Iterator[str]:
 _log = get_logger(__name__)
 
 FORMAT = 1
-#: largest ratio of sizes over which a time is derived from the rate at a measured size
+#: largest ratio between a size and a measured size whose rate determines its time
 REACH = 2.0
 _DIMS = 3
 
@@ -235,7 +235,7 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
     if not (min(size, nearest) > 0 and max(size, nearest) <= REACH * min(size, nearest)):
         return None
     slope = seconds / nearest
-    if len(points) > 1:  # a call has a fixed cost, so each unit adds at most the rate, and at least 0
+    if len(points) > 1:  # calls have a fixed cost, so the slope lies between 0 and the mean rate
         other, other_seconds = points[1] if place == 0 else points[-2]
         slope = min(slope, max(0.0, (seconds - other_seconds) / (nearest - other)))
     return seconds + slope * (size - nearest)
@@ -248,10 +248,10 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _log.warning("The operator times in %s cannot be read, and are measured again (%s).", path, error)
+        _log.warning("Cannot read the operator times in %s (%s); they are measured again.", path, error)
         return {}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("times"), dict):
-        _log.warning("The operator times in %s are not of format %d and are measured again.", path, FORMAT)
+        _log.warning("The operator times in %s do not have format %d; they are measured again.", path, FORMAT)
         return {}
     return content
 

@@ -221,7 +221,7 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
 def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
     operator = step.operator
     n_bytes = sum(x.bytes for x in operator.inputs) + operator.output.bytes + _parameter_bytes(step, spec)
-    if isinstance(spec, BatchNormSpec):  # once for the moments, once to normalise, and the sum is added in place
+    if isinstance(spec, BatchNormSpec):  # read for the moments, and again to normalise; the sum is added in place
         n_bytes += operator.inputs[0].bytes + (2 * operator.output.bytes if spec.add else 0)
     return n_bytes
 
@@ -229,7 +229,7 @@ def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
 def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
     operator = step.operator
     read = operator.inputs[0].bytes + operator.output.bytes
-    if step.joint_backward:  # both sums first, then the input's gradient
+    if step.joint_backward:  # computes both sums, then the input's gradient
         read += _input_bytes(step, spec, memory)
     return read + _parameter_bytes(step, spec)
 
