@@ -77,7 +77,7 @@ def _memory_bytes() -> int:
 NAME = "measured at the run"
 
 _WHOLE_SECONDS = 60.0
-# Rates are known then, and links get a part of the time.
+# Time limit if the rates are known; links get a share of it.
 _HASTE_SECONDS = 3.0
 
 
@@ -144,7 +144,7 @@ def measured_times(
     )
     candidates = list(_likely(job, space, world.size))
     left = budget_seconds
-    for some in (candidates[:1], candidates[1:]):  # the choice is always compared with it
+    for some in (candidates[:1], candidates[1:]):  # first the one with which the choice is always compared
         coverage = ensure_measured(
             job,
             some,
@@ -178,11 +178,11 @@ def _keep(times: OperatorTimes) -> None:
     try:
         times.save()
     except OSError as error:
-        _log.warning("The operator times cannot be kept (%s); they are measured again the next time.", error.strerror)
+        _log.warning("Cannot store the operator times (%s); the next job measures them again.", error.strerror)
 
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_PATIENCE_SECONDS = 600.0  # longest wait for other processes, which may have failed
+_PATIENCE_SECONDS = 600.0  # maximum wait for other processes, which may have failed
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: f
     if not configured_search.is_here(task.machine):
         raise ConfigError(
             f"--measure measures this processor, {processor_model()}, but machine {task.machine.name} was not measured on it; "
-            f"measure this machine with `hpctrain calibrate`, or leave --measure out."
+            f"measure this machine with `hpctrain calibrate`, or omit --measure."
         )
     setting = configured_search.configured_setting(task.machine, job_of(task))
     return _in_processes(_Work(task, tuple(candidates), setting, budget_seconds), setting.concurrency)
@@ -219,7 +219,7 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
     context = multiprocessing.get_context("spawn")
     barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
     before = {name: os.environ.get(name) for name in _THREADS}
-    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read them when they start
+    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read the variables when they start
     try:
         members = [
             context.Process(target=_measure, args=(work, number, barrier, decision, results), daemon=True)
@@ -235,7 +235,7 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
             if value is not None:
                 os.environ[name] = value
     if any(member.exitcode for member in members):
-        raise ConfigError("Measuring the operators failed (see above); leave --measure out.")
+        raise ConfigError("Cannot measure the operators (see the errors above); omit --measure.")
     coverage: Coverage = results.get()
     return coverage
 

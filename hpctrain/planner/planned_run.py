@@ -165,14 +165,14 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     if config.automatic:
         raise ConfigError(
             f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, so there is no plan yet; "
-            f"give values, or let `hpctrain plan search` or `hpctrain plan show --machine` choose them."
+            f"give values, or choose them with `hpctrain plan search` or `hpctrain plan show --machine`."
         )
     cols = config.grid.cols
     if ranks is not None:
         cols = grid.columns(config, ranks)
         check_grid(config.grid.rows, cols, ranks)
     if cols is None:
-        raise ConfigError("grid.cols is null, so the number of ranks is not known; give --ranks, or set grid.cols.")
+        raise ConfigError("grid.cols is null, so the number of ranks is unknown; give --ranks, or set grid.cols.")
     grid.check_batch(config.batch, config.grid.rows, cols)
     return grid.parallel_plan(config, cols)
 
@@ -209,7 +209,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
     grid.check_overlap(config, sample, plan)
-    if plan.rows == 1:  # then a run splits no layers
+    if plan.rows == 1:  # no layer is split
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
@@ -231,7 +231,7 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
     shape = (height, width, int(options.get("channels_in", channels)))
     steps = [(step.name, step.options) for step in config.data.augment]
     flat = np.zeros(shape[2])
-    with suppress(ShapeError):  # crops that need larger images than the model's keep the model's own shape
+    with suppress(ShapeError):  # if crops need larger images than the model's default, keep the default
         pipeline = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype)
         shape = of_largest(config, pipeline).output_shape(*shape)
     return shape, int(options.get("classes", 1))
@@ -240,8 +240,8 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
 def _assumption(config: Config, image: Image, classes: int) -> str:
     height, width, channels = image
     return (
-        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes "
-        f"(the model's own, unless --image and --classes are given); the values of the file are used once it exists."
+        f"{config.data.train} does not exist yet, so this assumes images of {height} x {width} x {channels} and {classes} "
+        f"classes (the model's defaults, unless --image and --classes are given); once the file exists, its values are used."
     )
 
 

@@ -90,7 +90,7 @@ class FakeStatisticsMerger:
 
 
 def _begin_nothing() -> Handle:
-    raise AssertionError("an operation of a stand-in is never begun")
+    raise AssertionError("an operation of a fake group must not begin")
 
 
 def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
@@ -98,9 +98,9 @@ def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
     return {"all": FakeStatisticsMerger(split * data), "split": FakeStatisticsMerger(split), "data": FakeStatisticsMerger(data)}
 
 
-_LEARNING_RATE = 0.0  # weights do not change, and so stay finite
+_LEARNING_RATE = 0.0  # so that weights do not change and stay finite
 _WARM_UP = 2
-# Message buffers contain arbitrary numbers, as nothing is received: they may overflow.
+# Nothing is received, so message buffers contain arbitrary numbers and may overflow.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 _FILL = {"running_mean": 0.0, "running_var": 1.0}
 
@@ -188,7 +188,7 @@ class TimedProgram:
         self._images = random.standard_normal(shape, np.float32).astype(held)
         samples, classes = self.plan.tensors[self.plan.output].shape
         self._labels = random.integers(0, classes, samples)
-        # Operators with random numbers by sample read the ids of the whole split group.
+        # Operators with random numbers per sample read the ids of the whole split group.
         first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
         ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
         self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
@@ -301,11 +301,11 @@ def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
     return time.process_time if threads == 1 and on_host else time.perf_counter
 
 
-#: instruction sets that kernels are chosen by
+#: instruction sets on which the choice of kernels depends
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
 _STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
-# Parameters, gradients and momentum, and the same again for temporaries.
+# Number of arrays of the parameters' size: parameters, gradients, momentum, and temporaries.
 _COPIES_OF_PARAMETERS = 4
 
 

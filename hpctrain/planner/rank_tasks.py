@@ -108,7 +108,7 @@ class _PassTasks:
     ) -> None:
         self._plan, self._facts, self._costs = plan, facts, costs
         self._numbers, self._announces, self._adds = numbers, announces, adds
-        self._begun: dict[int, int] = {}  # by step, the number of its exchange in flight
+        self._begun: dict[int, int] = {}  # numbers of exchanges in flight, by step
         self._held_seconds = 0.0  # seconds of work that traces count with the next operator
         self._tasks: list[Task] = []
 
@@ -157,7 +157,7 @@ class _PassTasks:
                 self._tasks += self._announced(EventKind.LAST_READ, self._parameters(step)) if self._announces else ()
             case Action.BEGIN:
                 self._begin_move(k, Action.INPUT)
-            case _:  # no operator ends after it
+            case _:  # other actions end no operator
                 self._held_seconds += self._seconds(k, action)
 
     def _parameter_gradients(self, k: int) -> None:

@@ -26,7 +26,7 @@ from hpctrain.trace.time_table import TimeTable
 _GIBIBYTE = 1 << 30
 # Predictions that differ by a smaller share count as equal.
 _EQUAL_SHARE = 0.005
-#: share of a step by which predictions of different parallelism may be wrong, relative to each other
+#: possible error of predictions of different parallelism relative to each other, as a share of a step
 UNCERTAIN_SHARE = 0.05
 
 
@@ -36,7 +36,7 @@ def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
         return f"does not fit: needs {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
     longer = worse.step.seconds - better.step.seconds
     if longer < -_EQUAL_SHARE * better.step.seconds:
-        return f"{short_seconds(-longer)} shorter, which is within the error of predictions for split layers"
+        return f"{short_seconds(-longer)} shorter, within the error of predictions for split layers"
     if longer <= _EQUAL_SHARE * better.step.seconds:
         return "as fast, within the accuracy of predictions"
     waits = _rise(_exposed(better.step.table), _exposed(worse.step.table))
@@ -73,7 +73,7 @@ def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
 
 Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], Prediction]
 
-# Number of additional candidates that are simulated if nothing fits, those with the least memory first.
+# Number of additional candidates to simulate if nothing fits, smallest memory first.
 _LEANEST = 4
 _NEXT_PLANS = 2
 
@@ -186,7 +186,7 @@ class _Bounds:
         """
         first, *more = self._space.micro_batch_choices
         estimates: list[Estimate] = []
-        best: list[Estimate] = []  # of each grid
+        best: list[Estimate] = []  # best estimate of each grid
         for shape in self._shapes:
             of_shape = self._of_shape(shape, first, estimates)
             estimates += of_shape
@@ -348,7 +348,7 @@ def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchC
     plan, micro_batches = least.candidate.plan, least.candidate.micro_batches
     uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
     return ConfigError(
-        f"{job.model} with a batch of {job.batch} fits in no plan on {ranks} ranks of {gibibytes(machine.memory_bytes)} each; "
-        f"the leanest plan needs {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x {plan.cols} "
-        f"({plan.default}{uses}) with micro_batches {micro_batches}."
+        f"{job.model} with a batch of {job.batch} does not fit in memory on {ranks} ranks of {gibibytes(machine.memory_bytes)} "
+        f"each; the plan with the least memory needs {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x "
+        f"{plan.cols} ({plan.default}{uses}) with micro_batches {micro_batches}."
     )

@@ -22,7 +22,7 @@ from hpctrain.planner.tasks import SimulationOptions
 
 #: sections of a configuration that a search chooses
 SEARCHED_SECTIONS = ("grid", "plan", "averager", "micro_batches")
-#: averagers that do not change the optimisation, as `lazy` does
+#: averagers that a search tries; none of them changes the optimisation, unlike `lazy` and `sparse`
 AVERAGERS = (
     AveragerChoice("sharded"),
     AveragerChoice("sharded", {"fc_exchange": "never"}),
@@ -68,7 +68,10 @@ class SearchSpace:
 
 
 def kept_sections(config: Config) -> tuple[str, ...]:
-    """Return the sections that are not `auto`. They include micro_batches, which is never searched: it changes batch statistics."""
+    """Return the sections that are not `auto`.
+
+    They include micro_batches, which is never searched because it changes batch statistics.
+    """
     return tuple(section for section in SEARCHED_SECTIONS if section not in config.automatic)
 
 
@@ -118,9 +121,9 @@ def grid_shapes(space: SearchSpace, graph: Graph, ranks: int, batch: int) -> tup
     if not shapes:
         legal = max(number for number in range(1, ranks) if _shapes(number, batch, most))
         raise ConfigError(
-            f"batch is {batch}, fewer samples than the {ranks} ranks, and no grid lets them share a sample: grid.rows would have "
-            f"to divide {ranks}, be at least {-(-ranks // batch)} and at most {most}, the parts of the widest layer; the nearest "
-            f"number of ranks that has a grid is {legal}."
+            f"batch is {batch}, fewer samples than the {ranks} ranks, and no grid lets ranks share a sample: grid.rows would "
+            f"have to divide {ranks}, be at least {-(-ranks // batch)} and at most {most}, the maximum number of parts of a "
+            f"layer; the nearest number of ranks with a grid is {legal}."
         )
     return shapes
 

@@ -99,7 +99,7 @@ def unbeaten(items: Sequence[Item], costs_of: Callable[[Item], Costs]) -> list[I
     best_costs: list[Costs] = []
     in_order = sorted(((costs_of(item), number) for number, item in enumerate(items)))
     for costs, number in in_order:
-        # Later items are no smaller in the first cost. With two costs, the last kept item has the least second cost.
+        # Later items are not smaller in the first cost. With two costs, the last kept item has the smallest second cost.
         rivals = best_costs[-1:] if len(costs) == 2 else best_costs
         if not any(all(rival <= cost for rival, cost in zip(other, costs, strict=True)) for other in rivals):
             best.append(items[number])

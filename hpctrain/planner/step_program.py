@@ -144,7 +144,7 @@ def _graphs_of(job: Job, candidate: Candidate, counts: tuple[int, ...]) -> list[
     return local_graphs(partition_graph(graph, candidate.plan, counts), range(len(counts)))
 
 
-# Batches of a data loader: the one that a step reads, and the next one.
+# Number of batches of a data loader: the one that a step reads, and the next one.
 _BATCHES = 2
 
 
@@ -268,7 +268,7 @@ def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
 
 
 def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | None) -> LinkModel:
-    """Return the link that `comm.link` would measure: by a reduce-scatter and an allgather of two sizes, and an operation's cost."""
+    """Return the link that `comm.link` would measure, from a reduce-scatter and an allgather of two sizes."""
     if placement.ranks == 1:
         return LinkModel(0.0, 0.0)
     (small, small_seconds), (large, large_seconds) = (
@@ -288,7 +288,7 @@ def _half_pair(machine: Machine, placement: GroupPlacement, levels: Levels | Non
     return piece, seconds / 2
 
 
-_HEAD = 6  # numbers of the step's message before the batch statistics
+_HEAD = 6  # number of values in the step's message before the batch statistics
 _NUMBER_BYTES = 8
 
 
