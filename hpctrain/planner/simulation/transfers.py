@@ -20,8 +20,8 @@ from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Act, EventLoop, SharedJob, SharedResource
 
 # Share of the unattended bytes that each further test of a poll lets move, relative to the first test. With MPICH over TCP, 2, 3,
-# 4 and 6 messages at once took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another. Meanwhile,
-# the number in flight falls.
+# 4 and 6 messages at once took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another, while the
+# number in flight fell.
 _FURTHER_TEST = 0.78
 _ROUNDING_SECONDS = 1e-12
 
