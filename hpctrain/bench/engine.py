@@ -362,11 +362,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _comparison_table(compared: Mapping[str, Mapping[str, float]]) -> Any:
-    from rich.table import Table
+    from hpctrain.core.console import plain_table
 
-    table = Table("variant", "ms per step", "ours, times as fast", "peak MB")
+    table = plain_table("variant", "ms per step", "speed of hpctrain relative to it", "peak MB")
     for name, row in compared.items():
         table.add_row(name, f"{row['step_seconds'] * 1e3:.2f}", f"{row['times_as_fast']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}")
-    for column in table.columns[1:]:
-        column.justify = "right"
     return table
