@@ -217,7 +217,8 @@ def test_a_run_whose_averaging_is_repeated_lends_its_choice(folder: Path, search
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [("model.hidden=6", "other layers or parameters"), ("model={name: resnet20}", "No layer matches")]
+    ("change", "words"),
+    [("model.hidden=6", "layers or parameters of the model have changed"), ("model={name: resnet20}", "No layer matches")],
 )
 def test_a_choice_for_another_model_is_refused_on_every_rank(folder: Path, search: _Search, change: str, words: str) -> None:
     _run(folder, _resolved(folder, 2)[0])
@@ -298,7 +299,7 @@ def test_a_choice_is_read_back_as_it_was_kept() -> None:
 
 @pytest.mark.parametrize("meta", [None, 5, {}, {"sections": {}}, {"prediction": {}}, {"prediction": 3, "ranks": 2}])
 def test_what_is_no_choice_is_refused_in_one_sentence(meta: object) -> None:
-    with pytest.raises(CheckpointError, match=r"^The automatic choice in runs/x cannot be read .*; name grid, plan and averager"):
+    with pytest.raises(CheckpointError, match=r"^Cannot read the automatic choice in runs/x .*; set grid, plan and averager"):
         AutomaticChoice.from_meta(meta, "runs/x")
 
 
