@@ -168,9 +168,10 @@ def stages(
 def _in_two_levels(
     machine: Machine, kind: Kind, n_bytes: float, placement: GroupPlacement, levels: Levels
 ) -> tuple[CollectiveStage, ...]:
-    """Return the stages of a reduction within nodes, then across them; of a gather in the reverse order.
+    """Return the stages of a collective in two levels.
 
-    Across nodes, each rank exchanges its share of the node's buffer.
+    A reduction runs within nodes first, then across nodes; a gather runs in the reverse order. Across nodes, each rank exchanges
+    its share of the node's buffer.
     """
     within = stages(machine, kind, n_bytes, within_nodes(placement, levels.per_node))
     across = stages(machine, kind, n_bytes / levels.per_node, across_nodes(placement, levels.nodes, levels.per_node))

@@ -166,7 +166,7 @@ class OperatorTimes:
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def take_less(self, others: OperatorTimes) -> None:
-        """Keep the smaller time of each operator in this and another measurement, because it was disturbed less."""
+        """Adopt the times of another measurement that are smaller than those stored here, because they were disturbed less."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))
 

@@ -185,6 +185,7 @@ def rank_memory(
     """Return the memory of a rank.
 
     Args:
+        job: the job.
         graphs: graph of each micro-batch; they share one arena.
         samples: samples of the rank in a step.
         sizes: number of elements of each parameter that the rank holds.
