@@ -185,7 +185,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
 
 
 def unreadable_path(path: Path) -> Path:
-    """Return the path of the file to which lines of `path` are moved that are not JSON objects."""
+    """Return the path of the file that receives lines of `path` that are not JSON objects."""
     return path.with_name(f"{path.stem}-unreadable.txt")
 
 

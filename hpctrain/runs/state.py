@@ -35,7 +35,7 @@ class RunEvent:
 
 
 def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
-    """Return the events among the records of a run, in order. Missing fields of a record are left out of its text."""
+    """Return the events among the records of a run, in order. A missing field of a record appears as None in its text."""
     events = []
     for record in records:
         words = _TEXTS.get(str(record.get("kind")))

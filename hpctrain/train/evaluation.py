@@ -449,8 +449,8 @@ class WeightAverage:
             copy_parameters(averager, EMA)
         self._running[...] = self._network.statistics.running
 
-    def go_on(self) -> None:
-        """Continue after the averagers have loaded a checkpoint and `views` were written."""
+    def loaded(self) -> None:
+        """Update the number of updates, after the averagers have loaded a checkpoint and `views` were written."""
         self._updates = self._weight_updates()
 
     def _weight_updates(self) -> int:

@@ -108,7 +108,7 @@ def check_counts(of_ranks: Sequence[int], shards: int) -> None:
         shards: number of shards of all ranks.
 
     Raises:
-        ConfigError: another distribution; the same error on every rank.
+        ConfigError: the distribution differs; the same error on every rank.
     """
     expected = counts(sum(of_ranks), len(of_ranks), shards=shards)
     if tuple(of_ranks) != expected:
@@ -206,7 +206,7 @@ class Passes:
             of_ranks: number of samples of each rank.
 
         Raises:
-            ConfigError: another distribution over the shards (see `check_counts`).
+            ConfigError: the distribution over the shards differs (see `check_counts`).
         """
         if self.shards is not None:
             check_counts(of_ranks, self.shards)

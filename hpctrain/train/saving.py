@@ -183,7 +183,7 @@ class Saver:
             self._warn(step, f"{self._missing}.")
             return False
         self._warn(before.step, f"The checkpoint of step {before.step} is abandoned for that of step {step}.")
-        self._let_go()
+        self._release()
         return True
 
     def begin(self, writing: Writing) -> None:
@@ -272,7 +272,7 @@ class Saver:
         if written:
             _require(self._missing)
             return
-        self._let_go()
+        self._release()
         failed = [state for state in states if state.failure is not None]
         if failed and all(state.removed for state in failed):  # a moment later the finished files would have been removed
             self._warn(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
@@ -327,21 +327,21 @@ class Saver:
         self._report_failures(writing, states)
         self._report_late(writing, states)
         if all(state.done for state in states):
-            self._go_on(writing, [state.result for state in states])
+            self._next_phase(writing, [state.result for state in states])
             if self._writing is not None:  # rank 0 is busy again
                 return self._world.allgather_object(self._state())
         return states
 
-    def _go_on(self, writing: Writing, results: Sequence[Any]) -> None:
+    def _next_phase(self, writing: Writing, results: Sequence[Any]) -> None:
         publish = writing.publish
         if publish is None or self._publishes:
             self.last_seconds = time.monotonic() - self._begin_seconds
-            self._let_go()
+            self._release()
             return
         self._publishes = True
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Release the copies of tensors, because the next checkpoint needs as much memory."""
         self._writing = self._work = None
 

@@ -88,7 +88,7 @@ class Shards:
         self._progress.wait_handle(handle, f"parts of {name}")
         return np.ascontiguousarray(np.moveaxis(joined, 0, shard.dim))
 
-    def most(self, name: str, counts: Sequence[int]) -> list[int]:
+    def maxima(self, name: str, counts: Sequence[int]) -> list[int]:
         """Return the maximum over ranks of each of `counts`, which belong to a split parameter. Collective."""
         assert self._holders is not None, f"{name} is split, but no rank holds the rest"
         of_ranks = np.empty((self._holders.size, len(counts)), np.int64)
@@ -131,7 +131,7 @@ def _with_states_of_all_parts(
         return dict(state)
     same = {key: values for key, values in state.items() if key not in kept_back}
     counts = [(len(state[key]) if key in kept_back else 1) if key in state else 0 for key in optional]
-    for key, count in zip(optional, shards.most(parameter.name, counts), strict=True):
+    for key, count in zip(optional, shards.maxima(parameter.name, counts), strict=True):
         if count and key in kept_back:
             same[key] = np.zeros((count, parameter.size), averager.group.dtype)
             same[key][: len(state.get(key, ()))] = state.get(key, 0.0)
@@ -280,7 +280,7 @@ def put(
             key = averaged_statistic_key(name)
             key = key if key in content.tensors else statistic_key(name)
             statistic[...] = restore(content, key, statistic.shape, network.parameter_dtype)
-        average.go_on()
+        average.loaded()
     return Position.from_meta(content.meta)
 
 
