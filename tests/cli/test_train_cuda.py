@@ -188,7 +188,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "NCCL beside sparse": (
         {"ranks": 2},
         ["averager.name=sparse", "transport=nccl"],
-        "transport is nccl, but averager sparse chooses on the host what travels",
+        "transport is nccl, but averager sparse chooses the elements to send",
     ),
     "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but one thread enqueues"),
     "rounded parameters": (
