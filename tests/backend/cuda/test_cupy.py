@@ -32,7 +32,7 @@ from hpctrain.comm.transports import group_fault, over_nccl
 from hpctrain.core.errors import BackendError
 from hpctrain_testing.emulator.memory import read, write
 from hpctrain_testing.emulator.products import NumpyConvolution
-from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.emulated import ADDING_TEXTS, EmulatedDeviceFactory
 from tests.support.fake_cupy import IMPORTER, FakeCublas, FakeCupy, FakeNvrtc
 
 Load = Callable[..., tuple[ModuleType, FakeCupy]]
@@ -149,24 +149,11 @@ def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: Em
         kernel(stream, (1,), (32,), x, x, 4)
 
 
-_ADD = """#include "common.cuh"
-extern "C" __global__ void add(float *x) { if (!blockIdx.x && !threadIdx.x) x[0] += %s; }
-EXPORT(add)
-"""
-
-
-def test_texts_of_one_source_name_are_kernels_of_their_own(
-    load: Load, emulated_device: EmulatedDeviceFactory, tmp_path: Path
-) -> None:
+def test_texts_of_one_source_name_are_kernels_of_their_own(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
     module, _ = load()
-    texts = []
-    for number in ("1.0f", "10.0f"):
-        (tmp_path / number).mkdir()
-        (tmp_path / number / "sum.cu").write_text(_ADD % number)
-        texts.append(sources.text("sum", tmp_path / number))
     for device in (module.CupyDevice(), emulated_device()):
         stream, x = device.stream("compute"), device.allocate(4).view("float32")
-        for text in (texts[0], texts[1], texts[0]):
+        for text in (*ADDING_TEXTS, ADDING_TEXTS[0]):
             device.kernel("sum", "add", text=text)(stream, (1,), (1,), x)
         stream.synchronize()
         assert read(x) == [12.0]
