@@ -532,7 +532,7 @@ class BestRecord:
     def __post_init__(self) -> None:
         texts, numbers = (self.checkpoint, self.measure), (self.step, self.epoch, self.value)
         if not all(isinstance(text, str) for text in texts) or not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError("a field is of another type")
+            raise TypeError("a field has the wrong type")
 
     def __str__(self) -> str:
         value = f"{self.value:.4f}" if self.measure.endswith("loss") else f"{self.value:.2%}"

@@ -85,7 +85,7 @@ def _settings(directory: RunDirectory) -> object:
     try:
         return read_yaml(directory.config(), str(directory.path / "config.yaml"))[0]
     except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise DataError(f"{directory.path / 'config.yaml'} cannot be read ({error}); restore the file.") from error
+        raise DataError(f"Cannot read {directory.path / 'config.yaml'} ({error}); restore the file.") from error
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
