@@ -22,7 +22,6 @@ import pytest
 
 from hpctrain.backend.choice import Backend
 from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda import sources as cubins
 from hpctrain.backend.cuda.device import Device, DeviceArray, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
@@ -33,8 +32,8 @@ from hpctrain.comm.transports import group_fault, over_nccl
 from hpctrain.core.errors import BackendError
 from hpctrain_testing.emulator.memory import read, write
 from hpctrain_testing.emulator.products import NumpyConvolution
-from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.fake_cupy import IMPORTER, LINKS, FakeCublas, FakeCupy, FakeNvrtc
+from tests.support.emulated import ADDING_TEXTS, EmulatedDeviceFactory
+from tests.support.fake_cupy import IMPORTER, FakeCublas, FakeCupy, FakeNvrtc
 
 Load = Callable[..., tuple[ModuleType, FakeCupy]]
 
@@ -50,8 +49,7 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Load]:
         return importlib.import_module(IMPORTER), fake
 
     yield make
-    for name in (IMPORTER, LINKS):
-        sys.modules.pop(name, None)
+    sys.modules.pop(IMPORTER, None)
 
 
 def test_the_device_is_the_one_of_the_index(load: Load) -> None:
@@ -85,7 +83,7 @@ def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:
 
 def test_a_lack_of_memory_is_told(load: Load) -> None:
     module, _ = load(free_bytes=1_000_000)
-    message = r"Fake GPU has 0\.00 GB of its 1\.07 GB of memory free, but 2\.00 GB more are needed; take a smaller batch"
+    message = r"Fake GPU has 0\.00 GB of 1\.07 GB of memory free, but 2\.00 GB more are needed; reduce batch"
     with pytest.raises(BackendError, match=message):
         module.CupyDevice().allocate(2_000_000_000)
     assert module.CupyDevice().memory_used() == (1 << 30) - 1_000_000
@@ -106,7 +104,7 @@ def test_copies_go_there_and_back_on_the_stream(load: Load) -> None:
     device.download(stream, target, second)
     np.testing.assert_array_equal(target, source)
     assert fake.calls == [("memcpyAsync", 40, kind, stream.raw.ptr) for kind in (1, 3, 2)]
-    with pytest.raises(ValueError, match="40 bytes does not fit 36"):
+    with pytest.raises(ValueError, match="Cannot copy 40 bytes to 36 bytes"):
         device.upload(stream, second[1:], source)
     with pytest.raises(ValueError, match="C-contiguous"):
         device.upload(stream, first, np.zeros((40, 2), np.uint8)[:, 0])
@@ -147,23 +145,33 @@ def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: Em
     kernel(stream, (1,), (32,), x, x, np.int64(4))
     np.testing.assert_array_equal(read(x), np.maximum(np.linspace(-1, 1, 16, dtype=np.float32), 0))
     assert device.kernel("elementwise", "relu_forward_f32_w4") is kernel
-    with pytest.raises(TypeError, match="Argument 2 of relu_forward_f32_w4 is int; kernels take device arrays and NumPy scalars"):
+    with pytest.raises(TypeError, match="Argument 2 of relu_forward_f32_w4 is int; it must be a device array or a NumPy scalar"):
         kernel(stream, (1,), (32,), x, x, 4)
+
+
+def test_texts_of_one_source_name_are_kernels_of_their_own(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
+    module, _ = load()
+    for device in (module.CupyDevice(), emulated_device()):
+        stream, x = device.stream("compute"), device.allocate(4).view("float32")
+        for text in (*ADDING_TEXTS, ADDING_TEXTS[0]):
+            device.kernel("sum", "add", text=text)(stream, (1,), (1,), x)
+        stream.synchronize()
+        assert read(x) == [12.0]
 
 
 def test_binaries_are_kept_between_processes_by_text_and_architecture(load: Load) -> None:
     _, fake = load()
-    bits = [cubins.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
+    bits = [sources.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
     assert bits[0] == bits[1]
-    assert fake.nvrtc.compiled == [(*cubins.OPTIONS, "-arch=sm_90")]
-    cubins.binary(fake.nvrtc, "one", "other text", (9, 0))
-    cubins.binary(fake.nvrtc, "one", "text", (8, 0))
+    assert fake.nvrtc.compiled == [(*sources.OPTIONS, "-arch=sm_90")]
+    sources.binary(fake.nvrtc, "one", "other text", (9, 0))
+    sources.binary(fake.nvrtc, "one", "text", (8, 0))
     assert len(fake.nvrtc.compiled) == 3
     kept = list((Path(os.environ["XDG_CACHE_HOME"]) / "hpctrain" / "kernels").iterdir())
     assert len(kept) == 3
     for path in kept:
         path.write_bytes(b"")  # as a machine leaves it that stops while it writes
-    assert cubins.binary(fake.nvrtc, "one", "text", (9, 0)) == bits[0]
+    assert sources.binary(fake.nvrtc, "one", "text", (9, 0)) == bits[0]
     assert fake.nvrtc.programs == {}
 
 
@@ -176,10 +184,10 @@ def test_without_a_cache_each_process_compiles(
     if obstacle == "a full disk":
         monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     elif obstacle == "no home":
-        monkeypatch.setattr(cubins, "user_directory", lambda *_: None)
+        monkeypatch.setattr(sources, "user_directory", lambda *_: None)
     else:
         (tmp_path / "cache").write_text("")
-    bits = [cubins.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
+    bits = [sources.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
     assert bits[0] == bits[1]
     assert len(fake.nvrtc.compiled) == 2
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "cache"] * (obstacle == "a file in its place")
@@ -205,13 +213,13 @@ def test_a_gpu_that_nvrtc_does_not_know_gets_ptx_of_the_newest_before_it(
     write(x, np.array([-1, 2, -3, 4], np.float32))
     device.kernel("elementwise", "relu_forward_f32_w4")(device.stream("compute"), (1,), (32,), x, x, np.int64(1))
     np.testing.assert_array_equal(read(x), [0, 2, 0, 4])
-    assert fake.nvrtc.compiled == [(*cubins.OPTIONS, f"-arch={architecture}")]
+    assert fake.nvrtc.compiled == [(*sources.OPTIONS, f"-arch={architecture}")]
 
 
 def test_a_gpu_older_than_nvrtc_is_refused(load: Load) -> None:
     module, fake = load(capability=(7, 0))
     fake.nvrtc.architectures = (75, 80, 90)
-    message = r"^NVRTC 0\.0 compiles for compute capability 7\.5 and above, and this GPU has 7\.0; install hpctrain\[gpu12\]"
+    message = r"^NVRTC 0\.0 compiles for compute capability 7\.5 and above, but this GPU has 7\.0; install hpctrain\[gpu12\]"
     with pytest.raises(BackendError, match=message):
         module.CupyDevice().kernel("elementwise", "relu_forward_f32_w4")
 
@@ -431,9 +439,9 @@ def test_the_real_nvrtc_keeps_subnormal_numbers(monkeypatch: pytest.MonkeyPatch,
     from cupy_backends.cuda.libs import nvrtc
 
     environ, newer = {"XDG_CACHE_HOME": str(tmp_path)}, (99, 9)
-    plain = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
-    monkeypatch.setattr(cubins, "OPTIONS", (*cubins.OPTIONS, "-ftz=true"))
-    flushing = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
+    plain = sources.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
+    monkeypatch.setattr(sources, "OPTIONS", (*sources.OPTIONS, "-ftz=true"))
+    flushing = sources.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
     assert b"mul.rn.f32" in plain
     assert b".ftz" not in plain
     assert b"mul.rn.ftz.f32" in flushing
@@ -444,13 +452,13 @@ def test_the_real_nvrtc_says_what_is_wrong_and_makes_binaries_without_headers(tm
     from cupy_backends.cuda.libs import nvrtc
 
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert cubins.binary(nvrtc, "elementwise", sources.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
+    assert sources.binary(nvrtc, "elementwise", sources.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
     with pytest.raises(
         BackendError, match=r'^NVRTC refuses the source one\.cu \(.*: one\.cu\(2\): error: identifier "y" is undefined'
     ):
-        cubins.binary(nvrtc, "one", 'extern "C" __global__ void one(float* x) {\n  *x = y;\n}', (9, 0), environ)
-    with pytest.raises(BackendError, match=r"compute capability 7\.5 and above, and this GPU has 6\.1"):
-        cubins.binary(nvrtc, "one", "", (6, 1), environ)
+        sources.binary(nvrtc, "one", 'extern "C" __global__ void one(float* x) {\n  *x = y;\n}', (9, 0), environ)
+    with pytest.raises(BackendError, match=r"compute capability 7\.5 and above, but this GPU has 6\.1"):
+        sources.binary(nvrtc, "one", "", (6, 1), environ)
 
 
 @real
@@ -561,7 +569,7 @@ def test_what_nccl_refuses_is_one_sentence(call: str, load: Load) -> None:
     module, _ = load(nccl_failing=call)
     device = module.CupyDevice()
     with pytest.raises(
-        BackendError, match=r"^NCCL does not join the GPUs of these 2 ranks \(NCCL_ERROR.*; set transport to staged\.$"
+        BackendError, match=r"^NCCL cannot connect the GPUs of these 2 ranks \(NCCL_ERROR.*; set transport to staged\.$"
     ):
         device.join(_Peers(0), device.stream("between"))
 
@@ -575,7 +583,7 @@ def test_all_hear_that_the_first_has_no_number(load: Load) -> None:
 
 def test_nccl_that_is_not_there_is_told(load: Load) -> None:
     module, _ = load(without_nccl=True)
-    assert module.CupyDevice().link_fault().startswith("CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12")
+    assert module.CupyDevice().link_fault().startswith("CuPy finds no NCCL, which the package nvidia-nccl-cu12 or")
     module, _ = load()
     assert module.CupyDevice().link_fault() is None
 
