@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.backend.arithmetic import Array, ArrayGuard, Fetch
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer
+from hpctrain.trace.tracer import Category
 
 
 @dataclass
@@ -34,20 +36,25 @@ class _Update:
 
 
 class GuardedOptimizer(ForwardingOptimizer):
-    """`inner`, which may be watched: then nothing but its updates may write to its state.
+    """`inner` with timed updates. After `watch`, it also detects changes of its state that no update made.
+
+    Args:
+        inner: optimiser that computes the updates.
+        progress: engine that accounts for the time of each update and records it if the engine traces; None: no times are taken.
 
     Attributes:
-        found: names of the arrays that had changed between two updates, when a change was first seen; empty before that.
+        changed_arrays: names of the arrays that had changed between two updates, when a change was first seen; empty before that.
     """
 
-    def __init__(self, inner: Optimizer) -> None:
+    def __init__(self, inner: Optimizer, progress: ProgressEngine | None = None) -> None:
         super().__init__(inner)
-        self.found: tuple[str, ...] = ()
+        self._progress = progress
+        self.changed_arrays: tuple[str, ...] = ()
         self._group: FlatGroup | None = None
         self._on = self._with_parameters = False
         self._updates: dict[int, _Update] = {}  # by the place of the first segment
         self._owned_size = 0
-        self._asked: list[tuple[list[str], Fetch]] = []
+        self._pending: list[tuple[list[str], Fetch]] = []
 
     def watch(self, *, parameters: bool, updates: Iterable[Sequence[Segment]] = ()) -> None:
         """Compare from now on. Call it after `bind`.
@@ -70,14 +77,14 @@ class GuardedOptimizer(ForwardingOptimizer):
 
     def fetch_findings(self) -> None:
         """Ask for the result of the comparisons so far; if arrays are not on the host, `read_findings` waits for it."""
-        self._ask(self._updates.values())
+        self._fetch(self._updates.values())
 
     def read_findings(self) -> None:
-        """Update `found` with the result of the latest `fetch_findings`."""
-        for names, fetch in self._asked:
+        """Update `changed_arrays` with the result of the latest `fetch_findings`."""
+        for names, fetch in self._pending:
             changed = tuple(name for name, is_changed in zip(names, fetch.result(), strict=True) if is_changed)
-            self.found = self.found or changed
-        self._asked = []
+            self.changed_arrays = self.changed_arrays or changed
+        self._pending = []
 
     def verify(self) -> None:
         """Compare everything now and wait for the result. Call it between steps, while no update is under way.
@@ -92,8 +99,8 @@ class GuardedOptimizer(ForwardingOptimizer):
         self.read_findings()
 
     @property
-    def vouches(self) -> bool:
-        """Whether every owned parameter is known to hold the values of its last update, or else is in `found`."""
+    def guards_all_parameters(self) -> bool:
+        """Whether every owned parameter is known to hold the values of its last update, or else is in `changed_arrays`."""
         remembered = (update.segments for update in self._updates.values() if update.remembered)
         known = sum(segment.size for segments in remembered for segment in segments)
         return self._on and self._with_parameters and known == self._owned_size
@@ -104,12 +111,25 @@ class GuardedOptimizer(ForwardingOptimizer):
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
         if self.prepares_norms:
-            self._watched(segments, lambda: self.inner.prepare_norms(segments))
+            self._write(segments, lambda: self.inner.prepare_norms(segments))
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        self._watched(segments, lambda: self.inner.update(segments, lr, norms))
+        self._write(segments, lambda: self.inner.update(segments, lr, norms))
 
-    def _watched(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
+    def _write(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
+        """Call `write`, compared and timed. The time includes that of the comparison."""
+        if self._progress is None:
+            self._compared(segments, write)
+            return
+        account, trace = self._progress.account, self._progress.trace
+        begin_ns = account.clock_ns()
+        self._compared(segments, write)
+        stop_ns = account.clock_ns()
+        account.updated(begin_ns, stop_ns)
+        if segments and trace is not None:
+            trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
+
+    def _compared(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
         """Compare before `write`, which alone writes to the state of `segments`, and take the sums after it."""
         update = self._known(tuple(segments)) if self._on and segments else None
         if update is None:
@@ -145,11 +165,11 @@ class GuardedOptimizer(ForwardingOptimizer):
             return
         update.guard.compare()
         if self._group.arithmetic.on_host:  # the result is there
-            self._ask([update])
+            self._fetch([update])
             self.read_findings()
 
-    def _ask(self, updates: Iterable[_Update]) -> None:
-        self._asked = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
+    def _fetch(self, updates: Iterable[_Update]) -> None:
+        self._pending = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
 
     def _update_of(self, segments: tuple[Segment, ...]) -> _Update:
         """Return the update with a guard of all arrays of the segments, in the order in which they lie in memory."""

@@ -290,11 +290,11 @@ def test_a_watched_lamb_finds_nothing_but_a_bit_that_changes_between_updates() -
     optimizer.bind(group, group.segments)
     optimizer.watch(parameters=True)
     go_on(optimizer, group, grads[:3], RATES[:3])
-    assert not optimizer.found
+    assert not optimizer.changed_arrays
     assert group.data.tobytes() == expected.tobytes()
     optimizer.state(group.segments[1])["second_moment"][2] += 1
     go_on(optimizer, group, grads[3:], RATES[3:4])
-    assert optimizer.found == ("the second_moment of norm.weight",)
+    assert optimizer.changed_arrays == ("the second_moment of norm.weight",)
 
 
 def test_norms_are_asked_for_and_demanded() -> None:

@@ -367,13 +367,13 @@ def test_a_guard_finds_what_has_changed_since_it_was_remembered(sizes: list[int]
     flip()
     guard.remember()
     guard.compare()
-    assert guard.found == ()
+    assert guard.changed_arrays == ()
     flip()
     guard.compare()
-    assert guard.found == (piece.name,)
+    assert guard.changed_arrays == (piece.name,)
     guard.remember()
     guard.verify()
-    assert guard.found == (piece.name,)
+    assert guard.changed_arrays == (piece.name,)
 
 
 NAMES = ("parameter conv.weight", "the momentum of conv.weight", "parameter fc.weight")
