@@ -18,7 +18,7 @@ from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan
 from hpctrain.nn.parameter import Parameter
 from hpctrain.nn.program import Program, StepHooks
 
-#: by parameter, the slices that hold some of it; parameters that no message carries are left out
+#: slices that hold a part of each parameter, by name; parameters that no message carries are absent
 Slices = Mapping[str, Sequence[int]]
 
 
@@ -167,8 +167,7 @@ class CapturedProgram(Program):
         return () if action is Action.BEGIN else self.steps[k].parameters
 
     def _final(self, action: Action, k: int) -> tuple[Parameter, ...]:
-        """Return the parameters whose gradients are final after an action of backward, in the order in which they are announced.
-        """
+        """Return the parameters whose gradients are final after an action of backward, in the order of announcing."""
         step = self.steps[k]
         return step.parameters[::-1] if action is Action.PARAMETERS and not step.shared else ()
 

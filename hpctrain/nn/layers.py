@@ -50,7 +50,7 @@ class Layer(ABC):
     Leaves implement `spec`; containers implement `children` and `lower`.
     """
 
-    #: spatial reach, set by windowed leaves; None: pointwise or not spatial
+    #: spatial window of the layer; None: pointwise or not spatial
     window: Window | None = None
 
     def parameters(self) -> Mapping[str, ParameterSpec]:
@@ -139,7 +139,7 @@ def edges(padding: EdgesLike) -> Edges:
         values = (values[0], values[0], values[1], values[1])
     if len(values) != 4:
         raise ShapeError(
-            f"A padding {values} of {len(values)} values is none of one number, (rows, columns) and (top, bottom, left, right)."
+            f"Padding {values} has {len(values)} values; use one number, (rows, columns) or (top, bottom, left, right)."
         )
     if min(values) < 0:
         nearest = tuple(max(0, value) for value in values)
@@ -230,7 +230,7 @@ class Linear(Leaf):
             raise ShapeError(f"A linear layer from {features_in} to {features_out} features is empty; both must be at least 1.")
         if image_shape is not None and math.prod(image_shape) != features_in:
             raise ShapeError(
-                f"An image of shape {image_shape} has {math.prod(image_shape)} elements, the linear layer takes {features_in}."
+                f"An image of shape {image_shape} has {math.prod(image_shape)} elements, but the layer has {features_in} inputs."
             )
         self._spec = LinearSpec(features_in, features_out, bias)
         default = initialise.uniform(1.0 / math.sqrt(features_in))
@@ -473,7 +473,7 @@ class PadChannelsSpec:
 
     before: int
     after: int
-    window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # every pixel by itself
+    window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # each pixel separately
 
     def with_window(self, window: Window) -> PadChannelsSpec:
         """Return this spec, because a window of one pixel has no padding that could change."""
@@ -547,7 +547,7 @@ def check_names(layers: Mapping[str, Layer]) -> None:
     for name in layers:
         if not name or "." in name:
             nearest = name.replace(".", "_") or "0"
-            raise ConfigError(f"A layer cannot be named {name!r}: a name is not empty and has no dot, such as {nearest!r}.")
+            raise ConfigError(f"A layer cannot be named {name!r}: a name must not be empty or contain a dot; use {nearest!r}.")
 
 
 _SUM = "add"

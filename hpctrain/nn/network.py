@@ -124,8 +124,8 @@ def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
         frozen |= matching
     if frozen and frozen == names.keys():
         raise ConfigError(
-            f"The patterns of frozen layers {list(patterns)} match all {len(names)} layers with parameters, so that nothing is "
-            f"trained; leave {list(names)[-1]} to be trained, at least."
+            f"The patterns of frozen layers {list(patterns)} match all {len(names)} layers with parameters, so nothing would be "
+            f"trained; exclude at least {list(names)[-1]}."
         )
     return frozenset(frozen)
 
@@ -145,15 +145,15 @@ def layer_of(name: str) -> str:
 def _frozen(node: Node) -> Node:
     spec = node.spec
     if isinstance(spec, BatchNormSpec):
-        spec = replace(spec, fixed=True, synchronised=False)  # it uses its running statistics, so there is nothing to merge
+        spec = replace(spec, fixed=True, synchronised=False)  # running statistics need no merge
     return replace(node, spec=spec, frozen=True)
 
 
-ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
+ALL, MODEL = "all", "model"  # names of the groups of parameters that are whole on every rank, and of split ones
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
 #: (H, W, C) of one sample
 ImageShape = tuple[int, int, int]
-#: (parameter, place of a program among those side by side) -> where this program writes the gradient, in the parameter's shape
+#: (parameter, index of a program among those side by side) -> array for the gradient, in the parameter's shape
 GradientBuffers = Callable[[Parameter, int], Array]
 _ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool, GradientBuffers | None]
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
@@ -253,7 +253,9 @@ class Network:
         """
         self.distribution.prepare(self.graph(1, image_shape))
         if any(self.distribution.shard(name) != shard for name, shard in self.shards.items()):
-            raise ShapeError(f"Ranks that share samples would hold other parameters for images of {image_shape}; take others.")
+            raise ShapeError(
+                f"Ranks that share samples would hold other parameters for images of {image_shape}; change the size."
+            )
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
         """Return the model lowered at (batch, H, W, C), before fusion.
@@ -332,7 +334,7 @@ class Network:
     def _cached(self, key: _ProgramKey, make: Callable[[], SideBySide]) -> SideBySide:
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
-                self.kernels.wait()  # captured work of the oldest one may still run, and does not keep its memory alive
+                self.kernels.wait()  # captured work of the oldest program may still run, and does not keep its memory alive
                 self._programs.popitem(last=False)
             self._programs[key] = make()
         self._programs.move_to_end(key)
@@ -391,7 +393,7 @@ class Network:
         """
         if self._arena.size < size_bytes:
             if any(shape != image_shape for shape, *_ in self._programs):
-                self.kernels.wait()  # their captured work may still run, and does not keep its memory alive
+                self.kernels.wait()  # captured work of these programs may still run, and does not keep its memory alive
                 self._programs.clear()
                 self._arena = self.kernels.allocate(0)  # frees the old arena before the larger one is allocated
             self._arena = self.kernels.allocate(size_bytes)

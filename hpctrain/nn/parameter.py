@@ -128,8 +128,7 @@ class Segment:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> Segment:
-        """Return the elements of this segment that lie in [start, stop) of the flat buffer; an empty segment if there are none.
-        """
+        """Return the elements of this segment that lie in [start, stop) of the flat buffer; empty if there are none."""
         low = min(max(start, self.start), self.stop)
         return Segment(self.parameter, low, max(low, min(stop, self.stop)), self.order, self.decay)
 
@@ -289,7 +288,7 @@ class FlatStatistics:
         self._running_of_kernels: Array = self._arithmetic.zeros(self.size, dtype)
         on_host = self._arithmetic.on_host
         self.running: np.ndarray = self._running_of_kernels if on_host else np.zeros(self.size, dtype)
-        self._stale = not on_host  # what kernels read is older than `running`
+        self._stale = not on_host  # the kernels' copy is older than `running`
         self.momentum = np.zeros(self.size, np.float64)
         self._own_share = np.zeros(self.size, bool)
         self._group_share = np.zeros(self.size, bool)

@@ -140,7 +140,7 @@ class Binder:
         for k, step in enumerate(plan.steps):
             for name in step.node.parameters.values() if step.node is not None and step.node.trains else ():
                 users.setdefault(name, []).append(k)
-        #: by trained parameter that several steps have: the positions of these
+        #: positions of the steps that share each trained parameter
         self._shared = {name: positions for name, positions in users.items() if len(positions) > 1}
         self._partial_gradients: dict[str, Array] = {}
 
@@ -155,7 +155,7 @@ class Binder:
         operator = _ViewCopy(step.operator, self._arithmetic) if memory.copies_gradient else step.operator
         parameters = {} if node is None else {role: self._parameters[name] for role, name in node.parameters.items()}
         if self._leading and isinstance(operator, FollowsOperator):
-            # It runs right after the same layer of the leading program, and may use what that one has prepared (its weights).
+            # It runs directly after the same layer of the leading program, and may reuse that layer's prepared weights.
             operator.follow(self._leading[k].operator)
         targets = zip(memory.input_grads, step.inputs, strict=True)
         operator.bind(
@@ -177,7 +177,7 @@ class Binder:
         return BoundStep(
             name=step.name,
             operator=operator,
-            # Hooks see no parameters of frozen layers: these never change, so nothing waits for them or averages them.
+            # Parameters of frozen layers never change, so no hook waits for them or averages them.
             parameters=() if node is not None and node.frozen else tuple(parameters.values()),
             passes_back=(Action.INPUT, k) in self._plan.backward,
             add_partials=tuple(
@@ -241,7 +241,7 @@ class Binder:
 
 
 _NO_HOOKS = StepHooks()
-_NO_CONTEXT = StepContext()  # a copy between layouts has no use for one
+_NO_CONTEXT = StepContext()  # a layout copy reads no context
 
 
 class Program:
@@ -398,7 +398,7 @@ class Program:
         for target, partial in step.gradient_sums:
             self._arithmetic.add(target, partial)
         hooks.operator_done(step.name, "parameters")
-        if step.shared:  # an earlier step with the same parameters adds to these gradients, and announces them
+        if step.shared:  # an earlier step with the same parameters adds to the gradients and announces them
             return
         for parameter in reversed(step.parameters):
             hooks.grad_ready(parameter)

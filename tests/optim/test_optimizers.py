@@ -430,7 +430,7 @@ def test_the_clipped_gradient_has_at_most_the_asked_norm() -> None:
         (Sgd, {"weight_decay": float("nan")}, "weight_decay nan must be"),
         (Sgd, {"weight_decay": float("inf")}, "weight_decay inf must be"),
         (Sgd, {"clip_norm": 0.0}, "clip_norm 0.0"),
-        (Sgd, {"decay_exclude": "bias"}, "decay_exclude 'bias' is unknown; it is one of norm_and_bias, none"),
+        (Sgd, {"decay_exclude": "bias"}, "decay_exclude 'bias' is unknown; use one of norm_and_bias, none"),
         (Lars, {"trust_coefficient": 0.0}, "trust_coefficient 0.0"),
         (Lars, {"epsilon": -1e-9}, "epsilon -1e-09"),
         (Lars, {"momentum": 2}, "momentum 2"),

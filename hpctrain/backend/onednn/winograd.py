@@ -29,8 +29,8 @@ from hpctrain.backend.onednn.operator import Copy, Regions, allocate, convolutio
 from hpctrain.backend.operators import Array
 from hpctrain.backend.specs import Edges, Pair, Window
 
-# Of tiles in work at once. Each chunk reads all weights, and adds up all of their gradients: smaller ones took longer at 512
-# channels and gained nothing elsewhere, larger ones gained nothing.
+# Memory of the tiles of one chunk. Each chunk reads all weights and accumulates all weight gradients, so smaller chunks were
+# slower at 512 channels and not faster elsewhere; larger ones were not faster (measured).
 _CHUNK_BYTES = 48 << 20
 
 
@@ -97,13 +97,13 @@ class Tiling:
     @property
     def items(self) -> tuple[int, int, int]:
         """Floats of one tile before and after the transform of x, and after that of y."""
-        # The first array holds the patches of x, and later the 2x2 outputs of y: never both at once.
+        # The first array holds the patches of x and later the 2x2 outputs of y, never both at once.
         return max(16 * self.channels_in, 4 * self.channels_out), 16 * self.channels_in, 16 * self.channels_out
 
     def chunks(self) -> list[Chunk]:
         """Return chunks of all tiles: as many whole images as fit or, if one is too large, rows of its tiles, at least one."""
-        # A row of tiles takes its tiles in all forms and two rows of the padded images; each chunk has two more rows of these, as
-        # 4x4 patches of 2x2 outputs overlap by two.
+        # A row of tiles needs memory for its tiles in all three forms and for two rows of the padded images. Each chunk needs two
+        # more padded rows, because the 4x4 patches of neighbouring 2x2 outputs overlap by two.
         rows, columns = self.tiles
         edge = 4 * self.channels_in * (2 * columns + 2)
         row = 4 * columns * sum(self.items) + 2 * edge
@@ -115,7 +115,7 @@ class Tiling:
 
     def _chunk(self, image: int, images: int, row: int, rows: int) -> Chunk:
         """Return tile rows [row, row + rows): only those at an image's edges read zeros above it, or lie over its end."""
-        # Rows of x that the patches cover; those outside of the image are zeros of `scratch.padded`.
+        # Rows of x that the patches cover. Rows outside of the image are zeros in `scratch.padded`.
         begin, end = 2 * row - self.padding[0], 2 * (row + rows) + 2 - self.padding[0]
         read_row = max(0, begin)
         read = min(end, self.size[0]) - read_row
@@ -196,6 +196,7 @@ class ScratchPlan:
 
 Work = Callable[[], object]
 
+# Transforms of the input (B^T), output (A^T) and, below, weights (G): Lavin and Gray 2016, section 4.1, eq. 8.
 _BT = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], np.float32)
 _AT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], np.float32)
 
@@ -269,7 +270,7 @@ class Patches:
 
     def load(self, chunk: Chunk, x: Array, scratch: WinogradScratch) -> list[Work]:
         """Prepare scratch.padded = the chunk's part of x among zeros."""
-        # Scratch holds anything at first, and what was written there for another chunk or operator.
+        # Scratch is undefined at first and later holds data of other chunks and operators, so the zeros are written each time.
         first = x.reshape(-1)[chunk.image * self._image + chunk.read_row * self._row :]
         return [partial(scratch.padded[: self._all].fill, 0.0), self._inside.bind(first, scratch.padded[self._begin :])]
 
@@ -369,7 +370,7 @@ class OutputGradients:
     def load(self, chunk: Chunk, dy: Array, scratch: WinogradScratch) -> list[Work]:
         """Prepare the calls that read the chunk's part of dy."""
         works: list[Work] = []
-        if self._corners.overhang:  # outputs over the edge do not exist, and have no gradient
+        if self._corners.overhang:  # outputs beyond the edge do not exist, so their gradient is 0
             works.append(partial(scratch.plain[: 4 * self._items].fill, 0.0))
         first = self._corners.first(chunk, dy)
         return [*works, *(copy.bind(first[start:], scratch.plain[at:]) for copy, start, at in self._copies)]
@@ -381,7 +382,9 @@ class OutputGradients:
 
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 
-_BIAS_POSITION = 5  # tile position (1, 1): adds to all four outputs alike, and is the sum of all four of dy
+# Tile position (1, 1) has the coefficient 1 in all four outputs. A bias added there reaches each of them once, and (A x A) dy
+# there is the sum of the four gradients, so the product of that position also computes the bias gradient.
+_BIAS_POSITION = 5
 
 
 class CallSequence:
@@ -413,7 +416,7 @@ class _Products:
             head = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
             if not backward:
                 return Primitive(engine, "convolution_forward", label, *head, *formats, *geometry, attributes)
-            # The library wants the forward primitive as a hint, in a weight format of its own choice.
+            # oneDNN needs a forward primitive as a hint, and chooses its weight format.
             free = Descriptor.tagged(engine, (k, channels, 1, 1), "any")
             hint = Primitive(
                 engine, "convolution_forward", label, *head, self._left, free, formats[2], self._right, *geometry, attributes
@@ -423,7 +426,7 @@ class _Products:
         wanted = weights if weights is not None else Descriptor.tagged(engine, (k, channels, 1, 1), "any")
         self.plain = make(wanted, False)
         self.weights = self.plain.descriptor(c.QUERY_DIFF_WEIGHTS_MD if backward else c.QUERY_WEIGHTS_MD)
-        # Both primitives read one array of weights, so the second takes the format that the first has chosen.
+        # Both primitives read one array of weights, so the second uses the format that the first has chosen.
         self.biased = make(self.weights, True) if bias else None
         self.weight_items = self.weights.size_bytes // 4
 
@@ -470,13 +473,13 @@ class _Winograd:
         self._patches = {form: Patches(engine, self._label, tiling, form) for form in self._forms}
         self._products: dict[int, _Products] = {}
         weights: Descriptor | None = None
-        # Weights lie in scratch once for all chunks, so all products take the format of the first.
+        # All chunks share one copy of the weights in scratch, so all products use the format of the first.
         for tiles in dict.fromkeys(form.tiles for form in self._forms):
             made = _Products(engine, self._label, tiling, tiles, weights=weights, bias=bias, backward=backward)
             self._products[tiles], weights = made, made.weights
         assert weights is not None
         self._weights, self._items = weights, weights.size_bytes // 4
-        # Dims of one element may have any stride that is not smaller than the others.
+        # oneDNN accepts any stride for a dimension of size 1 if no other stride is larger.
         shape = (tiling.channels_out, tiling.channels_in, 1, 1)
         self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
 
@@ -559,7 +562,7 @@ class WeightGradient(_Winograd):
         primitives = [primitive for gradients in self._gradients.values() for primitive in gradients.primitives]
         back = np.kron(_G.T, _G.T)
         self._write, self._add = (Matrix(engine, self._label, back, self._items, add=add) for add in (False, True))
-        # With several chunks, gradients by tap add up while tiles are written and read.
+        # With several chunks, gradients by tap accumulate while tiles are in use, so the two cannot share memory.
         self._place([*primitives, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
 
     def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, buffer: Array) -> Work:

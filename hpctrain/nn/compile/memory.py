@@ -29,7 +29,7 @@ from hpctrain.nn.compile.steps import Steps
 _COMPUTES = (Action.PARAMETERS, Action.INPUT)
 _REMAKES = (Action.RECOMPUTE, Action.COPY)
 
-#: (step, position of the input); the loss is (-1, -1).
+#: (step, position of the input) of a reader; the loss is (-1, -1)
 Reader = tuple[int, int]
 LOSS: Reader = (-1, -1)
 
@@ -109,7 +109,7 @@ class _Collector:
         self._reads[key] += reads
 
     def uses(self) -> dict[Key, Use]:
-        # The gradient of a tensor that nothing reads has no writer, but its producer is still bound to a place for it.
+        # The gradient of a tensor without readers has no writer, but its producer is still bound to a place for it.
         return {
             key: Use(size_bytes, tuple(self._writes[key] or [min(self._reads[key])]), tuple(self._reads[key]))
             for key, size_bytes in self._sizes.items()
@@ -135,15 +135,15 @@ def _add_activations(steps: Steps, line: Timeline, collector: _Collector) -> Non
     use(steps.output, reads=[line.loss])
     for k, step in enumerate(steps.steps):
         operator, computes, remakes = step.operator, line.backward(k, _COMPUTES), line.backward(k, _REMAKES)
-        # Backward reads the output if the operator says so, and some operators in their first half only.
+        # Backward reads the output if the operator declares it; some operators read it in their first half only.
         reads_output = () if not operator.needs_output else computes[:1] if step.reads_output_once else computes
-        # A view writes nothing; all others write when they end forward, and again when they are recomputed.
+        # A view writes nothing. All other steps write at the end of forward, and again when they are recomputed.
         writes = () if step.is_view else (line.forward(k)[-1], *remakes)
         use(step.output, writes=writes, reads=reads_output)
         for i, tensor in enumerate(step.inputs):
-            # A step that begins early reads from its begin to its end, as its message is sent from there meanwhile.
+            # The message of a step that begins early is sent from the input's memory, so the input is read until the step ends.
             use(tensor, reads=[*line.forward(k), *(computes if operator.needs_inputs[i] else ())])
-        use(step.inputs[0], reads=remakes)  # what is recomputed has one input
+        use(step.inputs[0], reads=remakes)  # a step that is recomputed has one input
 
 
 def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
@@ -151,16 +151,16 @@ def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
         if steps.needs_grad[tensor]:
             collector.add(("gradient", steps.grad_value(tensor)), steps.tensors[tensor].bytes, writes=writes, reads=reads)
 
-    # The loss writes the logits' gradient in any case, also if no parameter needs it.
+    # The loss writes the logits' gradient even if no parameter needs it.
     collector.add(("gradient", steps.grad_value(steps.output)), steps.tensors[steps.output].bytes, writes=[line.loss])
     use(0, reads=[line.end])  # the caller reads it after backward
     for k, step in enumerate(steps.steps):
         times = input_grad_times(steps, line, k)
         for i, tensor in enumerate(step.inputs):
             first = line.first_writers.get(tensor) == (k, i)
-            # All but the first writer add, so the sum so far must survive until then: each of their writes is a read.
+            # All writers except the first add, so the sum must survive until then: each of their writes is also a read.
             use(tensor, writes=times[:1] if first else (), reads=times)
-        # A step that begins early in backward reads the output's gradient from there on: it is being sent.
+        # A step that begins early in backward sends the output's gradient from its memory, so it reads it from BEGIN on.
         use(step.output, reads=line.backward(k, (Action.BEGIN, *_COMPUTES)))
 
 
@@ -171,7 +171,8 @@ def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -
         runs = [line.forward(k)[-1], *line.backward(k, (*_COMPUTES, *_REMAKES))]
         if operator.saved_bytes:
             collector.add(("saved", k), operator.saved_bytes, writes=runs[:1], reads=runs)
-        if operator.scratch_bytes:  # each use starts with undefined content, so it is a write and lives for one action
+        # Scratch has undefined content at the start of each use, so each use is a write and is live for one action.
+        if operator.scratch_bytes:
             collector.add(("scratch", k), operator.scratch_bytes, writes=runs)
         added = partial_gradients(steps, line, k)
         if added:
@@ -236,10 +237,10 @@ def _share_activations(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) ->
         owner = storage[source]
         if not step.in_place or steps.tensors[source] != steps.tensors[target]:
             continue
-        # An operand that is also the second one would be read after it was overwritten. The input is the caller's.
+        # If both operands are one tensor, the second would be read after the write. The network's input is the caller's.
         if step.inputs.count(source) > 1 or owner == 0:
             continue
-        # A later reader of the storage would see the output: in forward, in backward, or to make something again.
+        # A later reader of the storage (in forward, in backward or in a recomputation) would read the output instead.
         if last[owner] > line.forward(k)[-1]:
             continue
         storage = [owner if root == target else root for root in storage]
@@ -255,10 +256,10 @@ def _share_gradients(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> t
         written = line.backward(k, (Action.INPUT,))
         if not written or not step.in_place or not steps.needs_grad[source]:
             continue
-        # With other readers the gradient is a sum, which must not be added to what the output's gradient was.
+        # With other readers the input's gradient is a sum; its other terms must not be added to the output's gradient.
         if readers[source] > 1 or source == steps.output or steps.tensors[source] != steps.tensors[step.output]:
             continue
-        # If the input's gradient comes first, the output's is read again, for the parameters.
+        # If the input's gradient is computed first, the parameters' gradient reads the output's gradient afterwards.
         if uses["gradient", steps.grad_value(step.output)].last > written[-1]:
             continue
         owner = storage[step.output]
@@ -307,7 +308,7 @@ def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tup
         packed = _pack(sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)), sizes, meets)
         if best is None or packed[1] < best[1]:
             best = packed
-        if best[1] == bound:  # no other order can do better
+        if best[1] == bound:  # no other order can have a smaller arena
             break
     assert best is not None
     return best
@@ -339,7 +340,7 @@ def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tupl
         meets: result of `meetings`.
     """
     offsets, ends = np.zeros((2, len(sizes)), np.int64)
-    placed = np.zeros(len(sizes), np.intp)  # the blocks placed so far, sorted by offset, then by time of placing
+    placed = np.zeros(len(sizes), np.intp)  # placed blocks, sorted by offset, then by order of placement
     arena = 0
     for count, index in enumerate(order):
         among = placed[:count]
@@ -354,8 +355,9 @@ def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tupl
 
 
 def _best_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
-    """Return the offset of the smallest gap of at least `size` bytes, the first of equal ones; the end of all blocks if none
-    fits.
+    """Return the offset of the smallest gap of at least `size` bytes.
+
+    The first one is used if several are equal, and the end of all blocks if no gap is large enough.
 
     Args:
         offsets, ends: first byte and end of each placed block, int64 (n,), sorted by offset. The blocks may overlap.
@@ -363,14 +365,14 @@ def _best_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
     """
     if not len(ends):
         return 0
-    behind = np.maximum.accumulate(ends)
-    rooms = offsets.copy()
-    rooms[1:] -= behind[:-1]
-    fitting = np.flatnonzero(rooms >= size)
+    reach = np.maximum.accumulate(ends)
+    gaps = offsets.copy()
+    gaps[1:] -= reach[:-1]
+    fitting = np.flatnonzero(gaps >= size)
     if not len(fitting):
-        return int(behind[-1])
-    best = int(fitting[np.argmin(rooms[fitting])])
-    return int(behind[best - 1]) if best else 0
+        return int(reach[-1])
+    best = int(fitting[np.argmin(gaps[fitting])])
+    return int(reach[best - 1]) if best else 0
 
 
 def lower_bound(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> int:

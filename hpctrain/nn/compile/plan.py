@@ -23,15 +23,15 @@ class Action(Enum):
     """An action of a step in one of the passes."""
 
     FORWARD = auto()
-    RECOMPUTE = auto()  # make the output again, which was not kept
-    COPY = auto()  # the same, of a copy in another layout
+    RECOMPUTE = auto()  # compute the output again, because it was not kept
+    COPY = auto()  # copy a tensor to another layout again
     PARAMETERS = auto()  # gradients of the parameters
     INPUT = auto()  # gradients of the inputs
-    BEGIN = auto()  # the input (in backward, the output's gradient) is complete: start sending it
-    FREE = auto()  # parameters are no longer read
+    BEGIN = auto()  # start sending the input (in backward, the output's gradient), which is complete
+    FREE = auto()  # the parameters were read for the last time
 
 
-#: In the order of time: the action, and the position of the step.
+#: actions in the order of time, each with the position of its step
 Actions = tuple[tuple[Action, int], ...]
 
 #: ("activation" | "gradient", tensor that owns the storage) or ("saved" | "scratch" | "partial", step)

@@ -103,7 +103,7 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
         if tensors[tensor].layout == wanted.layout:
             return tensor
         key = (tensor, wanted.layout)
-        if key not in copies:  # one copy serves all readers that want this layout
+        if key not in copies:  # one copy serves all readers that need this layout
             tensors.append(wanted)
             needs_grad.append(needs_grad[tensor])
             copies[key] = len(tensors) - 1
@@ -117,7 +117,7 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
         inputs = tuple(in_layout(i, wanted) for i, wanted in zip(node.inputs, operator.inputs, strict=True))
         tensors[node.output] = operator.output
         steps.append(PlannedStep(node.name, operator, inputs, node.output, node))
-    # The loss and readers of predictions know plain memory only.
+    # The loss and the readers of predictions index plain memory only.
     output = in_layout(graph.output, tensors[graph.output].plain())
     return Steps(tuple(steps), tuple(tensors), output, training, tuple(needs_grad))
 
@@ -126,7 +126,7 @@ def _make_operator(
     node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool, input_gradient: bool
 ) -> Operator:
     if node.frozen and not input_gradient:
-        training = False  # nothing goes back through it, so that it keeps nothing for backward
+        training = False  # backward skips the layer, so its operator need not keep anything for it
     try:
         if isinstance(node.spec, SelfMade):
             return _self_made(node.spec, inputs, kernels, training)
@@ -142,8 +142,8 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
         operator.use(kernels.arithmetic)
     elif not kernels.arithmetic.on_host:
         raise BackendError(
-            f"Its code computes with NumPy, and arrays of the {kernels.name} kernel set are not on the host; "
-            "backends numpy and onednn can do it."
+            f"Its code computes with NumPy, but arrays of backend {kernels.name} are not on the host; "
+            "use backend numpy or onednn."
         )
     return operator
 
@@ -226,8 +226,8 @@ def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
     if not steps.training:
         return ()
     actions: list[tuple[Action, int]] = []
-    early: set[int] = set()  # copies whose gradient was computed ahead of their turn
-    present: set[int] = set()  # tensors that were made again: once is enough, they are kept until their last reader
+    early: set[int] = set()  # layout copies whose gradient was computed before their turn
+    present: set[int] = set()  # recomputed tensors, which are kept until their last reader, so once is enough
     for k in reversed(range(len(steps.steps))):
         step = steps.steps[k]
         actions += _recompute(steps, recomputed, k, present)
@@ -238,7 +238,8 @@ def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
         if step.input_first:
             actions += _send_ahead(steps, k, early)
             actions.append((Action.PARAMETERS, k))
-        if step.node is None or not step.node.shared:  # shared parameters are read until the first step that has them is done
+        # Shared parameters are read until the first step in forward order that has them, the last one in backward, is done.
+        if step.node is None or not step.node.shared:
             actions.append((Action.FREE, k))
     return tuple(action for action in actions if _acts(steps, *action))
 
@@ -251,7 +252,7 @@ def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[in
     step = steps.steps[k]
     actions = []
     for tensor, needed in zip(step.inputs, step.operator.needs_inputs, strict=True):
-        # A view is never made again: its memory is, under the name of the tensor that it is a view of.
+        # A view has no memory of its own to recompute; the tensor that it is a view of is recomputed instead.
         for position in recompute_path(steps, recomputed, steps.value(tensor)) if needed else ():
             output = steps.steps[position].output
             if output not in present:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region
 
-#: (step, position of the input); the loss is (-1, -1).
+#: (step, position of the input) of each reader that has added to a gradient; the loss is (-1, -1)
 Contributions = frozenset[tuple[int, int]]
 
-#: The name of what a stretch of memory holds.
+#: name of the content of a region
 Value = tuple[Hashable, ...]
 
 
@@ -140,7 +140,7 @@ class PlanFacts:
         self.plan = plan
         self._names = {0: "the images"} | {step.output: f"the output of {step.name}" for step in plan.steps}
         acting = {k for action, k in plan.backward if action is Action.INPUT}
-        # Such a view's input must have the gradient of its output, in the same memory, as no action copies it there.
+        # No action copies the gradient of such a view, so its input's and its output's gradient must share memory.
         self.silent_views = {
             step.inputs[0]: k
             for k, step in enumerate(plan.steps)
@@ -215,7 +215,7 @@ class PlanFacts:
         for size_bytes, region in ((step.operator.saved_bytes, memory.saved), (step.operator.scratch_bytes, memory.scratch)):
             granted = 0 if region is None or region.end > self.plan.arena_bytes else region.size_bytes
             if granted < size_bytes:
-                raise InvalidPlanError(f"{step.name} asks for {size_bytes} bytes of its own and has {granted} in the arena.")
+                raise InvalidPlanError(f"{step.name} needs {size_bytes} bytes of saved or scratch memory, but has {granted}.")
 
 
 def parameter_names(step: PlannedStep) -> frozenset[str]:
@@ -271,7 +271,7 @@ def _run_loss(facts: PlanFacts, memory: SymbolicMemory) -> None:
     if not plan.training:
         return
     if plan.logits_grad is None or plan.logits_grad.overlaps(plan.logits):
-        raise InvalidPlanError(f"The gradient of the logits, {facts.name(plan.output)}, has no place of its own in training.")
+        raise InvalidPlanError(f"The gradient of the logits, {facts.name(plan.output)}, has no separate place in training.")
     facts.check_region(plan.logits_grad, plan.output, "the logits' gradient")
     memory.write(plan.logits_grad, gradient(facts.grad_owner(plan.output), frozenset({LOSS})), "the loss")
 
@@ -289,7 +289,7 @@ class _Pass:
         """Run each action by its method, and count it."""
         for action, k in actions:
             if action not in methods:
-                raise self.facts.error(action, k, f"has no place in {name}")
+                raise self.facts.error(action, k, f"cannot happen in {name}")
             methods[action](action, k)
             self.done[action, k] += 1
 
@@ -332,7 +332,7 @@ class _Pass:
         in_place = allowed and self.plan.steps[k].in_place and written == read
         if written.overlaps(read) and not in_place:
             raise self.facts.error(
-                action, k, f"writes bytes [{written.offset}, {written.end}) over what it reads, which it cannot"
+                action, k, f"writes bytes [{written.offset}, {written.end}) over its input, but it cannot work in place"
             )
 
 
@@ -350,7 +350,7 @@ class _Forward(_Pass):
     def _begin(self, action: Action, k: int) -> None:
         """Read the inputs, which are sent from this action until the end of the step; `_compute` reads them again."""
         if not self.plan.steps[k].begins_early:
-            raise self.facts.error(action, k, "is none: its operator cannot begin early")
+            raise self.facts.error(action, k, "is wrong, because its operator cannot begin early")
         self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
 
     def _compute(self, action: Action, k: int) -> None:
@@ -362,7 +362,7 @@ class _Forward(_Pass):
         self.read_inputs(action, k, [True] * len(step.inputs))
         if step.is_view:
             if memory.output != memory.inputs[0]:
-                raise self.facts.error(action, k, "is that of a view, whose output must lie where its input does")
+                raise self.facts.error(action, k, "is that of a view, but its output and its input lie at different places")
             self.memory.add_name(memory.output, activation(step.output))
             return
         self.check_in_place(action, k, memory.output, memory.inputs[0], allowed=step.inputs.count(step.inputs[0]) == 1)
@@ -380,7 +380,7 @@ class _Backward(_Pass):
     def run(self) -> None:
         for k in self.facts.silent_views.values():
             if self.plan.memory[k].input_grads[0] != self.plan.memory[k].output_grad:
-                raise self.facts.error(Action.INPUT, k, "is missing, though it lies elsewhere than that of its output")
+                raise self.facts.error(Action.INPUT, k, "is missing, but input and output gradient lie at different places")
         methods = {
             Action.PARAMETERS: self._parameters,
             Action.INPUT: self._input,
@@ -393,7 +393,7 @@ class _Backward(_Pass):
         self._check_all_done()
         if self.plan.needs_grad[0]:
             if self.plan.x_grad is None:
-                raise InvalidPlanError("The gradient of the images is asked for, and the plan has no place for it.")
+                raise InvalidPlanError("The gradient of the images is needed, but the plan has no place for it.")
             gradient_of_images = self.facts.complete_gradient(0)
             self.memory.read(self.plan.x_grad, gradient_of_images, "The caller after backward", "the gradient of the images")
 
@@ -401,7 +401,7 @@ class _Backward(_Pass):
         """Read the inputs and the saved memory, and write the output again."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         if step.node is not None if action is Action.COPY else not step.recomputes_output:
-            raise self.facts.error(action, k, "is asked for, and its operator has none")
+            raise self.facts.error(action, k, "is planned, but its operator cannot recompute its output")
         read = self.read_inputs(action, k, [True] * len(step.inputs)) + self._read_saved(action, k)
         self.check_apart(action, k, [memory.output, memory.scratch], read)
         self.scribble(k)
@@ -415,9 +415,9 @@ class _Backward(_Pass):
     def _parameters(self, action: Action, k: int) -> None:
         step = self.plan.steps[k]
         if not step.has_parameters:
-            raise self.facts.error(action, k, "are asked for, and it has none")
+            raise self.facts.error(action, k, "are planned, but it has no parameters")
         if step.input_first and self.facts.passes_back(k) and not self.done[Action.INPUT, k]:
-            raise self.facts.error(action, k, "come before that of its input, which has to travel")
+            raise self.facts.error(action, k, "come before the gradient of its input, which must be sent first")
         self._check_turn(action, k)
         self._compute(action, k, writes=step.joint_backward)
 
@@ -435,9 +435,9 @@ class _Backward(_Pass):
 
     def _input(self, action: Action, k: int) -> None:
         step, computed = self.plan.steps[k], self.done[Action.PARAMETERS, k] > 0
-        # An operator may build the input's half on the parameters' half (batch norm does), unless its node says input first.
+        # The input's half may use results of the parameters' half (as in batch norm), unless its node sets `input_first`.
         if step.has_parameters and not step.input_first and not computed:
-            raise self.facts.error(action, k, "comes before those of its parameters")
+            raise self.facts.error(action, k, "comes before the gradients of its parameters")
         if not (step.joint_backward and computed):
             self._compute(action, k, writes=True)
         for i, target, partial in self.plan.memory[k].sums:
@@ -464,7 +464,7 @@ class _Backward(_Pass):
         if first is not None:
             self.check_in_place(action, k, first, dy, allowed=not memory.accumulate[0])
         self.check_apart(action, k, others, [dy])
-        # A tensor that is read twice has one gradient, to which both reads add: count its place once.
+        # A tensor that is read twice has one gradient, to which both readers add, so its place counts once.
         places = {*zip(step.inputs, memory.input_grads, strict=True), *((step.inputs[i], target) for i, target, _ in memory.sums)}
         self.check_apart(action, k, [region for _, region in sorted(places, key=str)], [*read, memory.scratch])
         for i, target in enumerate(memory.input_grads):
@@ -474,7 +474,7 @@ class _Backward(_Pass):
         step, memory = self.plan.steps[k], self.plan.memory[k]
         tensor = step.inputs[i]
         if (target is None) is self.plan.needs_grad[tensor]:
-            verb = "has no place" if target is None else "has a place that nothing reads"
+            verb = "has no place" if target is None else "has a place, but nothing reads it,"
             raise self.facts.error(action, k, f"{verb} where {self.facts.name(tensor)} is read")
         if target is None:
             return
@@ -486,7 +486,7 @@ class _Backward(_Pass):
         elif step.accumulates:
             self._add(action, k, i, target)
         else:
-            raise self.facts.error(action, k, "is to be added to others, which its operator cannot")
+            raise self.facts.error(action, k, "is added to other gradients, but its operator cannot accumulate")
 
     def _add(self, action: Action, k: int, i: int, target: Region) -> None:
         """Add a term to a gradient. The gradient must exist and must not contain this term."""
@@ -494,7 +494,9 @@ class _Backward(_Pass):
         owner = self.facts.grad_owner(tensor)
         contributions = self.memory.contributions(target, owner)
         if target.size_bytes and (contributions is None or (k, i) in contributions):
-            raise self.facts.error(action, k, f"is added to a gradient of {self.facts.name(tensor)} that is not there")
+            raise self.facts.error(
+                action, k, f"is added to a gradient of {self.facts.name(tensor)} that does not exist or already contains it"
+            )
         self.memory.write(target, gradient(owner, (contributions or frozenset()) | {(k, i)}), self.facts.actor(action, k))
 
     def _free(self, action: Action, k: int) -> None:
