@@ -107,9 +107,7 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
     meant = check_options(known.builder, f'model "{name}"', {**_placeholders(known), **known.fixed})
     for option, value in known.fixed.items():
         if converted.get(option, meant[option]) != meant[option]:
-            raise OptionError(
-                f'Model "{name}" fixes {option} = {value}, not {given[option]}; remove the option.', option
-            )
+            raise OptionError(f'Model "{name}" fixes {option} = {value}, not {given[option]}; remove the option.', option)
     return {**options(name), **converted}
 
 

@@ -250,7 +250,7 @@ def test_what_makes_no_network_is_refused(model: str, options: dict[str, Any], s
 
 def test_enormous_layers_and_images_that_vanish_are_refused() -> None:
     for channels, width in ((64, 1e308), (64, float("inf")), (1, 1e7), (10**400, 1.0)):
-        with pytest.raises(ConfigError, match=rf"into more than 1,000,000, the maximum of a layer; .* {LARGEST}"):
+        with pytest.raises(ConfigError, match=rf"into more than 1,000,000, the maximum of a layer; {LARGEST}"):
             scaled(channels, width)
     for channels in (0, -1, -(10**400)):
         with pytest.raises(ConfigError, match="it must have at least 1"):
