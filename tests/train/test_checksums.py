@@ -413,14 +413,14 @@ def _difference(*reports: RankReport, splits: int = 1) -> ReplicaDifference:
         (
             [_report(1, 2, 3), _report(2, 2, 3)],
             (10, 11),
-            "After step 9 rank 10 and rank 11 hold different bits of parameter conv.weight, and no majority tells who is wrong; "
+            "After step 9 rank 10 and rank 11 hold different bits of parameter conv.weight, and there is no majority; "
             "all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(1, 2, 3), _report(2, 2, 3), _report(2, 2, 3)],
             (10, 11, 12, 13),
-            "After step 9 ranks 10-11 and ranks 12-13 hold different bits of parameter conv.weight, and no majority tells who is "
-            "wrong; all had the same after step 3",
+            "After step 9 ranks 10-11 and ranks 12-13 hold different bits of parameter conv.weight, and there is no majority; "
+            "all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(1, 2, 4), _report(1, 2, 3, found=("the momentum of fc.weight", "parameter fc.weight"))],
@@ -439,7 +439,7 @@ def test_what_is_said(reports: list[RankReport], ranks: tuple[int, ...], text: s
 
 @pytest.mark.parametrize(("verified", "ranks"), [((True, False), (11,)), ((False, True), (10,)), ((True, True), (10, 11))])
 def test_of_two_ranks_the_owner_is_right(verified: tuple[bool, bool], ranks: tuple[int, ...]) -> None:
-    """The owner is right if it vouches for its values. If both ranks vouch, both are named."""
+    """The owner is right if it has verified its values. If both ranks have, both are named."""
     looks = [Checksums(NAMES[:1], np.array([rank], np.uint32), 3, 8, (verified[rank],)) for rank in range(2)]
     found = difference([RankReport((look,)) for look in looks], ([range(2)],), [10, 11], 9)
     assert found.ranks == ranks
