@@ -34,7 +34,7 @@ from hpctrain.averaging.slicing import Sizes, Slice, fingerprint
 from hpctrain.comm.base import Complete, Handle
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.posting_queue import LocalEvent, Ticket
+from hpctrain.comm.progress import LocalEvent, Ticket
 from hpctrain.comm.sums import Wire
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.base import Norms

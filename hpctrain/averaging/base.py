@@ -1,7 +1,7 @@
 """The seam between backward and the network: gradients in, agreed parameters out.
 
 A `Strategy` plans how the gradients of one group of parameters are averaged: a schedule, without ranks, communicators and
-arrays. Once the ranks have agreed on it (`agreement`), the strategy makes the `GradientAverager` that runs it.
+arrays. Once the ranks have agreed on it (`averagers.make_averager`), the strategy makes the `GradientAverager` that runs it.
 
 An averager turns this rank's gradients into the update of every `Parameter.data` that the whole group agrees on. It sums and
 never divides: the loss has divided by the global count of the step. It owns the order of its collectives, which follows from

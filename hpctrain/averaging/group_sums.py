@@ -30,8 +30,7 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import ArrayChecksums, Fetch
 from hpctrain.comm.base import Array, Communicator
-from hpctrain.comm.posting_queue import LocalEvent, PostingQueue, Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import LocalEvent, PostingQueue, ProgressEngine, Ticket
 from hpctrain.core.intervals import Interval, ShardsOfRank, TreeAddition, additions, cover, even_interval
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Norms

@@ -22,8 +22,7 @@ from statistics import median
 import numpy as np
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.posting_queue import PostingQueue
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import PostingQueue, ProgressEngine
 
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # of the whole buffer; the large one takes 4 ms and more at 1 Gb/s
 _REPEATS = 5

@@ -30,7 +30,8 @@ import numpy as np
 
 from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.comm.base import Array, Communicator, Handle, piece
-from hpctrain.comm.progress import ProgressEngine, WaitPolicy, guard
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.waiting import WaitPolicy, guard
 from hpctrain.core.errors import MissingLibraryError, RankLostError
 from hpctrain.core.text import spans
 from hpctrain.flight.recorder import FlightRecorder

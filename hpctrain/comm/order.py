@@ -8,7 +8,7 @@ operation begins in a `test` of its own handle, or of a later one's, once it is 
 whatever is ready first. If all operations of a queue go to one communicator, that sees the same order on every rank.
 
 By NCCL operations of several communicators would wait for each other on the device, so a run puts all of a group on one
-(`averaging.agreement`).
+(`averaging.averagers`).
 """
 
 from __future__ import annotations

@@ -1,194 +1,368 @@
-"""The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
+"""Progress engine: starts operations in a fixed order, drives all of them, and bounds every wait by a deadline.
 
-One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues. If a wait drove only
-one communicator, collectives of the split group and of the data group could deadlock each other; separate communicators do not
-prevent this. The order within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on
-every rank.
+A process has one `ProgressEngine`, which owns one `PostingQueue` per communicator. Every wait drives all queues. If a wait drove
+only one communicator, collectives of the split group and of the data group could deadlock each other; separate communicators do
+not prevent this. Operations of a queue start in the order of `post`, never in the order of arrival, so that MPI matches
+collectives alike on every rank. A `Ticket` is a queued operation. A `LocalEvent` is an event on this rank on which queued
+operations depend.
 
-`WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
+A `ProgressThread` (`waiting.py`) can drive messages while kernels run. In mode `thread` it only tests operations in flight. It
+completes no operation and starts none (except that an operation of two stages may enter its second stage), so no averager's code
+runs on it, and the main thread notices completions only when it polls. In mode `posting` each pass of the thread is a poll: it
+completes finished operations and starts those that are ready, including their computations, in queue order.
 
-`ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation begins,
-completes or computes in it (one of two stages may come to its second), so no averager ever runs on it, and the process's own
-thread sees a change only when it polls. In mode `posting` a pass is a poll: it completes finished operations and starts ready
-ones, including their computations, in queue order.
-
-`guard` is a deadline for phases without polls: MPI's start, a file opened on a network file system.
+`MessageAccount` accumulates the processor time that messages take from the program: posting, tests and the computations of
+starts. It excludes waits, which are counted separately, and updates, wherever they run. It reads the clock twice per engine call
+that has work to do.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import faulthandler
 import os
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.posting_queue import MessageAccount, PostingQueue, Ticket
+from hpctrain.comm.base import Communicator, Handle, LateHandle
+from hpctrain.comm.waiting import FurtherPolls, ProgressThread, WaitPolicy
 from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.flight.recorder import FlightNotes, FlightRecorder
-from hpctrain.launch import keeper, process_end
-from hpctrain.launch import process_end as exit_codes
+from hpctrain.launch import process_end
 from hpctrain.launch.process_end import End
-from hpctrain.trace.tracer import Category, Tracer
+from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
-@dataclass(frozen=True)
-class WaitPolicy:
-    """How a wait changes from polling to sleeping, in seconds.
+class _Stretch:
+    """Nested engine calls of one thread; only the outermost is timed."""
 
-    A wait polls, offering its core to others after each poll for `offering_seconds`: as quick as a spin where it has the core to
-    itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core; or for `growing_share` of the
-    time waited so far where that is longer, up to `longest_seconds`.
-    """
+    __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 
-    offering_seconds: float = 1e-3
-    sleep_seconds: float = 50e-6
-    growing_share: float = 0.0
-    longest_seconds: float = 10e-3
-
-    def sleeps(self, waited_seconds: float) -> bool:
-        """Return whether a wait that has lasted `waited_seconds` sleeps before its next poll."""
-        return waited_seconds > self.offering_seconds
-
-    def next_sleep(self, waited_seconds: float) -> float:
-        """Return the seconds that a wait which has lasted `waited_seconds` sleeps before its next poll."""
-        return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
+    def __init__(self) -> None:
+        self.depth = 0
+        self.begin_ns = self.update_ns = self.total_ns = 0
 
 
-#: for ranks that share a core: one that polls takes it from the rank that it waits for
-SLEEPS_AT_ONCE = WaitPolicy(offering_seconds=0.0)
-
-#: for start-up with more ranks on a node than cores: polls every 50 us of 63 ranks leave little to the one that they wait for
-MORE_RANKS_THAN_CORES = WaitPolicy(growing_share=0.02)
-
-
-class FurtherPolls:
-    """Further polls at the end of an operator, as long as they take no more than a share of the operator's time.
-
-    A message that moves in many small pieces, as over TCP, moves by one piece for each look. A poll is expected to take as long
-    as the one before; so an operator is followed by one poll at least, and by a second one only where it lasted `1 / share` times
-    as long as both.
+class MessageAccount:
+    """An account of a process's time for messages, of its program and of a second thread, if any, apart.
 
     Args:
-        share: of an operator's time that all polls after it may take, 0 .. 1.
-    """
-
-    def __init__(self, share: float) -> None:
-        assert 0 <= share <= 1
-        self._share = share
-        self._ended_seconds: float | None = None
-        self._begin_seconds = self._latest_seconds = self._allowed_seconds = 0.0
-
-    def begin(self, now: float) -> None:
-        """Note that an operator has ended at this instant of any clock; the first poll begins."""
-        operator_seconds = 0.0 if self._ended_seconds is None else now - self._ended_seconds
-        self._allowed_seconds = self._share * operator_seconds
-        self._begin_seconds = self._latest_seconds = now
-
-    def another(self, now: float) -> bool:
-        """Return whether one more poll may begin. The last one has ended at this instant."""
-        poll_seconds, self._latest_seconds = now - self._latest_seconds, now
-        return now - self._begin_seconds + poll_seconds <= self._allowed_seconds
-
-    def end(self, now: float) -> None:
-        """Note that the last poll has ended; the next operator begins."""
-        self._ended_seconds = now
-
-
-#: between two passes. Shorter ones take time from the kernels, longer ones leave the wire idle between a message's parts.
-INTERVAL_SECONDS = 200e-6
-
-
-class ProgressThread:
-    """A thread that calls `one_pass` again and again inside of its `with` block, and never outside of it.
-
-    A block does not nest. A pass runs in the context of its owner, such as the handling of floating-point errors there. After an
-    exception the thread makes no more passes in that block; its owner gets it from `raise_failure`, or at the block's end.
-
-    Args:
-        one_pass: over all queues. lock: held during each pass; every other thread that talks to the transport holds it, too.
-        interval_seconds: between two passes, unless somebody calls `wake`.
+        trace: records each stretch; None: none is recorded. clock_ns: nanoseconds since any start; a tracer's own counts.
 
     Attributes:
-        inside: the block is open; changed under the lock.
+        last_update_ns: when the last update inside a call of the engine ended.
+    """
+
+    def __init__(self, trace: Tracer | None = None, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._trace = trace
+        self.clock_ns = clock_ns if trace is None else trace.clock_ns
+        self.last_update_ns = 0
+        self._program, self._beside = _Stretch(), _Stretch()
+        self._second: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the program so far."""
+        return self._program.total_ns * 1e-9
+
+    @property
+    def beside_seconds(self) -> float:
+        """Seconds of the second thread so far, which are not the program's."""
+        return self._beside.total_ns * 1e-9
+
+    def second_thread(self, identifier: int | None) -> None:
+        """Set the second thread, whose calls are not the program's; None: there is none."""
+        self._second = identifier
+        if self._trace is not None:
+            self._trace.second_thread(identifier)
+
+    def begin(self) -> None:
+        """Begin a call of the engine, in which something may move."""
+        stretch = self._of_caller()
+        stretch.depth += 1
+        if stretch.depth == 1:
+            stretch.update_ns = 0
+            stretch.begin_ns = self.clock_ns()
+
+    def end(self, *, recorded: bool = True) -> None:
+        """End the call, whether or not it failed. recorded: in the trace, if any."""
+        stretch = self._of_caller()
+        stretch.depth -= 1
+        if stretch.depth == 0:
+            now = self.clock_ns()
+            stretch.total_ns += now - stretch.begin_ns - stretch.update_ns
+            if recorded and self._trace is not None:
+                self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
+
+    def begin_wait(self) -> None:
+        """Count nothing until `end_wait`: the program waits, and that is counted as a wait."""
+        self._of_caller().depth += 1
+
+    def end_wait(self) -> None:
+        """End the wait."""
+        self._of_caller().depth -= 1
+
+    def updated(self, begin_ns: int, stop_ns: int) -> None:
+        """Note that an update has run; inside of a call of the engine it is no message's time."""
+        stretch = self._of_caller()
+        if stretch.depth:
+            stretch.update_ns += stop_ns - begin_ns
+            self.last_update_ns = stop_ns
+
+    def _of_caller(self) -> _Stretch:
+        return self._beside if self._second is not None and threading.get_ident() == self._second else self._program
+
+
+# A posting that is not delayed by more is not recorded as delayed.
+_LEAST_DELAY_NS = 5_000
+
+
+class Ticket:
+    """An operation given to a queue: waiting for its turn, in flight, or done.
+
+    Attributes:
+        purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
+        done: complete; stays True. flight_number: in the flight record; 0 without one.
+        possible_ns: where it is traced, the last instant at which it was known not to be complete.
+        late: its handle, until it has posted what the flight record is to hold; None: the record holds it.
+    """
+
+    __slots__ = (
+        "_after",
+        "_start",
+        "begun_ns",
+        "done",
+        "flight_number",
+        "handle",
+        "late",
+        "possible_ns",
+        "purpose",
+        "queue_name",
+        "sequence",
+    )
+
+    def __init__(
+        self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket], queue_name: str, sequence: int
+    ) -> None:
+        self.purpose = purpose
+        self.queue_name = queue_name
+        self.sequence = sequence
+        self.done = False
+        self.begun_ns = 0  # where it is traced: when posting began
+        self.possible_ns = self.flight_number = 0
+        self.handle: Handle | None = None
+        self.late: LateHandle | None = None
+        self._start: Callable[[], Handle] | None = start
+        self._after = tuple(after)
+
+    def ready(self) -> bool:
+        """Return whether everything that it comes after is complete."""
+        return all(ticket.done for ticket in self._after)
+
+    def turn_ns(self) -> int:
+        """Return the earliest instant at which all that it comes after may have been complete, if operations are traced."""
+        return max((ticket.possible_ns for ticket in self._after), default=0)
+
+    def begin(self) -> None:
+        """Start the operation and release its dependencies, so that no chain of old tickets is kept."""
+        assert self._start is not None, "an operation is started once"
+        start, self._start, self._after = self._start, None, ()
+        self.handle = start()
+
+    def test(self) -> bool:
+        """Drive the started operation and return whether it is complete; its buffers are then released."""
+        assert self.handle is not None
+        if self.handle.test():
+            self.done = True
+            self.handle = None
+        return self.done
+
+    def __str__(self) -> str:
+        head = f"{self.purpose}: queue {self.queue_name}, sequence number {self.sequence}"
+        if self.done:
+            return f"{head}, complete"
+        if self.handle is not None:
+            return f"{head}, operation {self.handle}, in flight"
+        blockers = [f"{ticket.purpose} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
+        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", after the queue's head")
+
+
+class PostingQueue:
+    """Operations of one communicator, started strictly in the order of `post`.
+
+    Args:
+        name: for messages and traces. window: most operations in flight at a time; None: no limit.
+        flight: records each operation as it happens; None: nothing does. world_ranks: of the communicator.
+        lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion,
+            and how long after its turn it was posted at most. account: of the time that posting takes; None: it is not kept.
+
+    Attributes:
+        begun: operations that have been started so far.
     """
 
     def __init__(
-        self, one_pass: Callable[[], None], lock: AbstractContextManager[Any], interval_seconds: float = INTERVAL_SECONDS
+        self,
+        name: str,
+        window: int | None = None,
+        *,
+        lock: AbstractContextManager[Any] | None = None,
+        trace: Tracer | None = None,
+        account: MessageAccount | None = None,
+        flight: FlightRecorder | None = None,
+        world_ranks: Sequence[int] = (0,),
     ) -> None:
-        self._one_pass = one_pass
-        self._lock = lock
-        self._interval_seconds = interval_seconds
-        self._open, self._called = threading.Event(), threading.Event()
-        self.inside = False
-        self._context = contextvars.copy_context()
-        self._ended = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="hpctrain-progress", daemon=True)
-        self._thread.start()
+        assert window is None or window >= 1
+        self.name = name
+        self.window = window
+        self._lock = lock if lock is not None else nullcontext()
+        self._trace = trace
+        self._account = MessageAccount(trace) if account is None else account
+        self._flight = flight
+        self._flight_queue = 0 if flight is None else flight.queue_of(name, world_ranks)
+        self._free_ns = 0  # where it is traced: since when this queue lets its head start
+        self._waiting: deque[Ticket] = deque()
+        self._in_flight: list[Ticket] = []
+        self._posted = 0
+        self.begun = 0
+        self.starting = False
+
+    def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue an operation; it starts at once where it may.
+
+        Args:
+            start: posts the operation and returns its handle. Called when everything before it in this queue has been started and
+                all of `after` are complete. May compute (a shard's update) and may post; must not wait.
+            purpose: its name in messages and traces, usually the parameter's.
+            after: tickets of any queue.
+        """
+        with self._lock:
+            self._account.begin()
+            try:
+                ticket = Ticket(start, purpose, after, self.name, self._posted)
+                self._posted += 1
+                self._waiting.append(ticket)
+                if self._flight is not None:
+                    ticket.flight_number = self._flight.queued(self._flight_queue, purpose, ticket.sequence, depth=2)
+                if self._trace is not None:
+                    ticket.begun_ns = self._trace.clock_ns()
+                self.start_heads()
+            finally:
+                self._account.end()
+        return ticket
 
     @property
-    def identifier(self) -> int | None:
-        """The thread's number, as `threading.get_ident` returns it."""
-        return self._thread.ident
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is in flight."""
+        return not self._waiting and not self._in_flight
 
-    def wake(self) -> None:
-        """Make the next pass at once, if a block is open."""
-        self._called.set()
+    @property
+    def in_flight(self) -> bool:
+        """Whether something is in flight."""
+        return bool(self._in_flight)
 
-    def raise_failure(self) -> None:
-        """Raise here, once, what a pass has raised."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+    def unfinished(self) -> Sequence[Ticket]:
+        """Return the operations in flight, then those that wait, each in order."""
+        return (*self._in_flight, *self._waiting)
 
-    def __enter__(self) -> None:
-        assert not self.inside, "the block of a progress thread does not nest"
-        self._context = contextvars.copy_context()
-        self.inside = True
-        self._open.set()
+    def collect(self) -> None:
+        """Test everything in flight once."""
+        flying, trace = self._in_flight, self._trace
+        full = self.window is not None and len(flying) >= self.window
+        now_ns = 0 if trace is None else trace.clock_ns()
+        still_flying = 0
+        for ticket in flying:
+            done = ticket.test()
+            if ticket.late is not None:
+                self._record_posting(ticket, ticket.late)
+            if not done:
+                ticket.possible_ns = now_ns
+                flying[still_flying] = ticket
+                still_flying += 1
+                continue
+            self._record_end(ticket)
+            if full and trace is not None:
+                self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
+        del flying[still_flying:]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open.clear()
-        with self._lock:  # a pass under way ends first; the next one finds the block closed
-            self.inside = False
-        if error is None:
-            self.raise_failure()
+    def progress_once(self) -> None:
+        """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
+        for ticket in self._in_flight:
+            if ticket.handle is not None:
+                ticket.handle.test()
 
-    def close(self) -> None:
-        """End the thread; outside of the block."""
-        assert not self.inside
-        self._ended = True
-        self._open.set()
-        self._called.set()
-        self._thread.join()
+    def start_heads(self) -> None:
+        """Start operations from the head while they may start."""
+        if self.starting:  # a `start` that posts: what it adds comes after itself
+            return
+        self.starting = True
+        try:
+            while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
+                ticket = self._waiting.popleft()
+                self.begun += 1
+                self._begin(ticket)
+                if self._flight is not None:
+                    if isinstance(ticket.handle, LateHandle):
+                        ticket.late = ticket.handle
+                    else:
+                        self._flight.started(ticket.flight_number, str(ticket.handle))
+                done = ticket.test()
+                if ticket.late is not None:
+                    self._record_posting(ticket, ticket.late)
+                if done:
+                    self._record_end(ticket)
+                else:
+                    ticket.possible_ns = self._free_ns
+                    self._in_flight.append(ticket)
+        finally:
+            self.starting = False
 
-    def _run(self) -> None:
-        while True:
-            self._open.wait()
-            if self._ended:
-                return
-            self._called.clear()  # a call from here on is for the pass after this one
-            try:
-                with self._lock:
-                    if self.inside:
-                        self._context.run(self._one_pass)
-            except BaseException as failure:  # the block's owner gets it
-                self._failure = failure
-                self._open.clear()
-            self._called.wait(self._interval_seconds)
+    def _record_posting(self, ticket: Ticket, late: LateHandle) -> None:
+        """Record in the flight record what a late operation has posted, if it has by now."""
+        if self._flight is not None and late.operation:
+            self._flight.started(ticket.flight_number, late.operation)
+            ticket.late = None
+
+    def _begin(self, ticket: Ticket) -> None:
+        trace = self._trace
+        if trace is None:
+            ticket.begin()
+            return
+        begun_ns = trace.clock_ns()
+        turn_ns = max(self._free_ns, ticket.begun_ns, ticket.turn_ns())
+        if begun_ns - turn_ns > _LEAST_DELAY_NS:
+            trace.add(Category.DELAY, ticket.purpose, turn_ns, begun_ns, self.name, ticket.sequence)
+        ticket.begin()
+        ticket.begun_ns = max(begun_ns, self._account.last_update_ns)  # a start that updates posts after it
+        ticket.possible_ns = self._free_ns = trace.clock_ns()
+
+    def _record_end(self, ticket: Ticket) -> None:
+        """Record an operation that is complete."""
+        if self._flight is not None:
+            self._flight.done(ticket.flight_number)
+        if self._trace is not None:
+            end_ns = self._trace.clock_ns()
+            self._trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, end_ns, self.name, ticket.sequence)
 
 
-#: exit code of a job that ended at a deadline (as of timeout(1))
-TIMEOUT_EXIT_CODE = exit_codes.DEADLINE
+class LocalEvent(Ticket):
+    """A ticket that is done once the event has happened. Never posted; operations that are posted come after it."""
+
+    __slots__ = ()
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_never, text, (), "this rank", 0)
+
+    def happen(self) -> None:
+        """Let go what waits for it; the caller polls the engine, so that it starts."""
+        self.possible_ns = time.perf_counter_ns()
+        self.done = True
+
+
+def _never() -> NoReturn:
+    raise AssertionError("a local event is no operation")
+
 
 # The share of a deadline that one look of a wait may take: what took longer was no look, as where a scheduler suspends a job.
 _LONGEST_LOOK = 0.1
@@ -451,39 +625,5 @@ class ProgressEngine:
         lines += [f"  {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
         process_end.say_last_words(self.rank, [*lines, "stacks of all threads:"], self._stream)
         process_end.say_last_words(self.rank, self.explain(), self._stream, stacks=False)
-        self._abort(TIMEOUT_EXIT_CODE)
+        self._abort(process_end.DEADLINE)
         raise CommunicationTimeoutError(sentence)  # only where `abort` came back
-
-
-# A phase that holds the interpreter lock stops the thread that prints. Then faulthandler, which needs no lock, ends the process.
-_BACKSTOP_SECONDS = 2.0
-
-
-@contextlib.contextmanager
-def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
-    """End this process if the block takes longer than the deadline; the launcher then ends the job.
-
-    Prints rank, phase and all stacks on stderr. The exit code is 124. If the phase holds the interpreter lock, the process itself
-    leaves with 1, which its keeper, if any, turns into 124. Do not nest: a process has one such timer.
-    """
-    assert sys.__stderr__ is not None
-    timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))
-    timer.daemon = True
-    backstop = deadline_seconds + process_end.turn_seconds(rank or 0, deadline_seconds) + _BACKSTOP_SECONDS
-    faulthandler.dump_traceback_later(backstop, exit=True, file=sys.__stderr__)
-    keeper.current_keeper().pulse.guard(True)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        keeper.current_keeper().pulse.guard(False)
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _give_up(phase: str, deadline_seconds: float, rank: int | None) -> None:
-    process_end.await_turn(rank, deadline_seconds)
-    process_end.say_last_words(
-        rank, [f"{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:"]
-    )
-    os._exit(TIMEOUT_EXIT_CODE)

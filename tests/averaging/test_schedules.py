@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.agreement import check_same_schedule
 from hpctrain.averaging.allreduce import AllreduceStrategy
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import check_same_schedule, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.averaging.collective_schedule import (
     ALL_SLICES,
@@ -31,7 +30,7 @@ from hpctrain.averaging.collective_schedule import (
     slices_of_groups,
 )
 from hpctrain.averaging.link_simulation import Times
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slicing import Compression, Slice, cut, fused, layer_slices
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap

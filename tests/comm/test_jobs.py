@@ -214,7 +214,7 @@ _HANGS = {"time.sleep(60)": 124, "ctypes.PyDLL(None).sleep(60)": 1}
 def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: int) -> None:
     program = f"""
     import ctypes, time
-    from hpctrain.comm.progress import guard
+    from hpctrain.comm.waiting import guard
 
     def the_culprit():
         {hang}
@@ -235,7 +235,7 @@ def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: in
 def test_a_phase_that_ends_is_left_alone() -> None:
     program = """
     import time
-    from hpctrain.comm.progress import guard
+    from hpctrain.comm.waiting import guard
     with guard("quick", 0.2):
         pass
     try:

@@ -22,8 +22,7 @@ from hpctrain.averaging.collective_schedule import EventKind, OperationKind, Str
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.nn.parameter import Parameter
 
 _ADDED = "lazy_gradient"

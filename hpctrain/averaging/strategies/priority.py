@@ -15,7 +15,7 @@ from hpctrain.averaging import slicing
 from hpctrain.averaging.base import StrategyCosts, check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.link_simulation import SliceTraffic, Times, Urgency, front_first, two_stream_order
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
 from hpctrain.averaging.slicing import Sizes, Slice
 from hpctrain.averaging.sufficient_factors import FcExchange

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
 from hpctrain.averaging.slicing import Sizes
 from hpctrain.averaging.sufficient_factors import FcExchange

@@ -37,8 +37,8 @@ from hpctrain.averaging.base import (
 )
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Times
-from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
-from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter import OwnerOperations, ReduceScatterAverager, StepUpdate
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.averaging.top_k import Selection, TopK
