@@ -50,11 +50,16 @@ _NOTHING.happen()
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What the updates of one step use.
+    """Parameters of the updates of one step.
 
-    norms: None where the optimiser needs none. joint: of several groups. left_out: slices that take no part in the step.
-    number: of the step, counted from 0 over the whole training, by averagers that count.
-    reads: sums over the parameters that the step has read, taken before an update; None: not requested.
+    Attributes:
+        lr: learning rate.
+        norms: norms for the updates; None if the optimiser needs none.
+        joint: norms of several groups; None if this group's are separate.
+        member: index of this group among the members of `joint`.
+        left_out: slices that take no part in the step.
+        number: number of the step, counted from 0 over the whole training by averagers that count steps.
+        reads: sums over the parameters that the step has read, taken before an update; None: not requested.
     """
 
     lr: float
@@ -66,27 +71,32 @@ class StepUpdate:
     reads: StepReads | None = None
 
     def contribute(self) -> None:
-        """Tell the other groups that this one's squares are in place."""
+        """Announce to the other groups that this group's squares are in place."""
         assert self.joint is not None
         self.joint.contribute(self.member)
 
 
 class OwnerOperations:
-    """The operations of a schedule on this rank: its parts of slices, the buffers of their sums, and the starts.
-
-    Args:
-        streams: by stream, its communicator; its ranks own the parts of a slice in their order.
-        batch: nominal samples of a step over all ranks, for the exchange of sufficient factors.
-        sums: of gradients; None: those of their stream.
-
-    Attributes:
-        owned: all segments that this rank updates, in the order of the flat buffers; those that every rank updates included.
-        touching: by parameter, the slices that hold some of it. exchange_of: by weight.
-        rounded: the exact values and rounding errors that this rank owns, if parameters travel in 16 bits; else None.
-        group, schedule, comm: the parameters, the schedule and the ranks that own parts.
-        sums: by slice, the sum of the owned part as its last reduce-scatter brought it; none where one rank has all.
+    """Operations of a schedule on this rank: its parts of slices, the buffers of their sums, and the starts of operations.
 
     Subclasses with other operations override `start`, `sum_slice`, `finish_gradient` and `gather_slice`.
+
+    Args:
+        setup: objects of this rank that the averager works with.
+        schedule: the agreed schedule.
+        streams: communicators by stream. Their ranks own the parts of a slice in rank order.
+        batch: nominal samples of a step over all ranks, for the exchange of sufficient factors.
+        sums: sums of gradients; None: sums of the stream's communicator.
+
+    Attributes:
+        owned: all segments that this rank updates, in the order of the flat buffers, including segments that every rank updates.
+        touching: indices of the slices that contain elements of a parameter, by parameter.
+        exchange_of: exchange of sufficient factors by weight.
+        rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
+        group: the parameters.
+        schedule: the agreed schedule.
+        comm: the ranks that own parts.
+        sums: sum of the owned part as its last reduce-scatter wrote it, by slice; empty if one rank has everything.
     """
 
     def __init__(
@@ -101,14 +111,16 @@ class OwnerOperations:
         self._terms = setup.terms
         self._streams, self.comm = streams, streams[Stream.GRADIENTS]
         self._sums_of = self.comm if sums is None else sums
-        self._counts_replicated = setup.comm.rank == 0  # what every rank owns counts once in a norm
+        self._counts_replicated = setup.comm.rank == 0  # segments that every rank owns count once in a norm
         self.touching: dict[str, list[int]] = {name: [] for name in setup.group.parameters}
         self.exchange_of: dict[str, SufficientFactorExchange] = {}
         self._own: list[tuple[Segment, ...]] = []
         self._replicated: list[tuple[Segment, ...]] = []
-        self._pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}  # by slice: its layer's exchange, its place in it
+        self._pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}  # (its layer's exchange, index in it), by slice
         self.sums: dict[int, Array] = {}
-        self._counts = [piece.counts(self.comm.size) for piece in schedule.slices]  # made once: every operation asks
+        self._counts = [
+            piece.counts(self.comm.size) for piece in schedule.slices
+        ]  # computed once because every operation uses them
         for k in range(len(schedule.slices)):
             self._add(k, batch)
         self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
@@ -138,7 +150,7 @@ class OwnerOperations:
             self.sums[k] = self.group.arithmetic.zeros(end - begin, self.group.dtype)
 
     def _places(self, slices: range) -> tuple[range, slice]:
-        """Return slices whose norms travel together, with the places of their parameters in the norms, which no others have."""
+        """Return slices whose norms travel together, and the rows of the norms that belong to their parameters only."""
         if len(slices) == len(self.schedule.slices):
             return slices, slice(None)
         places = {segment.parameter: place for place, segment in enumerate(self.group.segments)}
@@ -149,9 +161,8 @@ class OwnerOperations:
     def takes_part(self, operation: Operation, update: StepUpdate) -> bool:
         """Return whether a step that leaves out some slices posts an operation.
 
-        Norms are posted if they are those of any other slice.
-
-        Or if those of several groups travel together: the others wait for this group's, of whatever takes part.
+        Norms are posted if they cover any slice that is not left out. They are always posted if norms of several groups travel
+        together, because the other groups wait for this group's contribution.
         """
         left_out = update.left_out
         if operation.kind is OperationKind.NORMS:
@@ -159,12 +170,12 @@ class OwnerOperations:
         return operation.slice not in left_out
 
     def begin_step(self) -> None:
-        """Begin a step: nothing to prepare, by default."""
+        """Begin a step. No-op by default."""
 
     # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
 
     def start(self, operation: Operation, update: StepUpdate) -> Handle:
-        """Post an operation of a step, with what must be computed just before it."""
+        """Post an operation of a step, after the computations that must precede it."""
         match operation.kind:
             case OperationKind.INPUTS:
                 return self._pieces[operation.slice][0].post_inputs()
@@ -178,14 +189,14 @@ class OwnerOperations:
                 return self.sum_slice(operation.slice)
 
     def sum_slice(self, k: int) -> Handle:
-        """Post the sum of a slice's gradient over the ranks, each of which gets its part."""
+        """Post the reduce-scatter of a slice's gradient."""
         if self.comm.size == 1:
             return Complete()
         piece = self.schedule.slices[k]
         return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self.sums[k], self._counts[k])
 
     def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
-        """Add up squares of what is owned here and post their sum over the ranks, unless all groups' travel together."""
+        """Add up the squares of owned elements and post their allreduce, unless the norms of all groups travel together."""
         norms = update.norms
         assert norms is not None
         slices, places = self._covered[operation.slice]
@@ -201,7 +212,7 @@ class OwnerOperations:
             else:
                 self.rounded.add_squares(norms, k, self._own[k])
                 segments += self._replicated[k] if self._counts_replicated else ()
-            if self.group.arithmetic.on_host:  # while the slice is in a cache; elsewhere one wait for all is better
+            if self.group.arithmetic.on_host:  # while the slice is in a cache; on a device a single wait is better
                 norms.add_partial(self.group, segments)
                 segments.clear()
         norms.add_partial(self.group, segments)
@@ -212,31 +223,31 @@ class OwnerOperations:
         return Finished(handle, lambda: norms.complete(places))
 
     def read_parts(self) -> list[tuple[Segment, ...]]:
-        """Return the segments of each slice, followed by its segments that every rank updates."""
+        """Return, by slice, its segments followed by the segments that every rank updates with it."""
         slices = self.schedule.slices
         return [(*self.group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
 
     def update_parts(self) -> list[tuple[Segment, ...]]:
-        """Return the segments of each slice that this rank updates."""
+        """Return, by slice, the segments that this rank updates."""
         return [self._updated(k) for k in range(len(self.schedule.slices))]
 
     def _updated(self, k: int) -> tuple[Segment, ...]:
         return (*self._own[k], *self._replicated[k])
 
     def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
-        """Return owned segments that have each element of the group once over the ranks, with views of their state."""
+        """Return owned segments, with views of their state, that contain each element of the group once over all ranks."""
         segments = (segment for k in range(len(self.schedule.slices)) for segment in self._counted(k))
         return [(segment, self.owned_state(segment)) for segment in segments]
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
-        """Return the segments of a slice that count on this rank: elements that several ranks update count on one of them."""
+        """Return the segments of a slice that count on this rank. Elements that several ranks update count on one of them."""
         counted = () if self.comm.rank % self.schedule.slices[k].copies else self._own[k]
         return (*counted, *self._replicated[k]) if self._counts_replicated else counted
 
     def _update_and_gather(self, operation: Operation, update: StepUpdate) -> Handle:
-        """Update what is owned of a slice, then gather all of it in place."""
+        """Update this rank's part of a slice, then post the allgather of the slice in place."""
         k = operation.slice
-        if update.reads is not None:  # this is the last moment: the update writes this rank's part, the gather those of others
+        if update.reads is not None:  # before the update writes this rank's part and the gather the other parts
             update.reads.take(k)
         if update.norms is None:
             self.finish_gradient(k)
@@ -253,7 +264,7 @@ class OwnerOperations:
         return comm.iallgather(None, self.group.data[piece.start : piece.stop], self._counts[k])
 
     def finish_gradient(self, k: int) -> None:
-        """Put the sum over all ranks into the owned part of a slice's gradient. Its sum is complete."""
+        """Copy the sum over all ranks to the owned part of a slice's gradient. The sum must be complete."""
         if k in self._pieces:
             exchange, place = self._pieces[k]
             exchange.multiply(place)
@@ -264,18 +275,18 @@ class OwnerOperations:
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 
     def full_state(self, name: str, progress: ProgressEngine) -> dict[str, np.ndarray]:
-        """Return the optimiser's state of one whole parameter, 1-D, by name, from its owners.
+        """Return the optimiser's state of one whole parameter by name, 1-D, gathered from its owners.
 
-        Collective; while nothing is queued.
+        Collective; nothing may be queued.
         """
         segment, comm = self.group.segment(name), self.comm
         if any(segment in segments for segments in self._replicated):
             return self._state(segment)
-        # A part without elements, for the names and types of the states.
+        # An empty part provides the names and dtypes of the states.
         whole = {key: np.empty(segment.size, values.dtype) for key, values in self._state(segment.part(0, 0)).items()}
         for piece in (self.schedule.slices[k] for k in self.touching[name]):
             owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
-            # Of ranks that own the same part the first one sends it.
+            # The first of the ranks that own the same part sends it.
             counts = [0 if rank % piece.copies else part.size for rank, part in enumerate(owned)]
             begin = max(segment.start, piece.start) - segment.start
             state = self._state(owned[comm.rank])
@@ -285,16 +296,16 @@ class OwnerOperations:
         return whole
 
     def gather_parameters(self, progress: ProgressEngine) -> None:
-        """Gather all slices as their owners have them, never rounded. Collective; while nothing is queued."""
+        """Gather the exact parameters of all slices from their owners, never rounded. Collective; nothing may be queued."""
         comm = self.comm
         for k, piece in enumerate(self.schedule.slices if comm.size > 1 else ()):
-            # Of ranks that own the same part the first one sends it.
+            # The first of the ranks that own the same part sends it.
             counts = [
                 0 if rank % piece.copies else count
                 for rank, count in enumerate(piece.owned_size(rank, comm.size) for rank in range(comm.size))
             ]
             begin, end = piece.part(comm.rank, comm.size)
-            # The sum of the last step is in the gradient: its buffer is free, and none has to be made.
+            # The sum of the last step has been copied to the gradient, so its buffer is free.
             free = self.sums[k] if k in self.sums else self.group.arithmetic.zeros(end - begin, self.group.dtype)
             sent = free[: counts[comm.rank]]
             if counts[comm.rank]:
@@ -303,7 +314,7 @@ class OwnerOperations:
             progress.wait_handle(handle, f"parameters of {piece.name}")
 
     def owned_state(self, segment: Segment) -> dict[str, Array]:
-        """Return views of the state of an owned segment, or of one without elements."""
+        """Return views of the state of an owned segment, or of an empty segment."""
         rounded = {} if self.rounded is None else self.rounded.state(segment)
         return {**self._optimizer.state(segment), **rounded}
 
@@ -314,10 +325,14 @@ class OwnerOperations:
 
 @dataclass
 class ReduceScatterStep:
-    """The state of one step; operations that start late still find their own.
+    """State of one step. Operations that start late still find the state of their step.
 
-    tickets: by position in the schedule. gathered: by slice; complete once its parameters hold the step's values, which are
-    those of an earlier step where this one leaves the slice out.
+    Attributes:
+        update: parameters of the step's updates.
+        events: events by kind and parameter.
+        tickets: tickets by position in the schedule.
+        gathered: tickets by slice, complete once the slice's parameters hold the step's values. If the step leaves a slice out,
+            the ticket is that of an earlier step.
     """
 
     update: StepUpdate
@@ -327,20 +342,26 @@ class ReduceScatterStep:
 
 
 class ReduceScatterAverager(GradientAverager):
-    """Update this rank's own part of every slice, and gather the parameters from all ranks.
+    """Averager that updates this rank's part of every slice and gathers the parameters from all ranks.
+
+    A subclass may leave slices out of a step (`left_out_slices`), and may have other operations.
 
     Args:
-        exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
-        order: the ranks of `comm` as the streams count them; None: as `comm` does.
-        replan: returns the schedule in another order, from times measured in the first steps; None: its order stays.
-        operations: of the schedule; None: those of `OwnerOperations`.
-
-    A subclass may leave slices out of a step (`left_out_slices`), and have operations of its own.
+        setup: objects of this rank that the averager works with.
+        agreement: schedule, communicators and sums that the ranks have agreed on.
+        exchanging: weight -> biases of the linear layers that exchange inputs and errors.
+        nominal_batch: samples of a step over all ranks.
+        order: ranks of `comm` in the order in which the streams count them; None: the order of `comm`.
+        replan: function that returns the schedule in another order, from times measured in the first steps; None: the order is
+            fixed.
+        operations: operations of the schedule; None: `OwnerOperations`.
 
     Attributes:
-        operations: what each operation of the schedule posts and computes. queues: by stream, where they are posted.
-        posting: the operations in order, each with what it comes after and its text. step: the step under way, if any.
-        step_number: number of the next step, counted from 0 over the whole training where a subclass keeps it in `counters`.
+        operations: what each operation of the schedule posts and computes.
+        queues: posting queues by stream.
+        posting: operations in order, each with its dependencies and its text.
+        step: current step, if any.
+        step_number: number of the next step, counted from 0 over the whole training if a subclass keeps it in `counters`.
     """
 
     schedule: CollectiveSchedule
@@ -374,7 +395,7 @@ class ReduceScatterAverager(GradientAverager):
         self.gather_parameters = partial(self.operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
-        #: parts of others arrive without theirs
+        #: whether gathered parts need their shadows refreshed
         self._refreshes_shadows = self.group.shadow is not None and setup.comm.size > 1
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
         named = {EventKind.GRADIENT: self._names, EventKind.INPUTS: self._exchanging, EventKind.LAST_READ: self._names}
@@ -389,12 +410,12 @@ class ReduceScatterAverager(GradientAverager):
     # -- a step --------------------------------------------------------------------------------------------------------------
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """Queue all operations of the step, in the schedule's order: this is where gradients are sent, once they are ready."""
+        """Queue all operations of the step in the schedule's order. Each is sent once its gradients are ready."""
         if self._replan is not None and self._steps == _WARM_UP_STEPS + _MEASURED_STEPS:
             self._order_by_measured_times(self._replan)
         self._steps += 1
         self._clock.begin(self._steps > _WARM_UP_STEPS and self._replan is not None)
-        assert counts is not None or not self._exchanging, "the exchange of inputs and errors needs the step's counts"
+        assert counts is not None or not self._exchanging, "the exchange of inputs and errors requires the step's counts"
         if counts is not None:
             self._counts = list(counts) if self._order is None else [counts[rank] for rank in self._order]
         self._previous, self.step = self.step, self._new_step(lr)
@@ -402,7 +423,7 @@ class ReduceScatterAverager(GradientAverager):
             self._post(operation, needs, text, self.step)
 
     def left_out_slices(self) -> frozenset[int]:
-        """Return the slices that are neither summed nor updated in the step that begins, the same on every rank."""
+        """Return the slices that the step leaves unsummed and not updated, the same on every rank."""
         return frozenset()
 
     def _new_step(self, lr: float) -> ReduceScatterStep:
@@ -433,7 +454,7 @@ class ReduceScatterAverager(GradientAverager):
         ticket = self.queues[operation.stream].post(start, text, after)
         joint = step.update.joint
         if operation.kind is OperationKind.NORMS and joint is not None:
-            ticket = joint.ticket  # this group's squares are only a part: what comes after needs those of all groups
+            ticket = joint.ticket  # later operations need the norms of all groups
         step.tickets.append(ticket)
         if operation.kind is OperationKind.ALLGATHER:
             step.gathered[operation.slice] = ticket
@@ -468,7 +489,7 @@ class ReduceScatterAverager(GradientAverager):
     def grad_ready(self, parameter: Parameter) -> None:
         if not parameter.size:
             return
-        assert parameter.name not in self._weight_of, f"{parameter.name} exchanges inputs and errors, and no gradient"
+        assert parameter.name not in self._weight_of, f"{parameter.name} exchanges inputs and errors instead of a gradient"
         self._clock.ready(parameter.name)
         self._happens(EventKind.GRADIENT, parameter.name)
         self.progress.poll()
@@ -479,7 +500,7 @@ class ReduceScatterAverager(GradientAverager):
             self._happens(EventKind.LAST_READ, parameter.name)
 
     def end_backward(self) -> None:
-        """Announce parameters that this step did not use, with whatever gradient they hold."""
+        """Announce the parameters that this step did not use, with the gradients that they hold."""
         assert self.step is not None, "begin_step comes first"
         events = self.step.events
         for name in [name for name, event in events[EventKind.INPUTS].items() if not event.done]:
@@ -512,15 +533,15 @@ class ReduceScatterAverager(GradientAverager):
             return
         self.progress.wait(self.step.gathered.values())
         joint = self.step.update.joint
-        if joint is not None:  # where nothing is gathered, too: others wait for this rank's contribution
+        if joint is not None:  # even if nothing is gathered: other ranks wait for this rank's contribution
             joint.complete()
 
     def _order_by_measured_times(self, replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule]) -> None:
-        """Put the schedule's operations into the order that the measured times of all ranks ask for. Collective; once."""
+        """Reorder the schedule's operations by the measured times of all ranks. Collective; once."""
         self.drain()
         self._replan = None
         times = over_ranks(self._clock.times(), self._names, self._comm, self.progress)
-        # All ranks plan alike; were one's arithmetic another, rank 0's plan would still be that of all.
+        # All ranks plan alike; rank 0's plan is used everywhere in case floating-point results differ.
         self.schedule = self._comm.broadcast_object(replan(self.schedule, times))
         self.posting = _posting(self.schedule)
         for queue in self.queues.values():
@@ -532,11 +553,11 @@ class ReduceScatterAverager(GradientAverager):
         return self.operations.owned
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Return the optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
+        """Return the optimiser's state of one whole parameter, gathered from its owners. Collective; call it after `drain`."""
         return self.operations.full_state(parameter.name, self.progress)
 
 
 def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:
-    """Return each operation with what it comes after and its text; made once, as every step posts the same."""
+    """Return each operation with its dependencies and its text, which are the same in every step."""
     operations = zip(schedule.operations, dependencies(schedule), strict=True)
     return [(operation, needs, schedule.text(operation)) for operation, needs in operations]

@@ -43,21 +43,21 @@ from hpctrain.optim.base import NormsNeeded
 
 
 class ReduceScatterStrategy(Strategy):
-    """The base of strategies of reduce-scatter, update by the owner and allgather.
+    """Base of strategies that reduce-scatter gradients, update owned parts and allgather parameters.
 
     Linear layers may exchange sufficient factors instead of gradients.
 
-    A strategy defines `words`. It may choose `streams`, sizes (`slice_elements`), an `urgency` or an `order`, a `window`, other
-    `slices` and `operations`, and an averager that takes `averager_arguments`. Besides its own, its options have `fc_exchange`,
-    `sizes`, `two_level` and `replan`, as those of `Sharded` do.
+    A strategy defines `words`. It may override `streams`, sizes (`slice_elements`), `urgency` or `order`, `window`, `slices`,
+    `operations`, and the averager, which takes `averager_arguments`. Next to its own options it has `fc_exchange`, `sizes`,
+    `two_level` and `replan`, as `Sharded` does.
 
     Attributes:
         streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
         exchanging: weight -> biases of the linear layers that exchange inputs and errors.
-        apart: parameters that share no slice with others.
+        apart: parameters that share no slice with other parameters.
 
     Raises:
-        OptionError: fc_exchange "always" with several micro-batches: their inputs would have to be kept.
+        OptionError: fc_exchange is "always" with several micro-batches, whose inputs would all have to be kept.
     """
 
     adds_norms = True
@@ -70,17 +70,17 @@ class ReduceScatterStrategy(Strategy):
         options = self.options
         if options.fc_exchange == "always" and group.micro_batches > 1:
             raise OptionError(
-                f"fc_exchange is always, but micro_batches is {group.micro_batches}; the exchange needs micro_batches 1, "
-                f"or set fc_exchange to auto or never.",
+                f"fc_exchange is always, but micro_batches is {group.micro_batches}; set micro_batches to 1, or fc_exchange to "
+                f"auto or never.",
                 "fc_exchange",
             )
         two_level = options.two_level and group.shards is None  # the order of shards is independent of nodes
         self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
-        # In two levels a node counts as one rank: the rule is about what crosses its link.
+        # With two levels a node counts as one rank, because the rule concerns traffic on its link.
         links = group.ranks if self._levels is None else self._levels.nodes
         sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
         exchange: FcExchange = "never" if options.fc_exchange == "auto" and not group.on_host else options.fc_exchange
-        exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
+        exchange = exchange if group.shards is None else "never"  # products of inputs and errors are summed in another order
         self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
 
     @classmethod
@@ -99,26 +99,27 @@ class ReduceScatterStrategy(Strategy):
 
     @abstractmethod
     def words(self) -> str:
-        """Return the strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
+        """Return the strategy and its options in words, as part of a stored schedule's request."""
 
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        """Return the elements of a slice, least and most.
+        """Return the minimum and the maximum number of elements of a slice.
 
-        Neighbours are fused until they have the first number; what has more than the second is cut. By default by the option
-        `bucket_bytes`, if there is one; else by rule.
+        Neighbours are fused until they have the minimum; larger slices are cut at the maximum. The default is the option
+        `bucket_bytes`, if there is one and it is set; otherwise the rule of `slicing.slice_elements`.
 
-        link: the measured one or, by default, that of the rule.
+        Args:
+            link: the measured link, or by default the link of the rule.
         """
         return slicing.slice_elements(getattr(self.options, "bucket_bytes", None), self.group.layout, self.group.ranks, link)
 
     @property
     def urgency(self) -> Urgency:
-        """The key by which a link chooses among what it could send: the least goes first. By default reductions go first."""
+        """Key by which a link chooses what to send next: the smallest goes first. By default reductions go first."""
         return reductions_first
 
     def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
-        """Return (slice, whether it is its gather) in the order in which they are to be sent."""
-        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all after it waits
+        """Return pairs (slice, whether this is its gather) in the order in which they are sent."""
+        if self.streams[-1] is Stream.GRADIENTS:  # a single queue: all operations wait for the next one
             times = times.late()
         return best_order(traffic, times, link, self.urgency)
 
@@ -135,14 +136,15 @@ class ReduceScatterStrategy(Strategy):
 
     @property
     def posted_streams(self) -> tuple[Stream, ...]:
-        """The streams of schedules; norms of some parameters have one of their own, so that nothing else waits for them."""
+        """Streams of schedules. Norms of some parameters have a separate stream, so that nothing else waits for them."""
         return (*self.streams, Stream.NORMS) if self._layer_norms else self.streams
 
     @property
     def _layer_norms(self) -> bool:
-        """Whether an update waits for the norms of its own layers only.
+        """Whether an update waits only for the norms of its layers.
 
-        Norms of several groups of parameters travel together. On one rank nothing travels, and a device is waited for once.
+        Not with several parameter groups, whose norms travel together, nor on one rank, where nothing travels and a single wait
+        for a device is cheaper.
         """
         return self.group.norms_needed is NormsNeeded.LAYER and self.group.ranks > 1 and not self.group.several_groups
 
@@ -152,7 +154,7 @@ class ReduceScatterStrategy(Strategy):
         return f"{words}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Return whether a stored schedule fits, and has the norms that the optimiser needs: an option may have changed."""
+        """Return whether a stored schedule fits and has the norms that the optimiser needs, which options may have changed."""
         if stored is None or not super().accepts(stored):
             return False
         norms = [operation.slice for operation in stored.operations if operation.kind is OperationKind.NORMS]
@@ -161,7 +163,7 @@ class ReduceScatterStrategy(Strategy):
         return norms == ([ALL_SLICES] if self.group.needs_norms else [])
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether a measured link is needed, also for an order that is still to be planned by measured times."""
+        """Return whether a measured link is needed for sizes, or for an order that is still to be planned from measured times."""
         return self.replans(usable) or (usable is None and self.options.sizes == "measured")
 
     def replans(self, schedule: CollectiveSchedule | None) -> bool:
@@ -184,7 +186,7 @@ class ReduceScatterStrategy(Strategy):
         return ReduceScatterAverager(setup, agreement, **self.averager_arguments(agreement))
 
     def averager_arguments(self, agreement: Agreement) -> dict[str, Any]:
-        """Return the keywords of a `ReduceScatterAverager` that runs the plan."""
+        """Return the keyword arguments for a `ReduceScatterAverager` that runs the plan."""
         return {
             "exchanging": self.exchanging,
             "nominal_batch": self.group.nominal_batch or 0,
@@ -193,7 +195,11 @@ class ReduceScatterStrategy(Strategy):
         }
 
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Return slices of all parameters, in forward order. link: that sizes follow from."""
+        """Return slices of all parameters, in forward order.
+
+        Args:
+            link: link that determines the sizes.
+        """
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
         block = NORM_BLOCK if self.group.shards is not None and self.group.needs_norms else 1
@@ -203,8 +209,8 @@ class ReduceScatterStrategy(Strategy):
         return tuple(sorted(slices, key=lambda piece: piece.start))
 
     def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        """Return the operations of a step on these slices, in the order in which they are posted."""
-        norms: tuple[int, ...] = ()  # the slices of the operations of norms, ascending
+        """Return the operations of a step on these slices, in posting order."""
+        norms: tuple[int, ...] = ()  # slice index of each norms operation, ascending
         if self.group.needs_norms:
             norms = norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
         gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
@@ -219,15 +225,18 @@ class ReduceScatterStrategy(Strategy):
 def operations_in_order(
     slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, norms: Sequence[int] = ()
 ) -> tuple[Operation, ...]:
-    """Return a step of reductions and gathers.
+    """Return the operations of a step, reductions and gathers, in posting order.
 
-    Inputs in forward's order, then what a link sends, norms between the two where needed.
+    Inputs come first, in the order of forward; then all others in the order of `sent`, with norms between reductions and gathers
+    if they are needed.
 
     Args:
-        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients,
-            but norms of some slices only, which have their own.
-        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, after the last reduction. Else
-            every gather in `sent` must stand after the last reduction of those whose norms travel with its own.
+        slices: slices of the parameters.
+        sent: pairs (slice, whether this is its gather) in order.
+        gathers: stream of the gathers. All other operations are on the stream of gradients, except norms of some slices, which
+            have a separate stream.
+        norms: slice index of each norms operation, ascending. `ALL_SLICES`: norms of everything, after the last reduction.
+            Otherwise every gather in `sent` must come after the last reduction of the slices whose norms travel with its own.
     """
     first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
     exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])
@@ -242,14 +251,14 @@ def operations_in_order(
     if ALL_SLICES not in norms:
         return (*inputs, *_with_norms(slices, order, norms))
     gathered = (operation for operation in order if operation.kind is OperationKind.ALLGATHER)
-    # Updates wait for the norms, and these for all sums: no gather can go under backward, so front layers go first.
+    # Updates wait for the norms, and these for all sums. No gather can run under backward, so front layers go first.
     late = sorted(gathered, key=lambda operation: slices[operation.slice].order)
     reductions = (operation for operation in order if operation.kind is not OperationKind.ALLGATHER)
     return (*inputs, *reductions, Operation(OperationKind.NORMS, ALL_SLICES, Stream.GRADIENTS), *late)
 
 
 def _with_norms(slices: Sequence[Slice], order: Sequence[Operation], starts: Sequence[int]) -> list[Operation]:
-    """Return the operations, and norms of each group of slices right after the last of its reductions."""
+    """Return the operations, with the norms of each group of slices right after the last reduction of the group."""
     groups = slices_of_groups(starts, len(slices))
     start_of = {k: start for start, group in groups.items() for k in group}
     unsummed = {start: len(group) for start, group in groups.items()}

@@ -570,8 +570,8 @@ WHOLE = ("plan.features.*=domain",)
 NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
 NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
 SENTENCE = (
-    "The averager plain adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; leave "
-    "clip_norm out and use sgd, or use another averager."
+    "The averager plain computes no norms (its class does not set adds_norms), which optimizer.clip_norm and lars require; "
+    "remove clip_norm and use sgd, or use another averager."
 )
 #: a strategy of somebody's own that has never heard of norms
 PLAIN_STRATEGY = """
@@ -596,7 +596,7 @@ class Plain(Strategy):
 
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Overrides for a strategy that adds up no norms."""
+    """Overrides for a strategy that computes no norms."""
     package = tmp_path / "own_strategies"
     package.mkdir()
     (package / "__init__.py").write_text("")
