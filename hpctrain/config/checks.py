@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
@@ -30,6 +32,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.storage.weights_file import SUFFIXES
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
@@ -213,6 +216,12 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of patterns that have nothing to work on."""
     init = config.init
+    if init.weights is not None and Path(init.weights).suffix.lower() not in SUFFIXES:
+        yield (
+            ("init", "weights"),
+            f"init.weights is {init.weights}, but a file of weights ends in {', '.join(SUFFIXES)}; make one from a run with "
+            "`hpctrain weights export RUN --out weights.safetensors`.",
+        )
     if init.ignore and init.weights is None:
         yield ("init", "ignore"), "init.ignore is given, but init.weights names no file of which something could be left out."
     try:
@@ -244,7 +253,8 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             attempt()
         except ConfigError as error:
             yield path, str(error)
-    names = grid.layer_names(config)
+    graph = grid.model_graph(config)
+    names = () if graph is None else tuple(node.name for node in graph.nodes)
     patterns: list[tuple[KeyPath, str]] = [(("plan", pattern), pattern) for pattern in config.plan.patterns]
     patterns += [(("grid", "overlap", index), pattern) for index, pattern in enumerate(config.grid.overlap)]
     for where, pattern in patterns if names else ():
@@ -252,14 +262,14 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             ParallelPlan(use={pattern: Parallelism.DOMAIN}).check(names)
         except ConfigError as error:
             yield where, str(error)
-    yield from _overlap_faults(config, cols)
+    if graph is not None:
+        yield from _overlap_faults(config, graph, cols)
 
 
-def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
+def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of patterns of `grid.overlap` that serve no layer, whatever the images' size."""
-    graph = grid.model_graph(config)
     try:
-        faults = () if graph is None else tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
+        faults = tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
     except HpctrainError:  # what is wrong with the grid has its own sentence
         return
     for number, sentence, by_size in faults:

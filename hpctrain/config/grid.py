@@ -64,8 +64,7 @@ def layer_names(config: Config) -> tuple[str, ...]:
 
 def splits_parameters(config: Config) -> bool:
     """Return whether each rank of a split group holds a part of some parameters; False if model or plan have a fault."""
-    graph = model_graph(config)
-    if graph is None or config.grid.rows == 1:
+    if config.grid.rows == 1 or (graph := model_graph(config)) is None:
         return False
     try:
         plan = parallel_plan(config, config.grid.cols or 1)

@@ -43,7 +43,7 @@ import yaml
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
-from hpctrain.launch.signal_mask import release
+from hpctrain.launch.process_start import release
 from hpctrain.runs import records
 from hpctrain.runs.owner import MARKER, STAMP, Ownership, RunMarker, is_run, mark, marker_of, order_of
 from hpctrain.runs.records import Bookkeeping

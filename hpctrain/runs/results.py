@@ -358,7 +358,7 @@ def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
 def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     records = record.state.records
     samples = samples_per_epoch(records)
-    entries = record.state.of_kind("interval")
+    entries = record.state.of_kind("interval", "epoch")  # an epoch shorter than metrics.interval_seconds may have no interval
     yield from _curve(run, TRAINING, [(_place(entry, samples), entry.get(key)) for entry in entries])
 
 

@@ -227,6 +227,10 @@ def test_an_averager_that_is_chosen_has_no_options_yet():
     [
         ("init.freeze=[conv1, layer9.*]", "matches no layer with parameters; the nearest layer is layer"),
         ('init.freeze=["*"]', "so that nothing is trained; leave fc to be trained, at least."),
+        (
+            "init.weights=runs/first",
+            "init.weights is runs/first, but a file of weights ends in .safetensors, .pt, .pth; make one",
+        ),
         ("init.ignore=[fc.*]", "init.ignore is given, but init.weights names no file"),
     ],
 )

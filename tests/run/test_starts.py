@@ -22,8 +22,7 @@ from hpctrain.config.load import load
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.data.convert.common import PictureForm, pack
-from hpctrain.data.format import digest_of
-from hpctrain.data.image_file import ImageFile, compared_facts
+from hpctrain.data.image_file import ImageFile, compared_facts, digest_of
 from hpctrain.data.pictures import picture_facts
 from hpctrain.data.readers import BlockReader
 from hpctrain.data.writer import write_data_file

@@ -284,6 +284,15 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     assert "no bits" in text
 
 
+def test_many_runs_are_rows_that_fit_80_columns(tmp_path: Path) -> None:
+    printed = _printed([write_run(tmp_path, config=f"batch: {8 + number % 2}\n").path for number in range(16)], 80)
+    assert max(map(len, printed)) <= 80
+    rows = [line.split() for line in printed if "66.67% (epoch 2)" in line]
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 17)]
+    assert any(line.split() == ["batch", "8", *(f"{number}," for number in range(1, 15, 2)), "15"] for line in printed)
+    assert not any("…" in line for line in printed)
+
+
 def test_training_is_the_mean_of_each_stretch_alone(tmp_path: Path) -> None:
     """Records have the mean over the epoch so far; here that of each stretch is 2 / its end."""
     loss = panels(read_runs([write_run(tmp_path, epochs=2, intervals=5).path]))[0]
@@ -301,6 +310,18 @@ def test_runs_share_panels(tmp_path: Path) -> None:
     assert {curve.run for curve in drawn["lr"].curves} == {0, 1}
     assert drawn["top1"].percent
     assert max(drawn["lr"].curves[1].xs) == 3.0
+
+
+def test_epochs_shorter_than_an_interval_are_points_of_the_rate(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    epochs = [
+        {"kind": "epoch", "time": 1.0, "epoch": k, "step": k, "images": 100, "loss": 1.0, "lr": 1 / k, "images_per_second": 9.0}
+        for k in range(1, 6)
+    ]
+    run.metrics_path.write_text("".join(json.dumps(record) + "\n" for record in epochs))
+    drawn = {panel.key: panel.curves[0] for panel in panels(read_runs([run.path]))}
+    assert (drawn["lr"].xs, drawn["lr"].ys) == ((1.0, 2.0, 3.0, 4.0, 5.0), (1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5))
+    assert drawn["images_per_second"].xs == drawn["lr"].xs
 
 
 def test_averaged_weights_are_a_curve_of_their_own(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as hnp
 from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.runs.records import HashFile, HashRecord, cut_back, read_hashes, unreadable_path
 from hpctrain.storage import weights_file
+from hpctrain.storage.hdf5_store import read_file as read_store
 from hpctrain.storage.hdf5_store import write_store
-from hpctrain.storage.shards import read_file as read_store
 from hpctrain.storage.weights_file import WeightsFile
 
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", ">f4")

@@ -28,7 +28,8 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage import checkpoint
 from hpctrain.storage import shards as write_shares
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, optimizer_key, read, write
-from hpctrain.storage.shards import ShardedTensors, publish, unfinished, write_shard
+from hpctrain.storage.hdf5_store import ShardedTensors
+from hpctrain.storage.shards import publish, unfinished, write_shard
 from hpctrain.train.metrics import RunningSums
 from hpctrain.train.replica import Replica, StrategyFactory
 from hpctrain.train.snapshot import Position
