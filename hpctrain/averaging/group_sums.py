@@ -118,7 +118,8 @@ class JointNorms:
     def begin_step(self, member: int) -> JointStep:
         """Begin this member's step; the first member also queues the message.
 
-        All members begin a step before any begins the next. May wait for the message of the step before the previous one, because a rank that updates nothing has never waited for it.
+        All members begin a step before any begins the next. May wait for the message of the step before the previous one, because
+        a rank that updates nothing has never waited for it.
         """
         if self._begun[member] == self._steps:
             self._step = self._queued()

@@ -245,9 +245,9 @@ def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...
 class LinkSimulation:
     """Simulation of a link with one transfer at a time, always the most urgent one that is ready.
 
-    The simulation is deterministic; ties go by position. Reductions become ready at `times.ready`, gathers once the slice is reduced and its data is free. A gather does not start if
-    it would still be in progress for more than `overrun_seconds` when the next gradient becomes ready, because a late reduction
-    may delay the next forward.
+    The simulation is deterministic; ties go by position. Reductions become ready at `times.ready`, gathers once the slice is
+    reduced and its data is free. A gather does not start if it would still be in progress for more than `overrun_seconds` when
+    the next gradient becomes ready, because a late reduction may delay the next forward.
 
     If gathers need norms, the norms are one message after the last reduction of their slices, noticed half a gradient later.
 

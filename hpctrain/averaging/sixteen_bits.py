@@ -156,9 +156,10 @@ _LARGEST_SCALE_EXPONENT = {
 class Cast16(Compressor):
     """Compressor that rounds every element once, to nearest even, to bfloat16 or float16, 2 bytes each.
 
-    NaN and infinities stay non-finite. bfloat16 has the range of float32 and 8 binary digits; numbers that round to 2**128 become infinite. float16 has 11 digits.
-    The first 2 bytes (int16) of a float16 message are a power of two, the scale of all its elements, which follows from the
-    largest element. Elements below 2**-28 of the largest have fewer digits; those below 2**-39 become zero.
+    NaN and infinities stay non-finite. bfloat16 has the range of float32 and 8 binary digits; numbers that round to 2**128 become
+    infinite. float16 has 11 digits. The first 2 bytes (int16) of a float16 message are a power of two, the scale of all its
+    elements, which follows from the largest element. Elements below 2**-28 of the largest have fewer digits; those below 2**-39
+    become zero.
 
     Args:
         size: number of elements of an array.

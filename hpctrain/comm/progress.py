@@ -36,7 +36,7 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
 class _Stretch:
-    """Nested engine calls of one thread; only the outermost is timed."""
+    """Nested engine calls of one thread; only the outermost call is timed."""
 
     __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 
@@ -46,40 +46,41 @@ class _Stretch:
 
 
 class MessageAccount:
-    """An account of a process's time for messages, of its program and of a second thread, if any, apart.
+    """Account of a process's time for messages, separate for its program and for a second thread.
 
     Args:
-        trace: records each stretch; None: none is recorded. clock_ns: nanoseconds since any start; a tracer's own counts.
+        trace: tracer that records each stretch; None: none is recorded.
+        clock_ns: clock in nanoseconds; ignored if there is a tracer, whose clock is used.
 
     Attributes:
-        last_update_ns: when the last update inside a call of the engine ended.
+        last_update_ns: end of the last update inside a call of the engine.
     """
 
     def __init__(self, trace: Tracer | None = None, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._trace = trace
         self.clock_ns = clock_ns if trace is None else trace.clock_ns
         self.last_update_ns = 0
-        self._program, self._beside = _Stretch(), _Stretch()
+        self._program, self._thread = _Stretch(), _Stretch()
         self._second: int | None = None
 
     @property
     def seconds(self) -> float:
-        """Seconds of the program so far."""
+        """Total seconds of the program so far."""
         return self._program.total_ns * 1e-9
 
     @property
-    def beside_seconds(self) -> float:
-        """Seconds of the second thread so far, which are not the program's."""
-        return self._beside.total_ns * 1e-9
+    def thread_seconds(self) -> float:
+        """Total seconds of the second thread so far, not included in the program's."""
+        return self._thread.total_ns * 1e-9
 
     def second_thread(self, identifier: int | None) -> None:
-        """Set the second thread, whose calls are not the program's; None: there is none."""
+        """Set the second thread, whose calls are counted separately; None: there is none."""
         self._second = identifier
         if self._trace is not None:
             self._trace.second_thread(identifier)
 
     def begin(self) -> None:
-        """Begin a call of the engine, in which something may move."""
+        """Begin a call of the engine that may drive messages."""
         stretch = self._of_caller()
         stretch.depth += 1
         if stretch.depth == 1:
@@ -87,7 +88,11 @@ class MessageAccount:
             stretch.begin_ns = self.clock_ns()
 
     def end(self, *, recorded: bool = True) -> None:
-        """End the call, whether or not it failed. recorded: in the trace, if any."""
+        """End the call, whether or not it failed.
+
+        Args:
+            recorded: whether the call is recorded in the trace, if any.
+        """
         stretch = self._of_caller()
         stretch.depth -= 1
         if stretch.depth == 0:
@@ -97,36 +102,38 @@ class MessageAccount:
                 self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
 
     def begin_wait(self) -> None:
-        """Count nothing until `end_wait`: the program waits, and that is counted as a wait."""
+        """Stop counting until `end_wait`; waits are counted separately."""
         self._of_caller().depth += 1
 
     def end_wait(self) -> None:
-        """End the wait."""
+        """Resume counting after a wait."""
         self._of_caller().depth -= 1
 
     def updated(self, begin_ns: int, stop_ns: int) -> None:
-        """Note that an update has run; inside of a call of the engine it is no message's time."""
+        """Note that an update has run. Inside a call of the engine, its time is not counted for messages."""
         stretch = self._of_caller()
         if stretch.depth:
             stretch.update_ns += stop_ns - begin_ns
             self.last_update_ns = stop_ns
 
     def _of_caller(self) -> _Stretch:
-        return self._beside if self._second is not None and threading.get_ident() == self._second else self._program
+        return self._thread if self._second is not None and threading.get_ident() == self._second else self._program
 
 
-# A posting that is not delayed by more is not recorded as delayed.
+# Minimum delay of a posting that is recorded as delayed.
 _LEAST_DELAY_NS = 5_000
 
 
 class Ticket:
-    """An operation given to a queue: waiting for its turn, in flight, or done.
+    """An operation in a queue: waiting for its turn, in flight, or complete.
 
     Attributes:
-        purpose: its name in messages, usually the parameter's. sequence: its position in its queue, counted from 0 at start-up.
-        done: complete; stays True. flight_number: in the flight record; 0 without one.
-        possible_ns: where it is traced, the last instant at which it was known not to be complete.
-        late: its handle, until it has posted what the flight record is to hold; None: the record holds it.
+        purpose: name in messages, usually the parameter's.
+        sequence: position in its queue, counted from 0 at start-up.
+        done: whether the operation is complete; stays True.
+        flight_number: number in the flight record; 0 without one.
+        possible_ns: last time at which a traced operation was known to be incomplete.
+        late: handle of an operation that has not posted what the flight record needs; otherwise None.
     """
 
     __slots__ = (
@@ -150,7 +157,7 @@ class Ticket:
         self.queue_name = queue_name
         self.sequence = sequence
         self.done = False
-        self.begun_ns = 0  # where it is traced: when posting began
+        self.begun_ns = 0  # begin of posting, if traced
         self.possible_ns = self.flight_number = 0
         self.handle: Handle | None = None
         self.late: LateHandle | None = None
@@ -158,21 +165,21 @@ class Ticket:
         self._after = tuple(after)
 
     def ready(self) -> bool:
-        """Return whether everything that it comes after is complete."""
+        """Return whether all dependencies are complete."""
         return all(ticket.done for ticket in self._after)
 
     def turn_ns(self) -> int:
-        """Return the earliest instant at which all that it comes after may have been complete, if operations are traced."""
+        """Return the earliest time at which all dependencies may have been complete, if operations are traced."""
         return max((ticket.possible_ns for ticket in self._after), default=0)
 
     def begin(self) -> None:
-        """Start the operation and release its dependencies, so that no chain of old tickets is kept."""
-        assert self._start is not None, "an operation is started once"
+        """Start the operation and release its dependencies, so that no chain of old tickets stays alive."""
+        assert self._start is not None, "an operation must be started once"
         start, self._start, self._after = self._start, None, ()
         self.handle = start()
 
     def test(self) -> bool:
-        """Drive the started operation and return whether it is complete; its buffers are then released."""
+        """Drive the started operation and return whether it is complete. Its buffers are then released."""
         assert self.handle is not None
         if self.handle.test():
             self.done = True
@@ -193,13 +200,17 @@ class PostingQueue:
     """Operations of one communicator, started strictly in the order of `post`.
 
     Args:
-        name: for messages and traces. window: most operations in flight at a time; None: no limit.
-        flight: records each operation as it happens; None: nothing does. world_ranks: of the communicator.
-        lock: held by the thread that talks to the transport. trace: records each operation from its posting to its completion,
-            and how long after its turn it was posted at most. account: of the time that posting takes; None: it is not kept.
+        name: name for messages and traces.
+        window: maximum number of operations in flight; None: no limit.
+        lock: lock held by the thread that calls the transport.
+        trace: tracer that records each operation from its posting to its completion, and the maximum delay of its posting after
+            its turn.
+        account: account of the time of posting; None: a separate account that is not used elsewhere.
+        flight: flight recorder for each operation; None: no recording.
+        world_ranks: world ranks of the communicator.
 
     Attributes:
-        begun: operations that have been started so far.
+        begun: number of operations started so far.
     """
 
     def __init__(
@@ -221,7 +232,7 @@ class PostingQueue:
         self._account = MessageAccount(trace) if account is None else account
         self._flight = flight
         self._flight_queue = 0 if flight is None else flight.queue_of(name, world_ranks)
-        self._free_ns = 0  # where it is traced: since when this queue lets its head start
+        self._free_ns = 0  # time since which the queue's head may start, if traced
         self._waiting: deque[Ticket] = deque()
         self._in_flight: list[Ticket] = []
         self._posted = 0
@@ -229,12 +240,13 @@ class PostingQueue:
         self.starting = False
 
     def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """Queue an operation; it starts at once where it may.
+        """Queue an operation. It starts immediately if it may.
 
         Args:
-            start: posts the operation and returns its handle. Called when everything before it in this queue has been started and
-                all of `after` are complete. May compute (a shard's update) and may post; must not wait.
-            purpose: its name in messages and traces, usually the parameter's.
+            start: function that posts the operation and returns its handle. It is called once everything before it in this queue
+                has been started and all tickets of `after` are complete. It may compute (for example a shard's update) and may
+                post; it must not wait.
+            purpose: name in messages and traces, usually the parameter's.
             after: tickets of any queue.
         """
         with self._lock:
@@ -254,20 +266,20 @@ class PostingQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is in flight."""
+        """Whether no operation is waiting or in flight."""
         return not self._waiting and not self._in_flight
 
     @property
     def in_flight(self) -> bool:
-        """Whether something is in flight."""
+        """Whether any operation is in flight."""
         return bool(self._in_flight)
 
     def unfinished(self) -> Sequence[Ticket]:
-        """Return the operations in flight, then those that wait, each in order."""
+        """Return the operations in flight, then the waiting ones, each in order."""
         return (*self._in_flight, *self._waiting)
 
     def collect(self) -> None:
-        """Test everything in flight once."""
+        """Test every operation in flight once."""
         flying, trace = self._in_flight, self._trace
         full = self.window is not None and len(flying) >= self.window
         now_ns = 0 if trace is None else trace.clock_ns()
@@ -287,14 +299,14 @@ class PostingQueue:
         del flying[still_flying:]
 
     def progress_once(self) -> None:
-        """Let everything in flight move, but complete nothing: another thread than the owner's may call this."""
+        """Drive every operation in flight without completing any. A thread other than the owner's may call this."""
         for ticket in self._in_flight:
             if ticket.handle is not None:
                 ticket.handle.test()
 
     def start_heads(self) -> None:
-        """Start operations from the head while they may start."""
-        if self.starting:  # a `start` that posts: what it adds comes after itself
+        """Start operations from the head of the queue while they may start."""
+        if self.starting:  # called by a `start` that posts; the outer call starts what it adds
             return
         self.starting = True
         try:
@@ -319,7 +331,7 @@ class PostingQueue:
             self.starting = False
 
     def _record_posting(self, ticket: Ticket, late: LateHandle) -> None:
-        """Record in the flight record what a late operation has posted, if it has by now."""
+        """Record what a late operation has posted in the flight record, if it has posted."""
         if self._flight is not None and late.operation:
             self._flight.started(ticket.flight_number, late.operation)
             ticket.late = None
@@ -334,11 +346,11 @@ class PostingQueue:
         if begun_ns - turn_ns > _LEAST_DELAY_NS:
             trace.add(Category.DELAY, ticket.purpose, turn_ns, begun_ns, self.name, ticket.sequence)
         ticket.begin()
-        ticket.begun_ns = max(begun_ns, self._account.last_update_ns)  # a start that updates posts after it
+        ticket.begun_ns = max(begun_ns, self._account.last_update_ns)  # a start that updates posts after the update
         ticket.possible_ns = self._free_ns = trace.clock_ns()
 
     def _record_end(self, ticket: Ticket) -> None:
-        """Record an operation that is complete."""
+        """Record the completion of an operation."""
         if self._flight is not None:
             self._flight.done(ticket.flight_number)
         if self._trace is not None:
@@ -347,7 +359,7 @@ class PostingQueue:
 
 
 class LocalEvent(Ticket):
-    """A ticket that is done once the event has happened. Never posted; operations that are posted come after it."""
+    """Ticket of an event on this rank, on which posted operations can depend. It is never posted."""
 
     __slots__ = ()
 
@@ -355,44 +367,50 @@ class LocalEvent(Ticket):
         super().__init__(_never, text, (), "this rank", 0)
 
     def happen(self) -> None:
-        """Let go what waits for it; the caller polls the engine, so that it starts."""
+        """Mark the event as happened. The caller then polls the engine to start operations that depend on it."""
         self.possible_ns = time.perf_counter_ns()
         self.done = True
 
 
 def _never() -> NoReturn:
-    raise AssertionError("a local event is no operation")
+    raise AssertionError("a local event must not be posted")
 
 
-# The share of a deadline that one look of a wait may take: what took longer was no look, as where a scheduler suspends a job.
-_LONGEST_LOOK = 0.1
+# Maximum share of a deadline that one pass of a wait counts for; a longer pass means that the job was suspended.
+_LONGEST_PASS = 0.1
 
 _ALONE: AbstractContextManager[Any] = nullcontext()
 
 
 class ProgressEngine:
-    """The owner of the posting queues of a process, and the only place that waits.
+    """Owner of the posting queues of a process, and the only place that waits.
 
-    One thread of a process posts, polls and waits. A second one, where `start_thread` made it, works inside of `computing` and
-    while the first holds no lock; everything that talks to the transport here holds it. It lets what is in flight move, or, as a
-    posting thread, does all that a poll does: then a poll of the first one inside of `computing` only wakes it. What it starts
-    computes while the program does: nothing that a start reads or writes may be in use once its events have happened.
+    One thread of a process posts, polls and waits. A second thread (`start_thread`) works inside `computing`. Every call of the
+    transport holds the engine's lock. The second thread drives operations in flight or, as a posting thread, does everything that
+    a poll does; a poll of the first thread inside `computing` then only wakes it. The computations of its starts run concurrently
+    with the program: nothing that a start reads or writes may be in use once its events have happened.
 
     Args:
-        rank: this process's rank, for messages.
-        deadline_seconds: the longest that one wait may take. Past it the rank prints what it waits for, all that is in flight
-            and the stacks of all threads, and calls `abort`.
-        abort: ends the whole job with an exit code (`Communicator.abort` of the world).
-        clock, sleep: seconds since any start, and a sleep of a number of seconds. offer_core: to other processes.
-        stream: where the report goes; stderr by default.
-        trace: records operations, waits, and the time of posting and tests. flight: records all that happens, as it happens, so
-            that it can be read when the process is gone; None: nothing does.
-        make_thread: makes a second thread from what one pass of it does and the lock that a pass holds.
+        rank: rank of this process, for messages.
+        deadline_seconds: maximum duration of one wait. After it, the rank prints what it is waiting for, everything in flight and
+            the stacks of all threads, and calls `abort`.
+        abort: function that ends the whole job with an exit code (`Communicator.abort` of the world).
+        clock: clock in seconds.
+        sleep: function that sleeps for a number of seconds.
+        offer_core: function that yields the core to other processes.
+        stream: destination of the report; default: stderr.
+        trace: tracer for operations, waits, and the time of posting and tests; None: no trace.
+        flight: flight recorder, which can be read after the process has died; None: no recording.
+        make_thread: factory of the second thread, given the function for one pass and the lock held during a pass.
 
     Attributes:
-        waited_seconds: all waits so far: communication that nothing hid. account: of the processor's time for messages.
-        wait_policy: how waits poll, offer their core and sleep. further_polls: after operators; None: there is one after each.
-        notes: for the flight record. explain: lines that are printed at a deadline, for what others did.
+        waited_seconds: total time of all waits so far, which is exposed communication.
+        account: processor time for messages.
+        wait_policy: rules for polling, yielding and sleeping in waits.
+        further_polls: limit of the polls after an operator; None: one poll after each.
+        polls_between_operators: whether `operator_done` polls.
+        notes: notes for the flight record.
+        explain: function that returns lines to print at a deadline, about other ranks.
     """
 
     def __init__(
@@ -427,10 +445,10 @@ class ProgressEngine:
         self._lock = threading.RLock()
         self._make_thread = make_thread
         self._thread: ProgressThread | None = None
-        self._posts_beside = False
+        self._thread_posts = False
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
-        """Return the queue of `comm`: made at the first call (with `window`), the same one ever after."""
+        """Return the queue of `comm`. It is created at the first call, with `window`."""
         if comm not in self._queues:
             same = sum(other.name == comm.name for other in self._queues)
             name = f"{comm.name} {same + 1}" if same else comm.name
@@ -447,26 +465,26 @@ class ProgressEngine:
         return self._queues[comm]
 
     def communicators(self) -> dict[str, Communicator]:
-        """Return the communicator of each queue, by the queue's name, in the order of their making: the same on every rank."""
+        """Return the communicators by the names of their queues, in the order of creation, which is the same on every rank."""
         return {queue.name: comm for comm, queue in self._queues.items()}
 
     @property
     def outstanding(self) -> int:
-        """Operations that are in flight or wait, over all queues."""
+        """Number of operations in flight or waiting, over all queues."""
         return sum(len(queue.unfinished()) for queue in self._queues.values())
 
     def now(self) -> float:
-        """Return seconds on the engine's clock."""
+        """Return the engine's clock in seconds."""
         return self._clock()
 
     def poll(self) -> None:
-        """Make one pass over all queues: test what is in flight, then start what may start. Never blocks.
+        """Make one pass over all queues: test operations in flight, then start those that may start. Never blocks.
 
-        If a posting thread works, it is woken to make the pass.
+        If a posting thread is working, it is woken to make the pass instead.
         """
         if self._thread is not None:
             self._thread.raise_failure()
-            if self._posts_beside and self._thread.inside:
+            if self._thread_posts and self._thread.inside:
                 self._thread.wake()
                 return
         self._advance()
@@ -483,7 +501,7 @@ class ProgressEngine:
                 self.account.end()
 
     def operator_done(self) -> None:
-        """Let messages move between two operators, unless that is left to the transport."""
+        """Drive messages between two operators, unless this is left to the transport."""
         self.notes.alive()
         if not self.polls_between_operators:
             return
@@ -498,27 +516,27 @@ class ProgressEngine:
         policy.end(self._clock())
 
     def start_thread(self, *, posts: bool = False) -> None:
-        """Let a thread work inside `computing` from now on.
+        """Start a second thread that works inside `computing`.
 
         The transport must allow calls from several threads, one at a time.
 
         Args:
-            posts: it completes and starts operations, too.
+            posts: whether the thread also completes and starts operations.
         """
         if self._thread is None:
             self._thread = self._make_thread(self._pass_of_thread, self._lock)
             self.account.second_thread(self._thread.identifier)
-        self._posts_beside = posts
+        self._thread_posts = posts
 
     def stop_thread(self) -> None:
-        """End that thread, if any."""
+        """End the second thread, if any."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
             self.account.second_thread(None)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context in which this process reaches the transport through this engine only, so a thread may drive it."""
+        """Return a context in which only this engine calls the transport, so that a second thread may drive it."""
         return _ALONE if self._thread is None else self._thread
 
     def _pass_of_thread(self) -> None:
@@ -526,7 +544,7 @@ class ProgressEngine:
         begun = sum(queue.begun for queue in queues)
         self.account.begin()
         try:
-            if self._posts_beside:
+            if self._thread_posts:
                 self._pass_over(queues)
             else:
                 for queue in queues:
@@ -561,7 +579,7 @@ class ProgressEngine:
                 self.trace.add(Category.WAIT, purpose, begun_ns, self.trace.clock_ns(), "outside the queues")
 
     def drain(self) -> None:
-        """Drive all queues until they are empty. Every rank has posted the same, so every rank may call it."""
+        """Drive all queues until they are empty. Every rank has posted the same operations, so every rank may call it."""
         for queue in self._queues.values():
             while unfinished := queue.unfinished():
                 self.wait(unfinished[0])
@@ -578,7 +596,7 @@ class ProgressEngine:
 
     @contextmanager
     def _alone(self, awaited: object) -> Iterator[None]:
-        """Keep other threads from working on messages. A pass under way ends first, for which the deadline holds, too."""
+        """Keep the second thread from driving messages. Waits for a pass in progress, up to the deadline."""
         if not self._lock.acquire(blocking=False):
             begin = self._clock()
             if not self._lock.acquire(timeout=min(self.deadline_seconds, threading.TIMEOUT_MAX)):
@@ -592,9 +610,9 @@ class ProgressEngine:
             self._lock.release()
 
     def _drive(self, finished: Callable[[], bool], awaited: object) -> None:
-        assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
+        assert not any(queue.starting for queue in self._queues.values()), "the start of an operation must not wait"
         begin = last = self._clock()
-        counted, longest = 0.0, self.deadline_seconds * _LONGEST_LOOK
+        counted, longest = 0.0, self.deadline_seconds * _LONGEST_PASS
         self.account.begin_wait()
         try:
             while True:
@@ -615,7 +633,7 @@ class ProgressEngine:
         self.waited_seconds += self._clock() - begin
 
     def _give_up(self, awaited: object) -> NoReturn:
-        """Print rank, operation, parameter and sequence number, everything unfinished and all stacks; end the job."""
+        """Print the awaited operation, all unfinished operations and all stacks, and end the job."""
         sentence = f"no completion within the deadline of {self.deadline_seconds:g} s: {awaited}"
         if self.flight is not None:
             self.flight.ended(End.DEADLINE, sentence)
@@ -626,4 +644,4 @@ class ProgressEngine:
         process_end.say_last_words(self.rank, [*lines, "stacks of all threads:"], self._stream)
         process_end.say_last_words(self.rank, self.explain(), self._stream, stacks=False)
         self._abort(process_end.DEADLINE)
-        raise CommunicationTimeoutError(sentence)  # only where `abort` came back
+        raise CommunicationTimeoutError(sentence)  # only if `abort` returned

@@ -24,11 +24,16 @@ from hpctrain.launch import keeper, process_end
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How a wait changes from polling to sleeping, in seconds.
+    """How a wait changes from polling to sleeping. All times are in seconds.
 
-    A wait polls, offering its core to others after each poll for `offering_seconds`: as quick as a spin where it has the core to
-    itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core; or for `growing_share` of the
-    time waited so far where that is longer, up to `longest_seconds`.
+    A wait first polls and yields its core after each poll, for `offering_seconds`; this is as fast as spinning if no other
+    process needs the core. Then it sleeps between polls, so that a slow rank gets the core.
+
+    Attributes:
+        offering_seconds: time of polling without sleep.
+        sleep_seconds: minimum sleep between polls.
+        growing_share: sleep as a share of the time waited so far, if that is longer.
+        longest_seconds: maximum sleep.
     """
 
     offering_seconds: float = 1e-3
@@ -41,26 +46,26 @@ class WaitPolicy:
         return waited_seconds > self.offering_seconds
 
     def next_sleep(self, waited_seconds: float) -> float:
-        """Return the seconds that a wait which has lasted `waited_seconds` sleeps before its next poll."""
+        """Return the seconds that a wait sleeps before its next poll after it has lasted `waited_seconds`."""
         return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
 
 
-#: for ranks that share a core: one that polls takes it from the rank that it waits for
+#: policy for ranks that share a core, because a polling rank takes it from the rank that it waits for
 SLEEPS_AT_ONCE = WaitPolicy(offering_seconds=0.0)
 
-#: for start-up with more ranks on a node than cores: polls every 50 us of 63 ranks leave little to the one that they wait for
+#: policy for start-up with more ranks than cores on a node; if 63 ranks poll every 50 us, the rank that they wait for is slow
 MORE_RANKS_THAN_CORES = WaitPolicy(growing_share=0.02)
 
 
 class FurtherPolls:
-    """Further polls at the end of an operator, as long as they take no more than a share of the operator's time.
+    """Further polls at the end of an operator, up to a share of the operator's time.
 
-    A message that moves in many small pieces, as over TCP, moves by one piece for each look. A poll is expected to take as long
-    as the one before; so an operator is followed by one poll at least, and by a second one only where it lasted `1 / share` times
-    as long as both.
+    A message that moves in many small pieces, as over TCP, advances by one piece per poll. A poll is expected to take as long as
+    the previous one. Each operator is followed by at least one poll, and by a second one only if it lasted `1 / share` times as
+    long as both.
 
     Args:
-        share: of an operator's time that all polls after it may take, 0 .. 1.
+        share: share of an operator's time that all polls after it may take, 0 .. 1.
     """
 
     def __init__(self, share: float) -> None:
@@ -70,37 +75,39 @@ class FurtherPolls:
         self._begin_seconds = self._latest_seconds = self._allowed_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """Note that an operator has ended at this instant of any clock; the first poll begins."""
+        """Note that an operator ends at time `now`, on any clock, and that the first poll begins."""
         operator_seconds = 0.0 if self._ended_seconds is None else now - self._ended_seconds
         self._allowed_seconds = self._share * operator_seconds
         self._begin_seconds = self._latest_seconds = now
 
     def another(self, now: float) -> bool:
-        """Return whether one more poll may begin. The last one has ended at this instant."""
+        """Return whether one more poll may begin, given that the last one has ended at time `now`."""
         poll_seconds, self._latest_seconds = now - self._latest_seconds, now
         return now - self._begin_seconds + poll_seconds <= self._allowed_seconds
 
     def end(self, now: float) -> None:
-        """Note that the last poll has ended; the next operator begins."""
+        """Note that the last poll has ended at time `now` and the next operator begins."""
         self._ended_seconds = now
 
 
-#: between two passes. Shorter ones take time from the kernels, longer ones leave the wire idle between a message's parts.
+#: time between two passes; shorter intervals take time from kernels, longer ones leave the link idle between parts of a message
 INTERVAL_SECONDS = 200e-6
 
 
 class ProgressThread:
-    """A thread that calls `one_pass` again and again inside of its `with` block, and never outside of it.
+    """Thread that calls `one_pass` repeatedly inside its `with` block, and never outside.
 
-    A block does not nest. A pass runs in the context of its owner, such as the handling of floating-point errors there. After an
-    exception the thread makes no more passes in that block; its owner gets it from `raise_failure`, or at the block's end.
+    Blocks do not nest. A pass runs in the context of the block's owner, for example with its handling of floating-point errors.
+    After an exception, the thread makes no more passes in that block. `raise_failure`, or the end of the block, raises the
+    exception in the owner.
 
     Args:
-        one_pass: over all queues. lock: held during each pass; every other thread that talks to the transport holds it, too.
-        interval_seconds: between two passes, unless somebody calls `wake`.
+        one_pass: function that makes one pass over all queues.
+        lock: lock held during each pass; every other thread that calls the transport holds it, too.
+        interval_seconds: time between two passes, unless `wake` is called.
 
     Attributes:
-        inside: the block is open; changed under the lock.
+        inside: whether the block is open; changed under the lock.
     """
 
     def __init__(
@@ -119,34 +126,34 @@ class ProgressThread:
 
     @property
     def identifier(self) -> int | None:
-        """The thread's number, as `threading.get_ident` returns it."""
+        """Identifier of the thread, as `threading.get_ident` returns it."""
         return self._thread.ident
 
     def wake(self) -> None:
-        """Make the next pass at once, if a block is open."""
+        """Make the next pass immediately if a block is open."""
         self._called.set()
 
     def raise_failure(self) -> None:
-        """Raise here, once, what a pass has raised."""
+        """Raise the exception of a pass, if any, once."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def __enter__(self) -> None:
-        assert not self.inside, "the block of a progress thread does not nest"
+        assert not self.inside, "blocks of a progress thread must not nest"
         self._context = contextvars.copy_context()
         self.inside = True
         self._open.set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open.clear()
-        with self._lock:  # a pass under way ends first; the next one finds the block closed
+        with self._lock:  # a pass in progress ends first; the next one finds the block closed
             self.inside = False
         if error is None:
             self.raise_failure()
 
     def close(self) -> None:
-        """End the thread; outside of the block."""
+        """End the thread. Call it outside the block."""
         assert not self.inside
         self._ended = True
         self._open.set()
@@ -158,27 +165,33 @@ class ProgressThread:
             self._open.wait()
             if self._ended:
                 return
-            self._called.clear()  # a call from here on is for the pass after this one
+            self._called.clear()  # later calls are for the next pass
             try:
                 with self._lock:
                     if self.inside:
                         self._context.run(self._one_pass)
-            except BaseException as failure:  # the block's owner gets it
+            except BaseException as failure:  # raised in the block's owner
                 self._failure = failure
                 self._open.clear()
             self._called.wait(self._interval_seconds)
 
 
-# A phase that holds the interpreter lock stops the thread that prints. Then faulthandler, which needs no lock, ends the process.
+# A phase that holds the interpreter lock stops the printing thread; faulthandler, which needs no lock, then ends the process.
 _BACKSTOP_SECONDS = 2.0
 
 
 @contextlib.contextmanager
 def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
-    """End this process if the block takes longer than the deadline; the launcher then ends the job.
+    """End this process if the block takes longer than the deadline; the launcher then ends the job. Do not nest.
 
-    Prints rank, phase and all stacks on stderr. The exit code is 124. If the phase holds the interpreter lock, the process itself
-    leaves with 1, which its keeper, if any, turns into 124. Do not nest: a process has one such timer.
+    Prints the rank, the phase and all stacks on stderr; the exit code is 124. If the phase holds the interpreter lock, the
+    process exits with 1 instead, which its keeper, if any, turns into 124. Blocks must not nest because a process has one such
+    timer.
+
+    Args:
+        phase: name of the phase, as the subject of the message.
+        deadline_seconds: maximum duration of the block.
+        rank: rank of this process; None: not known yet.
     """
     assert sys.__stderr__ is not None
     timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))

@@ -553,7 +553,7 @@ def test_a_second_thread_has_its_own_sum() -> None:
     thread.start()
     thread.join()
     account.end()
-    assert (account.seconds, account.beside_seconds) == (pytest.approx(45e-9), pytest.approx(10e-9))
+    assert (account.seconds, account.thread_seconds) == (pytest.approx(45e-9), pytest.approx(10e-9))
 
 
 def test_a_posting_that_waits_for_the_next_look_is_recorded_as_late_at_most_since_the_last_one() -> None:

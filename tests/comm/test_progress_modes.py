@@ -334,7 +334,7 @@ def test_what_the_thread_does_is_recorded_beside_the_program() -> None:
     engine.stop_thread()
     events = tracer.events()
     assert engine.account.seconds == before
-    assert engine.account.beside_seconds > 0
+    assert engine.account.thread_seconds > 0
     assert len(events.of(Category.UPDATE)) == 0
     beside = events.of(Category.THREAD)
     assert {events.names[index] for index in beside.name} == {"conv.weight", "posting and progress"}
