@@ -454,6 +454,8 @@ class Strategy(ABC):
         sums_shards: whether the averager sums each gradient once per step and sends nothing else, so that sums may follow the
             order of shards.
         streams: streams on which the averager posts operations, in addition to the group's communicator.
+        messages_vary: whether messages differ from the slices of the schedule and change from step to step.
+        chooses_on_host: whether the host chooses the elements to send, which NCCL cannot do.
 
     Raises:
         ConfigError: the options do not fit the group.
@@ -463,6 +465,8 @@ class Strategy(ABC):
     adds_norms: ClassVar[bool] = False
     sums_shards: ClassVar[bool] = False
     streams: ClassVar[tuple[Stream, ...]] = ()
+    messages_vary: ClassVar[bool] = False
+    chooses_on_host: ClassVar[bool] = False
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         self.group = group

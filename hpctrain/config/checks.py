@@ -7,10 +7,11 @@ does not take are checked again where backend auto has taken a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
 from hpctrain.backend.graph import Graph
@@ -66,8 +67,8 @@ def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if wire != "float32":
         yield ("averager", "wire_parameters"), wire_fault(wire)
 
-    if config.transport == "nccl" and config.averager.name == "sparse":
-        yield ("transport",), sparse_fault()
+    if config.transport == "nccl" and _chooses_on_host(config.averager.name):
+        yield ("transport",), host_choice_fault(config.averager.name)
     if config.transport == "nccl" and config.on_lost_rank.shrinks:
         yield ("transport",), shrink_fault()
 
@@ -77,9 +78,18 @@ def transport_fault(transport: str) -> str:
     return f'transport is {transport}, which is a way between GPUs; set it to auto, or backend to "cuda".'
 
 
-def sparse_fault() -> str:
-    """Return the sentence that refuses NCCL with an averager that chooses what travels on the host."""
-    return "transport is nccl, but averager sparse chooses on the host what travels; set transport to auto, staged or mpi."
+def _chooses_on_host(averager: str) -> bool:
+    with suppress(ConfigError):  # unknown names have an error of their own
+        return bool(getattr(AVERAGERS.find(averager), "chooses_on_host", False))
+    return False
+
+
+def host_choice_fault(averager: str) -> str:
+    """Return the error message for transport nccl with an averager whose host chooses the elements to send."""
+    return (
+        f"transport is nccl, but averager {averager} chooses the elements to send on the host; set transport to auto, staged "
+        "or mpi."
+    )
 
 
 def shrink_fault() -> str:

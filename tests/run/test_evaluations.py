@@ -291,7 +291,7 @@ def test_outputs_that_are_not_finite_are_said(trained32: TrainedRun, tmp_path: P
 def test_what_is_not_there_is_said_on_all_ranks(trained32: TrainedRun) -> None:
     with pytest.raises(DataError, match=r"There is no image nowhere\.png"):
         _predicted(trained32, "1x2", PredictionRequest((Path("nowhere.png"),)))
-    with pytest.raises(CheckpointError, match="nowhere is no run directory"):
+    with pytest.raises(CheckpointError, match="nowhere is not a run directory"):
         _predicted(trained32, "1x2", source="nowhere")
 
 

@@ -22,7 +22,7 @@ from hpctrain.report import page
 from hpctrain.report.page import Cell, result_of
 from hpctrain.run.evaluation import JudgedImage, Judgement
 from hpctrain.runs import directory
-from hpctrain.runs.comparison import ABSENT, ComparedSetting, compared, side_by_side, told
+from hpctrain.runs.comparison import ABSENT, ComparedSetting, compared, key_text, side_by_side
 from hpctrain.runs.directory import BestRecord, RunDirectory
 from hpctrain.runs.records import HashFile
 from hpctrain.runs.results import MOST_POINTS, TEST, TRAINING, UNKNOWN, panels, read_runs, summary, summary_texts, thinned
@@ -62,13 +62,13 @@ def test_changes_of_the_source_are_told(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no run directory"):
+    with pytest.raises(CheckpointError, match="is not a run directory"):
         read_runs([tmp_path])
     run = write_run(tmp_path)
     with pytest.raises(DataError, match="is given twice"):
         read_runs([run.path, run.path / ".." / run.path.name])
     (run.path / "config.yaml").write_text("a: [")
-    with pytest.raises(DataError, match=r"config\.yaml cannot be read"):
+    with pytest.raises(DataError, match=r"^Cannot read .*config\.yaml"):
         read_runs([run.path])
 
 
@@ -248,10 +248,10 @@ def test_all_keys_are_side_by_side_in_the_order_of_their_appearance() -> None:
 
 
 def test_keys_are_told_by_their_names() -> None:
-    assert told("parameters/layer2.0.conv1.weight") == "layer2.0.conv1.weight"
-    assert told("statistics/bn1.running_mean") == "running statistic bn1.running_mean"
-    assert told("averaged_statistics/bn1.running_mean") == "averaged statistics bn1.running_mean"
-    assert told("optimizer/ema/fc.bias") == "ema of fc.bias"
+    assert key_text("parameters/layer2.0.conv1.weight") == "layer2.0.conv1.weight"
+    assert key_text("statistics/bn1.running_mean") == "running statistic bn1.running_mean"
+    assert key_text("averaged_statistics/bn1.running_mean") == "averaged statistics bn1.running_mean"
+    assert key_text("optimizer/ema/fc.bias") == "ema of fc.bias"
 
 
 def test_it_is_plain_values_for_programs(tmp_path: Path) -> None:

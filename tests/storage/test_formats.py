@@ -401,7 +401,7 @@ def test_another_line_is_told_with_its_number(tmp_path: Path, line: str) -> None
     path = tmp_path / "hashes.jsonl"
     HashFile(path).append(record(10, x=A))
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError, match=r"Line 3 of .*hashes\.jsonl holds no hashes of 1 tensors; delete the line\."):
+    with pytest.raises(DataError, match=r"Line 3 of .*hashes\.jsonl does not contain hashes of 1 tensors; delete the line\."):
         read_hashes(path)
     HashFile(path).append(record(20, x=B))  # a run goes on, with its tensors' names once more
     assert json.loads(path.read_text().splitlines()[-2]) == {"tensors": ["x"]}
