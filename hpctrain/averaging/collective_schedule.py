@@ -3,9 +3,9 @@
 A schedule is hashed and compared over the ranks at the start. Its dependencies follow from it alone. Within a stream, the order
 of posting is a further constraint; `Dependencies` holds only what an operation itself needs.
 
-The norms of several parameters travel in one message, so that a layer's update waits for few other layers. Such a group is a run
-of neighbouring slices with all their parameters. The groups follow from the slices by a rule and not from measured times, because
-an allreduce of another length may add in another order and change the last bits.
+The norms of several parameters travel in one message, so that a layer's update waits for few other layers. Such a group of norms
+covers a run of neighbouring slices with all their parameters. The groups follow from the slices by a rule and not from measured
+times, because an allreduce of another length may add in another order and change the last bits.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ class LinkSimulation:
         return sent
 
     def _sum(self, k: int, now: float) -> None:
-        """Note that a slice is reduced, and let it, or all slices that wait for the same norms, be gathered."""
+        """Note that a slice is reduced. Its gather may now start, or those of all slices that have waited for the same norms."""
         group = self._norms.get(k)
         if group is None:
             self._may_gather(k, now)

@@ -39,9 +39,9 @@ def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: fl
 class SufficientFactorExchange:
     """Exchange of one linear layer's inputs and errors.
 
-    Its buffers are allocated at the first step for the nominal batch, and grow only for larger batches. They lie on the host,
-    which also computes the products. If kernels run on a device, inputs and errors are fetched from it, which waits, and
-    gradients are copied back.
+    Its buffers are allocated at set-up for the nominal batch, and grow only for larger batches. They lie on the host, which also
+    computes the products. If kernels run on a device, inputs and errors are fetched from it, which waits, and gradients are
+    copied back.
 
     Args:
         group: the parameters.

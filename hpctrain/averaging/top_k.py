@@ -336,7 +336,8 @@ class TopK(Compressor):
         """Narrow the thresholds by counting, until few enough elements reach the lower one or the two are adjacent numbers.
 
         Returns:
-            (lower, upper threshold, number of elements that reach upper, below `kept`, number that reach lower, at least `kept`).
+            (lower threshold, upper threshold, number of elements that reach the upper one, number that reach the lower one). The
+            first number is below `kept`, the second is not.
         """
         lower, upper, chosen, reached = 0, self._selection.top, 0, self.size
         thresholds = [1, guess, guess + 1]  # so that zeros and other ties are found in the first pass

@@ -544,8 +544,8 @@ def test_strategies_that_sum_gradients_are_accepted_for_exact_runs(name: str, op
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("lazy", {}, "averager lazy does not add up the gradients of each step"),
-        ("sparse", {}, "averager sparse does not add up the gradients of each step"),
+        ("lazy", {}, "averager lazy does not sum the unchanged gradients of each step"),
+        ("sparse", {}, "averager sparse does not sum the unchanged gradients of each step"),
         ("sharded", {"wire": "bfloat16"}, "wire is bfloat16"),
         ("bucketed", {"wire": "float16"}, "wire is float16"),
         ("sharded", {"wire_parameters": "float16"}, "wire_parameters is float16"),

@@ -184,7 +184,7 @@ def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
     task = prepare(config, 2, (32, 32, 3), 10)
     assert group_strategies(job(task), candidate(task))
     of_both = replace(job(task), momentum=0.9)
-    with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer has a momentum of 0.9"):
+    with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer already has a momentum of 0.9"):
         group_strategies(of_both, candidate(task))
 
 

@@ -372,7 +372,7 @@ class Lazy(Sharded):
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
         """Return the costs of a step that averages all layers."""
-        differ = "The step of lazy is one that averages all layers without checking the interval; most steps send less."
+        differ = "The numbers for lazy are for a step that averages all layers without checking the interval."
         return replace(super().costs(options), note=None if options.max_interval == 1 else differ)
 
     def words(self) -> str:

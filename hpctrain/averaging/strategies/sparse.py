@@ -566,7 +566,7 @@ class Sparse(ReduceScatterStrategy):
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
         """Return the costs of a step after the warm-up."""
-        differ = "The step of sparse is one after the warm-up; steps during the warm-up send more."
+        differ = "The numbers for sparse are for a step after the warm-up; earlier steps send more."
         return replace(super().costs(options), density=options.density, note=differ if options.warmup_steps else None)
 
     def words(self) -> str:
