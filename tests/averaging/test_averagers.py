@@ -513,7 +513,7 @@ def test_an_averager_that_owns_parts_says_which_of_them_count(monkeypatch: pytes
 
     def taken(comm: ThreadCommunicator) -> None:
         (averager,) = made(comm, task_on(1, 2, "plain"), "blocking").averagers.values()
-        with pytest.raises(AssertionError, match="must define .counted"):
+        with pytest.raises(AssertionError, match="must define `counted`"):
             list(unique_segments(averager))
 
     run_virtual(2, taken)
