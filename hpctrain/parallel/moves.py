@@ -31,8 +31,7 @@ from hpctrain.backend.operators import (
 )
 from hpctrain.backend.specs import Shape, TensorSpec, item_bytes
 from hpctrain.comm.base import Communicator, SingleCommunicator
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.comm.transports import StagedCommunicator
 from hpctrain.core.errors import ShapeError
 from hpctrain.core.intervals import Box, consecutive, intersect, replace_dim, shape_of, size_of, whole, within

@@ -16,8 +16,7 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import LossSums
 from hpctrain.comm.base import Communicator, SingleCommunicator
-from hpctrain.comm.posting_queue import MessageAccount
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import MessageAccount, ProgressEngine
 from hpctrain.core.errors import BackendError
 from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
