@@ -21,9 +21,8 @@ from hpctrain.data.image_file import (
     check_statistics,
     check_structure,
     read_contents,
-    sum_of,
 )
-from hpctrain.data.readers import BlockReader
+from hpctrain.data.readers import BlockReader, sum_of
 
 #: called with the number of samples that were just checked
 Advance = Callable[[int], None]

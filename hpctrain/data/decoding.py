@@ -28,8 +28,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import read_regular
-from hpctrain.data.image_file import sum_of
-from hpctrain.data.readers import BlockReader, Extents
+from hpctrain.data.readers import BlockReader, Extents, sum_of
 
 try:
     import simplejpeg

@@ -32,7 +32,6 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -269,11 +268,6 @@ def changed(path: Path, names: Sequence[str]) -> DataError:
 def digest_of(values: np.ndarray) -> str:
     """Return the sha256 of an array's bytes."""
     return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
-
-
-def sum_of(values: np.ndarray) -> int:
-    """Return the crc32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def names_digest(names: Sequence[str]) -> str:

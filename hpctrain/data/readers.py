@@ -40,6 +40,11 @@ _SHARE_OF_DEADLINE = 0.25
 _HDF5_REASON = re.compile(r"error message = '([^']*)'")
 
 
+def sum_of(values: np.ndarray) -> int:
+    """Return the crc32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
 class UnreadableError(DataError):
     """Unreadable samples; the message has the file, the sample and the reason."""
 

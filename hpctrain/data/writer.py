@@ -39,8 +39,8 @@ from hpctrain.data.image_file import (
     check_names,
     digest_of,
     names_digest,
-    sum_of,
 )
+from hpctrain.data.readers import sum_of
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, publish, target_of
 from hpctrain.storage.hdf5_store import StoreFile
