@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.posting_queue import PostingQueue
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import PostingQueue, ProgressEngine
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import place
 from hpctrain.flight import recorder as source_lines
