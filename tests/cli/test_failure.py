@@ -23,7 +23,7 @@ from hpctrain.core.text import place
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 
-_LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ |note: ")
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 

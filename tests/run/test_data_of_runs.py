@@ -22,13 +22,13 @@ from hpctrain.comm import shared_memory
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.config.images import open_images, training_images
+from hpctrain.config.images import evaluation_images, open_images, training_images
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CacheConfig
-from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.data import pipeline as batch_threads
 from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, summed
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import DataFacts, ImageFile, synthetic_file
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.readers import UnreadableError
@@ -204,6 +204,17 @@ def test_the_share_that_is_kept_is_told(folder: Path) -> None:
     )
     both = notes(folder, 2, {"memory": 300 * SIZE}, loaders=2)  # the second file has what the first leaves
     assert [note.split(" stay")[0] for note in both] == ["data train.h5: all samples", "data train.h5: 46 % of the samples"]
+
+
+def test_other_channels_are_refused_with_both_files_named() -> None:
+    config = parse(
+        "{model: small, data: {train: synthetic}, batch: 4, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}"
+    )[0]
+    grey, colour = (DataFacts.of(synthetic_file("train", 8, (8, 8, channels), 2)) for channels in (1, 3))
+    with pytest.raises(DataError, match=r"synthetic has images of 3 channels, those of train\.h5 have 1; .* --channels 1\."):
+        evaluation_images(config, synthetic_file("test", 8, (8, 8, 3), 2), grey, "train.h5")
+    with pytest.raises(DataError, match=r"synthetic has images of 1 channel, those of the checkpoint have 3;"):
+        training_images(config, synthetic_file("train", 8, (8, 8, 1), 2), colour)
 
 
 def test_a_disk_without_room_is_told(folder: Path, tmp_path: Path) -> None:

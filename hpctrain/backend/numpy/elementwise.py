@@ -23,7 +23,7 @@ def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
 
 
 class Relu(InPlace, NumpyOperator):
-    """y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads only the output."""
+    """Rectified linear unit: y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads only the output."""
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -55,7 +55,7 @@ class Relu(InPlace, NumpyOperator):
 
 
 class Add(InPlace, NumpyOperator):
-    """y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
+    """Residual sum: y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool) -> None:
         super().__init__(spec, inputs, training=training)
@@ -109,7 +109,7 @@ _BLOCK_ELEMENTS = 1 << 16  # of a gradient that is added; they fit a near cache
 
 
 class NumpyStochasticDepth(InPlace, NumpyOperator):
-    """y = x * keep / (1 - rate), with one random number `keep` per sample. Saved: the factors keep / (1 - rate), (N, 1)."""
+    """Stochastic depth: y = x * keep / (1 - rate), with `keep` drawn per sample. Saved: the factors keep / (1 - rate), (N, 1)."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -179,7 +179,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
 
 
 class NumpyDropout(InPlace, NumpyOperator):
-    """y = x * keep / (1 - rate). Saved: the mask `keep`, one byte per element."""
+    """Dropout: y = x * keep / (1 - rate). Saved: the mask `keep`, one byte per element."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
