@@ -210,6 +210,7 @@ class ScratchPlan:
 
 Work = Callable[[], object]
 
+# Transforms of the input (B^T), output (A^T) and, below, weights (G): Lavin and Gray 2016, section 4.1, eq. 8.
 _BT = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], np.float32)
 _AT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], np.float32)
 
@@ -402,7 +403,9 @@ class OutputGradients:
 
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 
-_BIAS_POSITION = 5  # tile position (1, 1), which adds equally to all four outputs, and is the sum of the four gradients
+# Tile position (1, 1) has the coefficient 1 in all four outputs. A bias added there reaches each of them once, and (A x A) dy
+# there is the sum of the four gradients, so the product of that position also computes the bias gradient.
+_BIAS_POSITION = 5
 
 
 class CallSequence:
