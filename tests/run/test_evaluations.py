@@ -551,7 +551,9 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
     run_in_process.train(folder, *overrides(folder), steps=2)
     file = weights_file.read(folder / "w.safetensors").tensors
     (folder / "w.safetensors").unlink()
+    capsys.readouterr()
     run_in_process.train(folder, *overrides(folder), resume="auto")
+    assert "weights of" not in capsys.readouterr().out
     resumed = newest(folder)
     assert resumed.keys() == whole.keys()
     for key, values in whole.items():
