@@ -377,11 +377,11 @@ def test_averages_are_exported_where_there_are_any(tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has format version 1 and does not know its classes"):
+    with pytest.raises(CheckpointError, match="has format version 1, which does not store classes"):
         of_checkpoint(weights_of_run(tmp_path, facts=None))
     with pytest.raises(CheckpointError, match="has weights of the model small, not of resnet18"):
         of_checkpoint(weights_of_run(tmp_path), "resnet18")
-    with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\), its model's has \(5, 3, 3, 1\)"):
+    with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\) in .*, but \(5, 3, 3, 1\) in the model"):
         of_checkpoint(weights_of_run(tmp_path, model={"name": "small", "channels": [5], "hidden": 4}))
     with pytest.raises(CheckpointError, match=r"lacks stage2\.conv\.weight, which its model has"):
         of_checkpoint(weights_of_run(tmp_path, model={"name": "small", "channels": [3, 4], "hidden": 4}))
@@ -396,7 +396,7 @@ def test_code_of_the_users_is_loaded_where_it_is_named_only(tmp_path: Path) -> N
     )
     reference = f"{tmp_path}/own.py:model"
     path = weights_of_run(tmp_path, model={"name": reference})
-    with pytest.raises(ConfigError, match="is code of your own; give --model"):
+    with pytest.raises(ConfigError, match="is user code, which is loaded only on request; give --model"):
         of_checkpoint(path)
     assert not (tmp_path / "loaded").exists()
     assert of_checkpoint(path, reference).state.keys() == of_checkpoint(weights_of_run(tmp_path)).state.keys()
@@ -405,10 +405,10 @@ def test_code_of_the_users_is_loaded_where_it_is_named_only(tmp_path: Path) -> N
 def test_an_onnx_file_needs_the_images_size(tmp_path: Path) -> None:
     content = of_checkpoint(weights_of_run(tmp_path))
     unknown = ModelWeights(content.model, None, content.state, {})
-    with pytest.raises(ConfigError, match="images of one size, which is not known here"):
+    with pytest.raises(ConfigError, match="needs the size of its images"):
         unknown.write(tmp_path / "w.onnx")
     unknown.write(tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="does not say of which model it is"):
+    with pytest.raises(CheckpointError, match="does not name its model"):
         of_file(tmp_path / "w.safetensors", None, None, {})
     assert not (tmp_path / "w.onnx").exists()
 
@@ -558,5 +558,5 @@ def test_a_resume_with_other_frozen_layers_is_refused(folder: Path) -> None:
 def test_another_number_of_classes_tells_of_ignore(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"classifier.fc2.bias of .* has shape \(8,\).*(\n.*)*set init.ignore, as in"):
         run_in_process.train(folder, *overrides(folder, "init.ignore=[]"))
-    with pytest.raises(CheckpointError, match="There is no file of weights"):
+    with pytest.raises(CheckpointError, match=r"The file of weights .* does not exist"):
         run_in_process.train(folder, *overrides(folder, "init.weights=nowhere.pt"))
