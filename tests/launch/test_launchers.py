@@ -114,10 +114,10 @@ def test_the_size_asked_for_passes() -> None:
     [
         (detect(HYDRA), 1, ("MPICH hydra mpiexec was asked for 8 ranks", "MPI's world has 1", "linked to another MPI")),
         (detect(SLURM), 1, ("Slurm srun was asked for 7", "world has 1", "--mpi=")),
-        (detect(OPEN_MPI | {"HPCTRAIN_EXPECT_RANKS": "4"}), 3, ("EXPECT_RANKS asks for 4 ranks", "mpiexec has started 3;")),
-        (detect(HYDRA | {"HPCTRAIN_EXPECT_RANKS": "2"}), 8, ("HPCTRAIN_EXPECT_RANKS asks for 2 ranks, but MPICH", "started 8;")),
-        (detect(HYDRA | {"PMI_SIZE": "1", "HPCTRAIN_EXPECT_RANKS": "2"}), 1, ("RANKS asks for 2 ranks, but MPICH", "started 1;")),
-        (Launcher("none", 4), 1, ("asks for 4 ranks", "without an MPI launcher", "mpiexec -n 4")),
+        (detect(OPEN_MPI | {"HPCTRAIN_EXPECT_RANKS": "4"}), 3, ("EXPECT_RANKS is 4", "mpiexec has started 3 ranks;")),
+        (detect(HYDRA | {"HPCTRAIN_EXPECT_RANKS": "2"}), 8, ("HPCTRAIN_EXPECT_RANKS is 2, but MPICH", "started 8 ranks;")),
+        (detect(HYDRA | {"PMI_SIZE": "1", "HPCTRAIN_EXPECT_RANKS": "2"}), 1, ("RANKS is 2, but MPICH", "started 1 rank;")),
+        (Launcher("none", 4), 1, ("is 4", "no MPI launcher known", "mpiexec -n 4")),
     ],
 )
 def test_another_size_is_refused_with_its_cause(launcher: Launcher, size: int, parts: tuple[str, ...]) -> None:
@@ -445,7 +445,7 @@ def test_a_training_is_found(words: list[str]) -> None:
     ],
 )
 def test_other_commands_are_refused(command: str, found: str) -> None:
-    with pytest.raises(LaunchError, match=f'"{command}" has {found} in it; it must contain the words hpctrain train FILE once'):
+    with pytest.raises(LaunchError, match=f'"{command}" contains {found}; it must contain "hpctrain train FILE" exactly once'):
         TrainCommand.find(command.split())
 
 
