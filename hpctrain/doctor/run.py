@@ -157,7 +157,7 @@ class DoctorRank:
 
         if place.leads_job:
             return self._report(job.examine_alone(place, notes.facts, error=error))
-        time.sleep(LATER_SECONDS)  # if rank 0 finds the same, it has ended the job by now
+        time.sleep(LATER_SECONDS)  # if rank 0 has no library either, it has ended the job by now
         self._say(place, error)
         return USER_ERROR
 

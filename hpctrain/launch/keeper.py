@@ -247,7 +247,7 @@ class _Rank:
         os.set_blocking(self.receiver, False)
         try:
             messages = os.read(self.receiver, _MESSAGE_BYTES)
-        except BlockingIOError:  # a process that the rank has forked still holds the other end
+        except BlockingIOError:  # a process forked by the rank still has the other end open
             messages = b""
         *records, last = messages.split(b"\n")
         latest = self.record if not records else Path(os.fsdecode(records[-1])) if records[-1] else None

@@ -351,7 +351,7 @@ class Supervisor:
             if pause_seconds is None:
                 return attempt.code
             self._runner.pause(pause_seconds)
-            if self._runner.request is not None:  # nothing ran: the last checkpoint is still there to resume from
+            if self._runner.request is not None:  # no attempt was running: the last checkpoint can be resumed
                 return STOPPED if self._state.run is not None else SIGNALLED + self._runner.request
 
     def _attempt(self) -> tuple[Attempt, float | None]:

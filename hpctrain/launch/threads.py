@@ -153,7 +153,7 @@ def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, s
     outer = _launcher_mask(launcher.rank_variable)
     confined = outer is not None and mask < outer
     if launcher.name.startswith("Slurm"):
-        # A step's tasks may all be confined to the step's cores; this variable tells whether each was to be bound. A Slurm
+        # A step's tasks may all be confined to the step's cores; this variable shows whether each was to be bound. A Slurm
         # without a plugin that binds sets it too, and binds nothing.
         return confined and environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
     return confined

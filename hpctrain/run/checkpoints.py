@@ -273,7 +273,7 @@ class BestCheckpoint:
             by_age = [step for step, _ in checkpoint.by_age(self._directory)]
             stay = spared(evaluations, self._measure, by_age, self._keep) | set(written)
             checkpoint.prune(self._directory, self._keep, stay)
-        except FileNotFoundError:  # another process is deleting them as well; the next checkpoint deletes what is left
+        except FileNotFoundError:  # another process is deleting them too; remaining ones are deleted with the next checkpoint
             return
         except OSError as error:
             raise CheckpointError(

@@ -302,7 +302,7 @@ def _cache(
         return SampleCache(file.pixels, counts, copy=copy), kept, local
     memory_bytes, place = bytes_for(held, image_bytes), NodeRank(node.rank, node.size)
     memory = share(node, memory_bytes)
-    if memory.denied:  # pages that are not touched take no memory
+    if memory.denied:  # the array is allocated anyway: untouched pages occupy no memory
         held, place = held_in(budget // node.size, samples, image_bytes), ALONE
     kept = replace(kept, memory=held, memory_bytes=memory_bytes, denied=memory.denied)
     return SampleCache(file.pixels, counts, memory, held, place, copy=copy), kept, local

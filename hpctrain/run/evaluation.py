@@ -197,7 +197,7 @@ def trained_replica(
     """
     config = session.config
     trained_with = stored_config(content, config) or config
-    if not trained_with.data.sizes:  # else it was made for several shapes, and takes what its layers take
+    if not trained_with.data.sizes:  # a model trained on several sizes accepts any that its layers accept
         check_shapes(training_shape(trained_with, data), images.shape)
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
@@ -313,7 +313,7 @@ def _judgement(path: Path, setup: EvaluationSetup, predictions: np.ndarray, prob
     file = setup.images.file
     labels, classes = file.labels, len(file.class_names)
     decided = ~np.isnan(probabilities)
-    width = classes + 1  # the last prediction is of no class
+    width = classes + 1  # the last column counts images without a finite prediction
     cells, counts = np.unique(labels * width + np.where(decided, predictions, classes), return_counts=True)
     confusion = ConfusionMatrix(classes, cells // width, cells % width, counts.astype(np.int64))
     surest = [number for number in np.argsort(-probabilities, kind="stable").tolist() if decided[number]]

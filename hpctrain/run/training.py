@@ -361,7 +361,7 @@ def _train(
     except RankLostError:
         checkpoints.saver.wait_own_part()
         raise
-    except HpctrainError:  # of all ranks; the checkpoint on its way is what a user resumes from
+    except HpctrainError:  # raised on all ranks; the checkpoint in progress is the one to resume from
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
