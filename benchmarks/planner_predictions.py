@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.planner_jobs import planned_run
 from benchmarks.planner_points import Point
 from benchmarks.quiet import QuietCores
+from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.planner import planned_run as planned_job
 from hpctrain.planner.compute_costs import MeasuredCosts, RateCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measurement import run_calibration
@@ -51,7 +51,8 @@ class Planner:
         self._kept_at = times if world.rank == 0 else None
         self._world, self._progress, self._quiet = world, progress, quiet
         self._queue = progress.queue(world)
-        machine = run_calibration(world, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
+        kernels = make_backend("auto", place=NodePlace(world.size)).kernels
+        machine = run_calibration(world, kernels, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
         self.machine = on_shared_cores(machine, cores / world.size) if cores else machine
         self._times: OperatorTimes | None = None
         self.coverage: list[dict[str, Any]] = []
@@ -69,12 +70,12 @@ class Planner:
         self._times.save()
 
     def _time_network(self, number: int, tasks: Sequence[PlannedRun]) -> None:
-        job = planned_job.job(tasks[0])
+        job = tasks[0].job
         setting = setting_here(job.kernels, 1, self.machine.ranks_per_node)
         times = OperatorTimes(setting)
         coverage = ensure_measured(
             job,
-            [planned_job.candidate(task) for task in tasks],
+            [task.candidate for task in tasks],
             times,
             budget_seconds=_BUDGET_SECONDS,
             memory_bytes=self.machine.memory_bytes,
@@ -117,4 +118,4 @@ def predicted(point: Point, machine: Machine, times: OperatorTimes, slow: Mappin
     task = planned_run(point)
     costs = MeasuredCosts(times, RateCosts(machine, task.config.dtype))
     options = SimulationOptions(progress=ProgressMode.TEST, slow=slow)
-    return predict(planned_job.job(task), planned_job.candidate(task), machine, costs, options)
+    return predict(task.job, task.candidate, machine, costs, options)

@@ -1,6 +1,7 @@
-"""Print predictions and the result of a search, as tables in which every figure is marked as simulated, with sentences below.
+"""Print machines, predictions and the result of a search as tables, with sentences below.
 
-A search shows the best choices, their plans in words, and why each later one loses.
+Every predicted number is marked as simulated. A search shows the best choices, their plans in words, and why each later choice is
+slower.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted
 from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner import machine_file
 from hpctrain.planner.configured_search import (
     PlannedSearch,
     SimulatedPoint,
     SimulatedStudy,
     by_averager,
-    job_of,
     keys_of,
+    on_any_grid,
     overrides,
 )
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.machine import Machine
+from hpctrain.planner.machine import Link, Machine, OperatorClass
 from hpctrain.planner.search import SearchChoice
 
 _COLUMNS = 100  # without a terminal
+_MACHINE_COLUMNS = 80  # without a terminal, as under mpiexec
 _WIDEST = 1000
 _SHARE_THAT_IS_ALL = 0.995
 
@@ -103,14 +106,14 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
 
 def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> None:
     """Print the simulated points of each averager with their efficiency, and notes on them."""
-    task = job_of(study.search_task(next(iter(study.configs)), study.ranks[0]))
-    height, width, channels = task.image_shape
+    task = on_any_grid(study.search_task(next(iter(study.configs)), study.ranks[0]))
+    height, width, channels = task.job.image_shape
     weak = study.mode == "weak"
     batch = points[0].batch // points[0].ranks if weak else points[0].batch
     out = console()
     out.print(
         f"Simulated: {task.config.model.name}, {study.mode} scaling, batch {batch} {'per rank' if weak else 'in all'}; "
-        f"images {height} x {width} x {channels}, kernels {task.kernels.name}"
+        f"images {height} x {width} x {channels}, kernels {task.job.kernels.name}"
     )
     for line in (*machine_lines(study.machine, study.factors), *([task.assumption] if task.assumption else [])):
         out.print(line)
@@ -150,14 +153,14 @@ _MOST_LISTED = 3  # patterns of the same use; all of them stand in --json and in
 
 def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     """Print the best choices and the command line that trains with the first."""
-    task, job, choices = outcome.task, outcome.job, outcome.result.choices[:best]
-    height, width, channels = job.image_shape
+    task, planned, choices = outcome.task, outcome.planned, outcome.result.choices[:best]
+    height, width, channels = planned.job.image_shape
     out = console()
     out.print(
         f"Simulated: {task.config.model.name} on {task.ranks:,} ranks, batch {task.config.batch}; images {height} x {width} x "
-        f"{channels}, kernels {job.kernels.name}"
+        f"{channels}, kernels {planned.job.kernels.name}"
     )
-    for line in (*machine_lines(task.machine, task.factors), *([job.assumption] if job.assumption else []), ""):
+    for line in (*machine_lines(task.machine, task.factors), *([planned.assumption] if planned.assumption else []), ""):
         out.print(line)
     figures = plain_table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid", bold=True)
     for number, choice in enumerate(choices, 1):
@@ -190,7 +193,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
     """Yield the samples that local batch norm normalises over, which depend on the choice."""
     config = outcome.task.config
-    normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.job.graph_of(1).nodes)
+    normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.planned.job.graph_of(1).nodes)
     if normalised and config.batch_norm.statistics == "local":
         samples = -(-config.batch // (candidate.plan.cols * candidate.micro_batches))
         yield f"Batch norm takes its statistics over {counted(samples, 'sample')} with choice 1."
@@ -224,7 +227,7 @@ def search_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, An
         "batch": outcome.task.config.batch,
         "machine": outcome.task.machine.name,
         "what_if": dict(outcome.task.factors),
-        "assumption": outcome.job.assumption or None,
+        "assumption": outcome.planned.assumption or None,
         "estimated": outcome.result.estimated,
         "command": command,
         "choices": [_choice(choice) for choice in outcome.result.choices[:best]],
@@ -244,3 +247,55 @@ def _choice(choice: SearchChoice) -> dict[str, Any]:
         "measured_share": prediction.measured_share,
         "loses": choice.why or None,
     }
+
+
+def print_machine(machine: Machine) -> None:
+    """Print a table of every number of a machine and its source; print a repeated source once."""
+    table = plain_table("number", "value", "source", left=3, bold=True)
+    table.title, table.title_justify = f"{machine.name}: {machine.description}", "left"
+    previous = ""
+    for key, value in _machine_lines(machine):
+        source = _source(machine, key)
+        table.add_row(key, value, "" if source == previous else source)
+        previous = source
+    output_console(_MACHINE_COLUMNS).print(table)
+
+
+def _source(machine: Machine, key: str) -> str:
+    """Return the source of a number, or the first source in a section."""
+    below = (name for name in machine.sources if name.startswith(f"{key}."))
+    return machine_file.source_of(machine, next(below, key))
+
+
+def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
+    lines = [
+        ("nodes", f"{machine.nodes}"),
+        ("ranks_per_node", f"{machine.ranks_per_node}"),
+        ("cores_per_rank", f"{machine.cores_per_rank:g}"),
+        ("memory_bytes", f"{machine.memory_bytes / 1e9:.1f} GB"),
+        ("ranks_per_card", f"{machine.ranks_per_card}"),
+    ]
+    for name, link in (("within", machine.within), ("between", machine.between)):
+        lines += [(f"{name}.{key}", value) for key, value in _link_lines(link)]
+    for kind in OperatorClass:
+        rate = machine.rates[kind]
+        slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
+        speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
+        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{slowed}"
+        lines.append((f"rates.{kind}", speed))
+    return lines
+
+
+def _link_lines(link: Link) -> list[tuple[str, str]]:
+    lines = []
+    for one in link.segments:
+        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time per byte"
+        unattended = "" if one.unattended_bytes is None else f", {one.unattended_bytes / 1024:.0f} KiB between polls"
+        polls = f", {one.polls} polls before" if one.polls else ""
+        begin = f"{one.from_bytes / 1024:g} KiB"
+        lines.append(("segments", f"from {begin}: {one.alpha_seconds * 1e6:.1f} us, {rate}{unattended}{polls}"))
+    lines.append(("operation_seconds", f"{link.operation_seconds * 1e6:.0f} us"))
+    lines.append(("byte_seconds", f"{link.byte_seconds * 1e12:.0f} ps"))
+    lines.append(("sum_seconds", f"{link.sum_seconds * 1e12:.0f} ps"))
+    lines.append(("burst_bytes", f"{link.burst_bytes / 1024:.0f} KiB"))
+    return lines

@@ -7,9 +7,11 @@ does not take are checked again where backend auto has taken a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
 from hpctrain.backend.graph import Graph
@@ -31,6 +33,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.storage.weights_file import SUFFIXES
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
@@ -64,8 +67,8 @@ def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if wire != "float32":
         yield ("averager", "wire_parameters"), wire_fault(wire)
 
-    if config.transport == "nccl" and config.averager.name == "sparse":
-        yield ("transport",), sparse_fault()
+    if config.transport == "nccl" and _chooses_on_host(config.averager.name):
+        yield ("transport",), host_choice_fault(config.averager.name)
     if config.transport == "nccl" and config.on_lost_rank.shrinks:
         yield ("transport",), shrink_fault()
 
@@ -75,9 +78,18 @@ def transport_fault(transport: str) -> str:
     return f'transport is {transport}, which is a way between GPUs; set it to auto, or backend to "cuda".'
 
 
-def sparse_fault() -> str:
-    """Return the sentence that refuses NCCL with an averager that chooses what travels on the host."""
-    return "transport is nccl, but averager sparse chooses on the host what travels; set transport to auto, staged or mpi."
+def _chooses_on_host(averager: str) -> bool:
+    with suppress(ConfigError):  # unknown names have an error of their own
+        return bool(getattr(AVERAGERS.find(averager), "chooses_on_host", False))
+    return False
+
+
+def host_choice_fault(averager: str) -> str:
+    """Return the error message for transport nccl with an averager whose host chooses the elements to send."""
+    return (
+        f"transport is nccl, but averager {averager} chooses the elements to send on the host; set transport to auto, staged "
+        "or mpi."
+    )
 
 
 def shrink_fault() -> str:
@@ -214,6 +226,12 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of patterns that have nothing to work on."""
     init = config.init
+    if init.weights is not None and Path(init.weights).suffix.lower() not in SUFFIXES:
+        yield (
+            ("init", "weights"),
+            f"init.weights is {init.weights}, but a file of weights ends in {', '.join(SUFFIXES)}; make one from a run with "
+            "`hpctrain weights export RUN --out weights.safetensors`.",
+        )
     if init.ignore and init.weights is None:
         yield ("init", "ignore"), "init.ignore is given, but init.weights names no file of which something could be left out."
     try:

@@ -24,8 +24,7 @@ from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
 from hpctrain.core.errors import ConfigError, HpctrainError, ShapeError
 from hpctrain.core.intervals import even
 from hpctrain.core.yaml_source import KeyPath
-from hpctrain.data.format import normal_name
-from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, synthetic_file, with_class_order
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, normal_name, synthetic_file, with_class_order
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
@@ -198,7 +197,7 @@ def pictures(
 
     Args:
         form: of a data file's images, that pictures are brought to first. threads: that decode them.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
 
     Raises:
         ShapeError: a form that pictures cannot be brought to.

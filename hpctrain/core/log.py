@@ -93,7 +93,7 @@ class RankLog(logging.Handler):
             try:
                 self._write()
             except OSError as error:
-                if not self._refused:
+                if not (self._refused or self._closed):  # after `close`, the log's own handlers may be gone
                     _log.warning("The log %s cannot be written (%s); the run continues without it.", self._path, error.strerror)
                 self._refused = True
             else:
@@ -167,7 +167,7 @@ def get_logger(name: str) -> logging.Logger:
 def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) -> None:
     """Send the package's log to stderr: everything from rank 0, warnings and worse from the others, which give their place.
 
-    A rank that keeps a log file (`rank_log.begin`) writes everything there, too.
+    A rank that keeps a log file (`begin_rank_log`) writes everything there, too.
 
     Args:
         size: ranks of the job; None: unknown.

@@ -74,7 +74,7 @@ def _requested(requested: int, cores: int, how: str) -> ThreadPlan:
     if not 1 <= requested <= cores:
         raise LaunchError(
             f"threads is {requested}, but a rank here has {counted(cores, 'core')} ({how}); "
-            f"set threads to a number from 1 to {cores}, or to auto."
+            f"set threads to {'1' if cores == 1 else f'a number from 1 to {cores}'}, or to auto."
         )
     return ThreadPlan(requested, cores, f"as configured; {how}")
 

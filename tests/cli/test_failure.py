@@ -47,13 +47,13 @@ submit: CONFIG --site lumi-g --account a backend=cuda => site lumi-g has GPUs of
 submit: CONFIG --site slurm optimizer=adagrad => There is no optimizer "adagrad"
 sites: nowhere => There is no site 'nowhere'
 eval: nowhere.yaml => nowhere.yaml: The configuration cannot be read
-eval: CONFIG --checkpoint nowhere => nowhere is no run directory
+eval: CONFIG --checkpoint nowhere => nowhere is not a run directory
 eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, whose first rank is above its last; the nearest is 1-3.
 eval: CONFIG => has a checkpoint; train one first
-eval: CONFIG --checkpoint best => has a best checkpoint: with checkpoint.best one is kept where an evaluation and
+eval: CONFIG --checkpoint best => has a best checkpoint, which needs checkpoint.best, and an evaluation and
 eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot be written
 predict: photos => No run in runs has a checkpoint; train one first, or name a run by --checkpoint.
-predict: photos --checkpoint nowhere => nowhere is no run directory
+predict: photos --checkpoint nowhere => nowhere is not a run directory
 predict: photos --checkpoint file => file
 predict: photos --config nowhere.yaml => nowhere.yaml: The configuration cannot be read
 predict: photos --config CONFIG => has a checkpoint; train one first
@@ -61,11 +61,11 @@ predict: photos --checkpoint best --runs photos => No run in photos has a best c
 autopsy: nowhere => There is no directory nowhere; give that of a run.
 autopsy: photos => photos holds no flight records (rank-*.flight); give the directory of a run that kept them.
 trace: nowhere => nowhere holds no time_table.json; give the directory of a run with trace=true that has ended.
-watch: photos --once => photos is no run directory: it has no config.yaml.
+watch: photos --once => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 watch: --once => There is no run in runs; give the directory of a run, or of all runs with --runs.
-report: photos => photos is no run directory: it has no config.yaml.
+report: photos => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 report: photos file --test => --test judges the test set of one run, and there are 2; give one, or leave --test out.
-compare: photos file => photos is no run directory: it has no config.yaml.
+compare: photos file => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 compare: photos => One run cannot be compared; give at least two run directories, or use `hpctrain report`.
 checkpoint list: photos => photos holds no checkpoints; give a run directory that has some
 checkpoint verify: file => 1 of 1 checkpoints cannot be used; none is left to resume from.

@@ -32,7 +32,7 @@ from hpctrain.cli.simulation_tables import (
     size_lines,
 )
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, job_of
+from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, on_any_grid
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
 from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
@@ -212,7 +212,7 @@ def outcome(*overrides: str) -> PlannedSearch:
         )
     ]
     asked = task(*overrides)
-    return PlannedSearch(asked, job_of(asked), SearchResult(tuple(choices), 7))
+    return PlannedSearch(asked, on_any_grid(asked), SearchResult(tuple(choices), 7))
 
 
 @pytest.mark.parametrize(

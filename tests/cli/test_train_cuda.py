@@ -188,7 +188,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "NCCL beside sparse": (
         {"ranks": 2},
         ["averager.name=sparse", "transport=nccl"],
-        "transport is nccl, but averager sparse chooses on the host what travels",
+        "transport is nccl, but averager sparse chooses the elements to send",
     ),
     "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but one thread enqueues"),
     "rounded parameters": (
@@ -201,7 +201,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         [],
         "HPCTRAIN_CUDA_DEVICE is 'hpctrain_testing.emulator:x': the seed of an emulated device is a whole number",
     ),
-    "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which goes with dtype float32 only"),
+    "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which requires dtype float32"),
 }
 
 

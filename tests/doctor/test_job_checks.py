@@ -315,7 +315,7 @@ def test_nodes_that_are_alike_show_their_versions() -> None:
     ("kind", "fix"),
     [
         ("software_versions", "Give all nodes the same environment."),
-        ("package_files", "Install the same version of it on all nodes."),
+        ("package_files", "Install the same version of hpctrain on all nodes."),
     ],
 )
 def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.MonkeyPatch, kind: str, fix: str) -> None:

@@ -128,7 +128,7 @@ def passes(text, *overrides):
         ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
         ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
         ("batch: 9", "batch: 9\nprecision: bfloat16\nbackend: onednn", 14, ["precision is bfloat16, in which only backend cuda"]),
-        ("batch: 9", "batch: 9\nprecision: tf32\ndtype: float64", 14, ["precision is tf32, which goes with dtype float32 only"]),
+        ("batch: 9", "batch: 9\nprecision: tf32\ndtype: float64", 14, ["precision is tf32, which requires dtype float32"]),
         (
             "    - flip",
             "    - random_erasing\n    - flip",
@@ -227,6 +227,10 @@ def test_an_averager_that_is_chosen_has_no_options_yet():
     [
         ("init.freeze=[conv1, layer9.*]", "matches no layer with parameters; the nearest layer is layer"),
         ('init.freeze=["*"]', "so that nothing is trained; leave fc to be trained, at least."),
+        (
+            "init.weights=runs/first",
+            "init.weights is runs/first, but a file of weights ends in .safetensors, .pt, .pth; make one",
+        ),
         ("init.ignore=[fc.*]", "init.ignore is given, but init.weights names no file"),
     ],
 )

@@ -150,7 +150,10 @@ def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> No
     ("keys", "sentence"),
     [
         ({"backend": "onednn", "transport": "staged"}, "transport is staged, which is a way between GPUs; set it to auto"),
-        ({"transport": "nccl", "averager": "sparse"}, "transport is nccl, but averager sparse chooses on the host what travels"),
+        (
+            {"transport": "nccl", "averager": "sparse"},
+            "transport is nccl, but averager sparse chooses the elements to send",
+        ),
         ({"transport": "nccl", "on_lost_rank": "shrink"}, "transport is nccl, whose operations do not end when a rank is lost"),
     ],
 )

@@ -22,7 +22,7 @@ from hpctrain.report import page
 from hpctrain.report.page import Cell, result_of
 from hpctrain.run.evaluation import JudgedImage, Judgement
 from hpctrain.runs import directory
-from hpctrain.runs.comparison import ABSENT, ComparedSetting, compared, side_by_side, told
+from hpctrain.runs.comparison import ABSENT, ComparedSetting, compared, key_text, side_by_side
 from hpctrain.runs.directory import BestRecord, RunDirectory
 from hpctrain.runs.records import HashFile
 from hpctrain.runs.results import MOST_POINTS, TEST, TRAINING, UNKNOWN, panels, read_runs, summary, summary_texts, thinned
@@ -62,13 +62,13 @@ def test_changes_of_the_source_are_told(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no run directory"):
+    with pytest.raises(CheckpointError, match="is not a run directory"):
         read_runs([tmp_path])
     run = write_run(tmp_path)
     with pytest.raises(DataError, match="is given twice"):
         read_runs([run.path, run.path / ".." / run.path.name])
     (run.path / "config.yaml").write_text("a: [")
-    with pytest.raises(DataError, match=r"config\.yaml cannot be read"):
+    with pytest.raises(DataError, match=r"^Cannot read .*config\.yaml"):
         read_runs([run.path])
 
 
@@ -78,6 +78,12 @@ def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None
     assert (figures.epochs, figures.steps, figures.test_loss, figures.top1) == (3, 30, 1.0, 0.0)
     assert (figures.best_top1, figures.best_epoch) == (pytest.approx(2 / 3), 2)
     assert (figures.images_per_second, figures.seconds, figures.end) == (100.0, 30.0, "finished")
+
+
+def test_figures_begin_with_what_was_trained(tmp_path: Path) -> None:
+    config = "model: {name: small}\ndata: {train: a.h5}\nbatch: 8\noptimizer: {name: sgd, lr: 0.1}\nschedule: {name: cosine}\n"
+    written = summary_texts([summary(read_runs([write_run(tmp_path, config=config).path])[0])])
+    assert written[:4] == [("model", ["small"]), ("data", ["a.h5"]), ("batch", ["8"]), ("optimiser", ["sgd, lr 0.1, cosine"])]
 
 
 def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
@@ -106,7 +112,8 @@ def test_waits_for_data_are_those_of_all_epochs(tmp_path: Path) -> None:
     assert (figures.data_share, figures.most_data_share) == (1 / 16, 4 / 16)
     assert dict(summary_texts([figures]))["waited for data"] == ["6.2% of the time, at most 25.0% on a rank"]
     without = summary(read_runs([write_run(tmp_path).path])[0])
-    assert dict(summary_texts([without]))["waited for data"] == [UNKNOWN]
+    assert "waited for data" not in dict(summary_texts([without]))
+    assert dict(summary_texts([without, figures]))["waited for data"][0] == UNKNOWN
 
 
 def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
@@ -248,10 +255,10 @@ def test_all_keys_are_side_by_side_in_the_order_of_their_appearance() -> None:
 
 
 def test_keys_are_told_by_their_names() -> None:
-    assert told("parameters/layer2.0.conv1.weight") == "layer2.0.conv1.weight"
-    assert told("statistics/bn1.running_mean") == "running statistic bn1.running_mean"
-    assert told("averaged_statistics/bn1.running_mean") == "averaged statistics bn1.running_mean"
-    assert told("optimizer/ema/fc.bias") == "ema of fc.bias"
+    assert key_text("parameters/layer2.0.conv1.weight") == "layer2.0.conv1.weight"
+    assert key_text("statistics/bn1.running_mean") == "running statistic bn1.running_mean"
+    assert key_text("averaged_statistics/bn1.running_mean") == "averaged statistics bn1.running_mean"
+    assert key_text("optimizer/ema/fc.bias") == "ema of fc.bias"
 
 
 def test_it_is_plain_values_for_programs(tmp_path: Path) -> None:
@@ -284,6 +291,15 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     assert "no bits" in text
 
 
+def test_many_runs_are_rows_that_fit_80_columns(tmp_path: Path) -> None:
+    printed = _printed([write_run(tmp_path, config=f"batch: {8 + number % 2}\n").path for number in range(16)], 80)
+    assert max(map(len, printed)) <= 80
+    rows = [line.split() for line in printed if "66.67% (epoch 2)" in line]
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 17)]
+    assert any(line.split() == ["batch", "8", *(f"{number}," for number in range(1, 15, 2)), "15"] for line in printed)
+    assert not any("…" in line for line in printed)
+
+
 def test_training_is_the_mean_of_each_stretch_alone(tmp_path: Path) -> None:
     """Records have the mean over the epoch so far; here that of each stretch is 2 / its end."""
     loss = panels(read_runs([write_run(tmp_path, epochs=2, intervals=5).path]))[0]
@@ -301,6 +317,18 @@ def test_runs_share_panels(tmp_path: Path) -> None:
     assert {curve.run for curve in drawn["lr"].curves} == {0, 1}
     assert drawn["top1"].percent
     assert max(drawn["lr"].curves[1].xs) == 3.0
+
+
+def test_epochs_shorter_than_an_interval_are_points_of_the_rate(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    epochs = [
+        {"kind": "epoch", "time": 1.0, "epoch": k, "step": k, "images": 100, "loss": 1.0, "lr": 1 / k, "images_per_second": 9.0}
+        for k in range(1, 6)
+    ]
+    run.metrics_path.write_text("".join(json.dumps(record) + "\n" for record in epochs))
+    drawn = {panel.key: panel.curves[0] for panel in panels(read_runs([run.path]))}
+    assert (drawn["lr"].xs, drawn["lr"].ys) == ((1.0, 2.0, 3.0, 4.0, 5.0), (1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5))
+    assert drawn["images_per_second"].xs == drawn["lr"].xs
 
 
 def test_averaged_weights_are_a_curve_of_their_own(tmp_path: Path) -> None:
