@@ -341,23 +341,14 @@ _NOT_A_NUMBER = "The network's outputs for the image are not finite."
 class PredictionRequest:
     """Pictures to classify, and how.
 
-    <<<<<<< HEAD
-        Attributes:
-            places: files and directories of pictures.
-            top: number of classes to return per picture, at least 1.
-            flip: whether to use the mean of the outputs for each picture and its mirror image.
-            averaged: whether to use the averaged weights.
-            fit: how pictures are fitted to the network's input size; None: as the evaluation images of the checkpoint were.
-            batch: number of pictures per batch over all ranks; None: the batch of evaluations, at most 64 per rank.
-            max_pixels: maximum number of pixels of a picture; see `hpctrain.data.decoding`.
-    =======
-        Args:
-            places: files and directories of pictures. top: classes of each that are wanted, at least 1.
-            flip: the mean over a picture and its mirror image counts. averaged: the average of the weights predicts.
-            fit: how pictures are brought to the network's size; None: as the images were that the checkpoint was evaluated on.
-            batch: pictures that all ranks compute at once; None: as the configuration's evaluation, at most 64 of each rank.
-            max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
-    >>>>>>> main
+    Attributes:
+        places: files and directories of pictures.
+        top: number of classes to return per picture, at least 1.
+        flip: whether to use the mean of the outputs for each picture and its mirror image.
+        averaged: whether to use the averaged weights.
+        fit: how pictures are fitted to the network's input size; None: as the evaluation images of the checkpoint were.
+        batch: number of pictures per batch over all ranks; None: the batch of evaluations, at most 64 per rank.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
     """
 
     places: tuple[Path, ...]

@@ -107,14 +107,6 @@ def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[
     return ModelWeights(model, usual_shape if shape is None else shape, state, metadata)
 
 
-<<<<<<< HEAD
-def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False) -> ModelWeights:
-    """Return the weights in a checkpoint of any layout and grid. All checksums are verified.
-
-    Args:
-        name: name of the model. It is required if the model is user code, which is imported only if named here.
-        averaged: whether to return the averaged weights.
-=======
 def of_checkpoint(
     path: Path,
     name: str | None = None,
@@ -123,14 +115,13 @@ def of_checkpoint(
     *,
     averaged: bool = False,
 ) -> ModelWeights:
-    """Return the weights in a checkpoint of any layout and grid, every checksum verified.
+    """Return the weights in a checkpoint of any layout and grid, all checksums verified.
 
     Args:
         name: name of the model; required if the model is user code, or if `job.save` wrote the checkpoint.
         classes: number of classes of the model, for a checkpoint without a configuration; default: that of its last layer.
         options: further options of the model, for a checkpoint without a configuration.
-        averaged: whether to return the average of the weights instead of the weights.
->>>>>>> main
+        averaged: whether to return the averaged weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged, belongs to another model, lacks facts about its data or averaged weights, or
@@ -237,33 +228,20 @@ def _exported(
     """Return a checkpoint's tensors in torchvision's layouts.
 
     Args:
-<<<<<<< HEAD
         averages: keys of averaged tensors, by the key of the tensor that each replaces.
+        advice: end of the error message if the tensors do not fit the model.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape than in the model.
-=======
-        averages: key of the average by the key of the tensor that it replaces.
-        advice: end of the error message if the tensors do not fit the model.
->>>>>>> main
     """
     state = {}
     for name, entry in entries.items():
         key = statistic_key(name) if entry.spec is None else parameter_key(name)
         shape = entry.shape if entry.spec is None else entry.spec.shape
         if key not in content.tensors:
-<<<<<<< HEAD
-            raise CheckpointError(f"{path} lacks {name}, which its model has; use the code with which it was trained.")
-        tensor = content.tensors[averages.get(key, key)]
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{name} has shape {tensor.shape} in {path}, but {shape} in the model; use the code with which it was trained."
-            )
-=======
             raise CheckpointError(f"{path} lacks {name}, which the model has; {advice}.")
         tensor = content.tensors[averages.get(key, key)]
         if tensor.shape != shape:
             raise CheckpointError(f"{name} has shape {tensor.shape} in {path}, and {shape} in the model; {advice}.")
->>>>>>> main
         state[name] = entry.export(np.asarray(tensor))
     return state

@@ -197,13 +197,8 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
     """Return whether the model takes the smaller images with parameters of the same shapes; False if it refuses them."""
     try:
-<<<<<<< HEAD
-        shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).specs.items()} for one in (small, full)]
-    except HpctrainError:  # the run itself will report it for the full size
-=======
         shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).job.specs.items()} for one in (small, full)]
-    except HpctrainError:  # which the run itself will tell of the images as they are
->>>>>>> main
+    except HpctrainError:  # the run itself will report it for the full size
         return False
     # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.
     return shapes[0] == shapes[1] and not any(size_faults(small)) and single_values_of(small, ranks).refusal is None

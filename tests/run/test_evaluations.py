@@ -381,11 +381,7 @@ def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:
         of_checkpoint(weights_of_run(tmp_path, facts=None))
     with pytest.raises(CheckpointError, match="has weights of the model small, not of resnet18"):
         of_checkpoint(weights_of_run(tmp_path), "resnet18")
-<<<<<<< HEAD
-    with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\) in .*, but \(5, 3, 3, 1\) in the model"):
-=======
     with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\) in .*, and \(5, 3, 3, 1\) in the model"):
->>>>>>> main
         of_checkpoint(weights_of_run(tmp_path, model={"name": "small", "channels": [5], "hidden": 4}))
     with pytest.raises(CheckpointError, match=r"lacks stage2\.conv\.weight, which the model has"):
         of_checkpoint(weights_of_run(tmp_path, model={"name": "small", "channels": [3, 4], "hidden": 4}))
