@@ -280,7 +280,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
         commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
     series = interleave(commands, Rounds(rounds, 1), list(PEERS))
     if not any(series[name].turns for name in PEERS):
-        raise SteppingError(f"No variant of PyTorch ran with {python}: {series['torch'].failure}")
+        raise SteppingError(f"PyTorch does not run with {python}; give another --peer-python. {series['torch'].failure}")
     our_seconds = series["ours"].seconds("wall")
     return {
         name: {
@@ -319,11 +319,11 @@ def _totals(measured: Measurement) -> str:
             f"oneDNN's kernels {measured.kernel_seconds * 1e3:.2f} ms per step, "
             f"{measured.reorder_seconds * 1e3:.2f} ms of them in {measured.reorders} reorders"
         )
-    lines += _whose(measured)
+    lines += _fallback_lines(measured)
     return "\n".join(lines)
 
 
-def _whose(measured: Measurement) -> Sequence[str]:
+def _fallback_lines(measured: Measurement) -> Sequence[str]:
     """Return lines with the operators that fall back to NumPy and the reasons; an empty sequence for backend numpy."""
     if measured.backend == "numpy":
         return ()

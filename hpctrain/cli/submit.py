@@ -120,11 +120,12 @@ def submit(
     check_backend(site, config.backend, request)
     files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
     job = plan_job(site, request, files, own_limit=config.max_time is not None)
+    script = render(site, job)
     images = (config.data.train, config.data.test)
     for note in submission_notes(site, [Path(path) for path in images if path not in (None, SYNTHETIC)]):
         echo(f"note: {note}", err=True)
     if dry_run:
-        echo_block(render(site, job))
+        echo_block(script)
         return
     submission = hand_over(site, job)
     ranks = f"{counted(job.nodes, 'node')} with {counted(job.ranks, 'rank')} each"

@@ -159,8 +159,8 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
         lacks = "the number of ranks" if ranks is None else "the machine"
         option = "--ranks" if ranks is None else "--machine"
         raise ConfigError(
-            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which follows from {lacks}; "
-            f"give {option}, or values in place of auto."
+            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which depends on {lacks}; "
+            f"give {option}, or values instead of auto."
         )
     keep = kept_sections(config)
     return with_best(SearchTask(config, ranks, machine_file.read(name), keep=keep, image=image, classes=classes))

@@ -156,7 +156,10 @@ def measured_times(
         )
         left -= coverage.seconds
     if world.rank == 0:
-        _keep(times)
+        try:
+            times.save()
+        except OSError as error:
+            _log.warning("Cannot store the operator times (%s); the next job measures them again.", error.strerror)
     return times
 
 
@@ -172,13 +175,6 @@ def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
             continue
         for use in (Parallelism.BATCH,) if rows == 1 else Parallelism:
             yield Candidate(ParallelPlan(rows, cols, use), micro_batches=micro_batches)
-
-
-def _keep(times: OperatorTimes) -> None:
-    try:
-        times.save()
-    except OSError as error:
-        _log.warning("Cannot store the operator times (%s); the next job measures them again.", error.strerror)
 
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

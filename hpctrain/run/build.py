@@ -8,7 +8,7 @@ another grid would add numbers in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -157,7 +157,7 @@ def read_weights(world: Communicator, path: Path) -> Subject:
     """
     weights_file.check_suffix(path, weights_file.SUFFIXES)
     if not path.is_file():
-        raise CheckpointError(f"The file of weights {path} does not exist; give the path of an existing file.")
+        raise CheckpointError(f"There is no weight file {path}; give the path of an existing file.")
     facts = {} if world.size == 1 else {"sha256": weights_file.checksum(path)[:16]}
     return Subject("another file of weights", f"give all nodes the same {path}", facts, error=CheckpointError)
 
@@ -174,16 +174,13 @@ def _put(replica: Replica, entries: Mapping[str, StateEntry], state: Mapping[str
     network.parameters_changed()
 
 
-def describe_start(config: Config, network: Network) -> Iterator[str]:
-    """Yield sentences about configured weights and frozen layers; none if all values are drawn from the seed and trained."""
-    init = config.init
-    if init.weights is not None:
-        left_out = f", without {', '.join(init.ignore)}" if init.ignore else ""
-        yield f"weights of {init.weights}{left_out}"
-    if network.frozen:
-        trained = sum(math.prod(network.parameter_specs[name].shape) for name in network.trained)
-        layers = "layer" if len(network.frozen) == 1 else "layers"
-        yield f"{len(network.frozen)} {layers} frozen: {trained:,} parameters are trained"
+def describe_frozen(network: Network) -> str | None:
+    """Return a sentence about frozen layers; None if all layers are trained."""
+    if not network.frozen:
+        return None
+    trained = sum(math.prod(network.parameter_specs[name].shape) for name in network.trained)
+    layers = "layer" if len(network.frozen) == 1 else "layers"
+    return f"{len(network.frozen)} {layers} frozen: {trained:,} parameters are trained"
 
 
 @dataclass(frozen=True)
