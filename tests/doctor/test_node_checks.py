@@ -365,7 +365,7 @@ ROOM = ScratchFacts("/tmp", "", 0, 10**10)
         (ScratchFacts("/local", "TMPDIR", errno.EROFS, 0), "no-scratch", "export TMPDIR="),
         (ScratchFacts("/local", "TMPDIR", errno.ENOSPC, 0), "full-scratch", "Free space in /local"),
         (ScratchFacts("/local", "TMPDIR", 0, 10**6), "full-scratch", "Free space in /local"),
-        (ScratchFacts("/dev/shm", "", 0, 10**6), "full-shared-memory", "Remove what"),
+        (ScratchFacts("/dev/shm", "", 0, 10**6), "full-shared-memory", "Delete files"),
     ],
 )
 def test_each_place_is_judged_with_its_node(fact: ScratchFacts, key: str, fix: str) -> None:
