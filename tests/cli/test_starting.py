@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_process_that_is_alone_is_refused_where_more_ranks_are_expected(job: Job, folder: Path, command: list[str]) -> None:
     outcome = job(0, ["-m", "hpctrain", *command, "tiny.yaml"], cwd=folder, env={"HPCTRAIN_EXPECT_RANKS": "2"})
     assert outcome.code == 2, outcome.output
-    assert "hpctrain: HPCTRAIN_EXPECT_RANKS asks for 2 ranks, but" in outcome.stderr
+    assert "hpctrain: HPCTRAIN_EXPECT_RANKS is 2, but" in outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert not (folder / "runs").exists()
 
@@ -231,7 +231,7 @@ def test_the_rank_to_blame_is_named(job: Job, folder: Path, fault: str, words: s
     assert values["blamed"] == [1], values["findings"]
     assert words in " ".join(values["findings"])
     if fault in ("load", "compute", "evaluate"):
-        assert "autopsy: Rank 1" in outcome.stderr or f"{place(1, 2)}nothing has moved for the deadline of 3 s" in outcome.stderr
+        assert "autopsy: Rank 1" in outcome.stderr or f"{place(1, 2)}no progress within the deadline of 3 s" in outcome.stderr
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_where_all_hang_alike_the_job_ends(job: Job, folder: Path, ranks: int, f
     outcome = _faulty(job, folder, ranks, -1, fault)
     assert outcome.code == 124 if ranks == 0 else outcome.code not in (0, 85), outcome.output
     place = {"load": "data loading", "compute": "a training step, step 2", "evaluate": "evaluation, step 2"}[fault]
-    assert f"nothing has moved for the deadline of 3 s, in {place}" in outcome.stderr
+    assert f"no progress within the deadline of 3 s, in {place}" in outcome.stderr
     assert place.split(",")[0] in _autopsy(folder).output
 
 
