@@ -122,8 +122,8 @@ class GroupPlacement:
         ranks: number of ranks of the group.
         nodes: number of nodes with ranks of the group.
         per_node: maximum number of ranks of the group on one node.
-        alike: number of groups of this kind with ranks on the same node, including this group; they use its links at the same
-            time.
+        alike: number of groups of this kind with ranks on the same node, including this group; these groups use the node's links
+            at the same time.
     """
 
     ranks: int

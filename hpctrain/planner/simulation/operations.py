@@ -71,7 +71,7 @@ class GroupTasks:
         name: name of the group.
         operations: the operations.
         allreduce: whether each rank receives whole sums, and updates each slice late, before its parameters are next needed.
-        touching: slices of each parameter.
+        touching: positions of the slices that contain elements of each parameter.
         late_updates: seconds of the whole update, by slice.
         names: first parameter of each slice.
         window: maximum number of operations in flight per stream.
@@ -224,7 +224,8 @@ class SimulatedGroup:
         key: identity of the communicator.
         members: number of its processes.
         placement: placement of its ranks.
-        node_share: this process's share of a node's ranks that send in this group and in groups of the same kind.
+        node_share: number of ranks that this process represents on a node, divided by the number of the node's ranks that
+            communicate in groups of this kind.
         lane: name of the lane, which groups of the same ranks share; its messages move one after another.
     """
 
@@ -280,12 +281,12 @@ class Member(Protocol):
         ...
 
     def stage_ended(self, share: MeetingShare) -> None:
-        """Note the end of a stage. The rank calls `share.next_stage` once its program has noticed it."""
+        """Note the end of a stage. The rank calls `share.next_stage` at the poll that notices the end."""
         ...
 
 
 class MeetingShare:
-    """Part of one rank in a meeting.
+    """Participation of one rank in a meeting.
 
     Attributes:
         member: the rank.
@@ -388,7 +389,7 @@ class Meeting:
 
 
 class Meetings:
-    """Meetings that some but not all members have joined, by the operation's key."""
+    """Meetings that some but not all members have joined, by key of the operation."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
