@@ -43,7 +43,7 @@ class ComputeCosts(Protocol):
         ...
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of the optimiser's update of `elements` elements, including the check that they are finite."""
+        """Return the seconds of the optimiser's update of `elements` elements, including the check for non-finite values."""
         ...
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
@@ -85,7 +85,7 @@ class RateCosts:
         return self._call_seconds(OperatorWork(OperatorClass.PRODUCT, product.flops, product.bytes(self._item_bytes)))
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update of `elements` elements with momentum, including the check that they are finite."""
+        """Return the seconds of an update of `elements` elements with momentum, including the check for non-finite values."""
         rate = self._rates[OperatorClass.MEMORY]
         return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
@@ -125,7 +125,7 @@ def product_key(product: FactorProduct) -> OperatorKey:
 
 
 def update_key(elements: int) -> OperatorKey:
-    """Return the key of the update of `elements` parameters, including the check that they are finite."""
+    """Return the key of the update of `elements` parameters, including the check for non-finite values."""
     return OperatorKey("update", (elements, 1, 1))
 
 

@@ -111,7 +111,7 @@ class ProgramTimes:
     Attributes:
         actions: time by (action, position in the plan); an exchange that begins early counts in the phase in which it ends.
         input: time to copy the images.
-        update: time to update all parameters, including the check that they are finite.
+        update: time to update all parameters, including the check for non-finite values.
         others: time of loss, sums and statistics.
         step: time of a whole step without a clock between actions; 0 if not measured.
     """

@@ -44,7 +44,7 @@ class Happens:
 
 @dataclass(frozen=True)
 class NeedsParameters:
-    """Wait of a layer that reads parameters until the previous step has updated them. The rank performs their late updates."""
+    """Wait before a layer reads parameters, until the previous step has updated them. The rank performs their late updates."""
 
     group: str
     parameters: tuple[str, ...]
@@ -106,7 +106,7 @@ class EndBackward:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """Small message of a step: the rank waits for its previous message, then posts this one to all ranks."""
+    """Small message of a step: the rank waits for the message of the previous step, then posts this one to all ranks."""
 
     bytes: int
 

@@ -442,10 +442,10 @@ class Postings:
 
 
 def latest(postings: Sequence[Postings], names: RowNames, window: Intervals) -> dict[str, Late]:
-    """Return for each row the rank that came late to its collectives.
+    """Return the lateness of each row's collectives, by name of the row.
 
-    Operations of one group, queue and sequence number are one collective. A collective counts if several ranks posted it and the
-    first post is inside `window` (on rank 0's clock).
+    Operations with the same group, queue and sequence number are one collective. A collective counts if several ranks posted it
+    and its first post is inside `window` (on rank 0's clock).
     """
     arrivals: dict[tuple[int, str, int], list[tuple[int, int, str]]] = {}
     for each in postings:

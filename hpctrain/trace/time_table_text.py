@@ -78,7 +78,7 @@ def _sum(rows: Sequence[Row]) -> Row:
 
 
 def _share(row: Row) -> float:
-    """Return the program's time for a row."""
+    """Return the program's time for a row: computation and messages."""
     return row.compute_seconds + _taken(row)
 
 

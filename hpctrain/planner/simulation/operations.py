@@ -281,7 +281,7 @@ class Member(Protocol):
         ...
 
     def stage_ended(self, share: MeetingShare) -> None:
-        """Note the end of a stage. The rank calls `share.next_stage` at the poll that notices the end."""
+        """Handle the end of a stage. The rank calls `share.next_stage` at the poll that notices the end."""
         ...
 
 
@@ -352,7 +352,7 @@ class Meeting:
         self._stages = 0
 
     def join(self, member: Member, posted: Posted, stages: Sequence[CollectiveStage], group: SimulatedGroup) -> None:
-        """Post the operation of a member."""
+        """Add a member that posts the operation."""
         self._shares.append(MeetingShare(self, member, posted, stages, group))
         self._stages = max(self._stages, len(stages))
         if len(self._shares) == self._members:
@@ -365,14 +365,14 @@ class Meeting:
         return self._stage >= self._stages - 1
 
     def ended(self) -> None:
-        """Note that a member's transfer of the stage has ended."""
+        """Count a member whose transfer of the stage has ended. After the last one, notify all members."""
         self._moving -= 1
         if not self._moving:
             for share in self._shares:
                 share.member.stage_ended(share)
 
     def arrive(self) -> None:
-        """Note that a member has posted the next stage."""
+        """Count a member that has posted the next stage. After the last one, begin the stage."""
         self._waiting -= 1
         if self._waiting:
             return
@@ -507,14 +507,14 @@ class GroupQueues:
                 step.pending[task.slice] = posted
 
     def happens(self, event: LocalEventKey) -> None:
-        """Note an event of this step; repeated events have no effect."""
+        """Record an event of this step; repeated events have no effect."""
         if event not in self.current.happened:
             self.current.happened.add(event)
             for position in self._after.get(event, ()):
                 self.current.operations[position].needs -= 1
 
     def all_happen(self) -> None:
-        """Note the end of backward, at which all remaining events happen."""
+        """Record all remaining events of this step, at the end of backward."""
         for event in self._after:
             self.happens(event)
 

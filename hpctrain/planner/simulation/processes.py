@@ -40,7 +40,7 @@ class EventRecorder:
         self.recording = True
 
     def end(self, seconds: float) -> None:
-        """Do not record events that begin after `seconds`."""
+        """Discard events that begin at `seconds` or later."""
         self._end = seconds
 
     def add(self, category: Category, name: str, start: float, stop: float, track: str = "", number: int = 0) -> None:

@@ -248,7 +248,7 @@ class _Simulation:
         ]
 
     def run(self) -> SimulatedStep:
-        """Return the last step, after it has ended on all processes."""
+        """Simulate until the counted step has ended on all processes, and return this step."""
         for process, steps in zip(self._processes, self._steps, strict=True):
             process.start(steps.program())
         if not self._world.loop.run():

@@ -84,7 +84,7 @@ class Lane:
         return moved
 
     def poll(self, tests: int = 1) -> None:
-        """Note a poll of the rank's program.
+        """Record a poll of the rank's program, after which messages may move further.
 
         Args:
             tests: number of tested operations; each additional test lets the messages move a little further.
@@ -189,7 +189,7 @@ class StageTransfer:
             self.send()
 
     def attend(self) -> None:
-        """Note that the rank starts to wait, during which nothing is blocked."""
+        """Handle the start of a wait, during which the transfer is not blocked."""
         self._polls_left = min(1, self._polls_left)  # a waiting rank tests again at once
         if self._blocked:
             self.poll()
@@ -198,7 +198,7 @@ class StageTransfer:
             self.send()
 
     def leave(self) -> None:
-        """Note that the rank stops waiting. Messages in flight continue as far as they can without polls."""
+        """Handle the end of a wait. Messages in flight continue as far as they can without polls."""
         if self._round_left <= _ROUNDING_SECONDS:  # no byte is in flight during the latency
             return
         sends = self._lane.sends(self)
@@ -258,7 +258,7 @@ class StageTransfer:
             self._block()
 
     def moved(self, seconds: float) -> bool:
-        """Note that a grant was used, and return whether the rounds are complete."""
+        """Account for a used grant, and return whether the rounds are complete."""
         self._progress(seconds, attended=self._attention.attends)
         return self._round_left <= _ROUNDING_SECONDS
 
