@@ -103,7 +103,7 @@ class HostWatchedArrays:
 
 
 def _neighbours(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of arrays in groups of arrays that are adjacent in the memory of one owner."""
+    """Return the indices of arrays, in groups of arrays that are adjacent in the memory of one owner."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and _follows(arrays[number], arrays[runs[-1][-1]]):

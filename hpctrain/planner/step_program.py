@@ -19,7 +19,7 @@ import numpy as np
 from hpctrain.averaging.base import Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, OperationKind
 from hpctrain.averaging.link_simulation import Times, upper_medians
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slicing import layer_slices
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.specs import BatchNormSpec, item_bytes, parameter_dtype
@@ -240,7 +240,7 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # sizes of the buffers of `comm.l
 
 
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
-    """Return the seconds of computation from the beginning of a step to each event, without waits, for `averaging.step_clock`.
+    """Return the seconds of computation from the beginning of a step to each event, without waits, as `StepClock` measures it.
 
     Args:
         group: key of the averaging.

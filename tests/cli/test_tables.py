@@ -193,7 +193,7 @@ def test_a_plan_has_a_line_for_each_layer_and_each_rank() -> None:
 
 def test_bytes_of_an_averager_that_leaves_layers_out_are_said_to_differ() -> None:
     quickstart = (str(CONFIGS / "quickstart.yaml"), "batch=8", "backend=numpy", "--image", "28", "28", "1", "--classes", "10")
-    sentence = "this is one that averages all layers"
+    sentence = "for a step that averages all layers"
     assert sentence in run("show", *quickstart, "--ranks", "2", "averager=lazy").output
     assert sentence not in run("show", *quickstart, "--ranks", "2").output
 

@@ -525,8 +525,8 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
         file.truncate(size // 4)
     told, read = run("cut")
     # A place behind the end that another rank writes behind has zeros. Each rank says once what it has met.
-    reasons = [re.search(r"cannot be trusted \((.*)\); these samples are read from the data file again", line) for line in told]
-    assert {reason and reason[1] for reason in reasons} in ({"it is cut short"}, {"it is cut short", "bytes of it have changed"})
+    reasons = [re.search(r"is damaged \((.*)\); the affected samples are read from the data file again", line) for line in told]
+    assert {reason and reason[1] for reason in reasons} in ({"it is truncated"}, {"it is truncated", "bytes have changed"})
     assert len({(line.split()[0], reason and reason[1]) for line, reason in zip(told, reasons, strict=True)}) == len(told)
     assert read == IMAGES - IMAGES // 4
     with train.open("r+b") as file:
@@ -536,7 +536,7 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
         file.write(bytes([byte ^ 16]))
     told, read = run("changed")
     assert len(told) == 1
-    assert "(bytes of it have changed)" in told[0]
+    assert "(bytes have changed)" in told[0]
     assert read == 1
     assert run("mended") == ([], 0)
 
@@ -548,7 +548,7 @@ def test_a_copy_without_room_grows_no_further(trainings: Trainings, undisturbed:
     assert outcome.code == 0, outcome.output
     told = [line for line in outcome.output.splitlines() if "gets no larger" in line]
     assert len(told) == 2  # of rank 1, for each data file once
-    assert all("(No space left on device); others are read from the data file" in line for line in told)
+    assert all("(No space left on device); other samples are read from the data file" in line for line in told)
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[2])
     # Rank 1 has kept 40 of the 80 samples of its first epoch, and no more of any later one.
     assert trainings.reads("runs")["file_samples"] > IMAGES + TEST_IMAGES
@@ -586,7 +586,9 @@ def test_a_small_disk_takes_what_fits(trainings: Trainings, undisturbed: dict[in
     if fault == "pass":
         assert f"{trainings.copies} has room for 5.9e-05 GB" in " ".join(said.split())
     else:
-        assert said.count("gets no larger (No space left on device); others are read from the data file") == 2  # of both files
+        assert (
+            said.count("cannot grow (No space left on device); other samples are read from the data file") == 2
+        )  # of both files
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[0])
     read = trainings.reads("runs")
     assert read["local_samples"] > 0

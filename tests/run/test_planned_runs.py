@@ -182,7 +182,7 @@ def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
     task = prepare(config, 2, (32, 32, 3), 10)
     assert group_strategies(task.job, task.candidate)
     of_both = replace(task.job, momentum=0.9)
-    with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer has a momentum of 0.9"):
+    with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer already has a momentum of 0.9"):
         group_strategies(of_both, task.candidate)
 
 
@@ -568,8 +568,8 @@ WHOLE = ("plan.features.*=domain",)
 NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
 NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
 SENTENCE = (
-    "The averager plain adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; leave "
-    "clip_norm out and use sgd, or use another averager."
+    "The averager plain computes no norms (its class does not set adds_norms), which optimizer.clip_norm and lars require; "
+    "remove clip_norm and use sgd, or use another averager."
 )
 #: a strategy of somebody's own that has never heard of norms
 PLAIN_STRATEGY = """
@@ -594,7 +594,7 @@ class Plain(Strategy):
 
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Overrides for a strategy that adds up no norms."""
+    """Overrides for a strategy that computes no norms."""
     package = tmp_path / "own_strategies"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -61,11 +61,11 @@ class ChannelBlocks:
 
 
 class CudaBatchNorm(InPlace, CudaOperator):
-    """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
+    """Batch norm: y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the sum and the ReLU of a fused spec.
 
     Statistics and coefficients have the dtype of parameters, and are computed in float64 from sums over parts of the rows.
-    Backward reads only x and dy. It recomputes from x where the ReLU was inactive; after an addition, forward saves this as one
-    bit per element. `backward_parameters` computes coefficients that `backward_input` reads, so it comes first.
+    Backward reads only x and dy. It recomputes from x where the ReLU was inactive; after a sum with a second input, forward saves
+    this as one bit per element. `backward_parameters` computes coefficients that `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
@@ -98,7 +98,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         if self.training and context.training and not self.norm.fixed:
             self._measure()
         else:
-            self._recall()
+            self._use_running_statistics()
         buffers = self.buffers
         residual = buffers.inputs[1] if self.norm.add else None
         mask = self._mask if context.training else None
@@ -144,7 +144,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         arrays = *self._affine, self._coefficients, *self._batch_statistics
         self._launch_channels("bn_moments_finish", partial, x, *arrays, *sizes, *constants)
 
-    def _recall(self) -> None:
+    def _use_running_statistics(self) -> None:
         """Enqueue the coefficients of evaluation, from the running statistics."""
         statistics = self.buffers.statistics["running_mean"], self.buffers.statistics["running_var"]
         arguments = *statistics, *self._affine, self._coefficients, *self._channels, np.float64(self.norm.epsilon)

@@ -35,7 +35,7 @@ class _Elementwise(InPlace, CudaOperator):
 
 
 class CudaRelu(_Elementwise):
-    """y = max(x, 0)."""
+    """Rectified linear unit: y = max(x, 0)."""
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, (x,), training=training, runtime=runtime)
@@ -50,7 +50,7 @@ class CudaRelu(_Elementwise):
 
 
 class CudaAdd(_Elementwise):
-    """y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
+    """Residual sum: y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, inputs, training=training, runtime=runtime)
@@ -62,13 +62,13 @@ class CudaAdd(_Elementwise):
         self._launch(f"add_{self._relu}forward", *self.buffers.inputs, self.buffers.output)
 
     def backward_input(self) -> None:
-        first, second = (self._asked(i) for i in range(2))
+        first, second = (self._incomplete_grad(i) for i in range(2))
         self._pass_back(f"add_{self._relu}backward", (first, second))
 
-    def _asked(self, i: int) -> DeviceArray | None:
-        """Return the gradient of an input; None if it is already complete.
+    def _incomplete_grad(self, i: int) -> DeviceArray | None:
+        """Return the gradient of input i; None if backward need not write it.
 
-        It is, without a ReLU, if it shares the buffer of the output's gradient.
+        Without a ReLU, a gradient that shares the buffer of the output's gradient is already complete.
         """
         grad = self.input_grad(i)
         shares = grad is not None and grad.pointer == self.output_grad.pointer
@@ -119,7 +119,7 @@ class SamplePlace:
 
 
 class CudaDropout(InPlace, CudaOperator):
-    """y = x * keep / (1 - rate), with `keep` drawn per element or per sample.
+    """Dropout: y = x * keep / (1 - rate), with `keep` drawn per element or per sample.
 
     The mask is not saved: backward draws it again, which costs less than reading it. Backward must therefore run before the next
     forward pass calls `begin`.
