@@ -132,7 +132,7 @@ def _gpu(place: NodePlace) -> Device:
 
 
 def narrow(environ: MutableMapping[str, str], place: NodePlace) -> None:
-    """Restrict CUDA_VISIBLE_DEVICES to the GPU of the rank's number if it lists several, for all threads and libraries.
+    """Restrict CUDA_VISIBLE_DEVICES to this rank's GPU if it lists several, for all threads and libraries of the process.
 
     Raises:
         BackendError: the variable lists several GPUs, but fewer than there are ranks on the node.

@@ -4,7 +4,7 @@ A kernel set turns a spec into an `Operator`. The program (nn) plans memory from
 buffers once. Afterwards it only calls `forward`, `backward_parameters` and `backward_input`. An operator allocates nothing after
 `bind` (scratch and saved memory are planned for it), and keeps no reference to anything but its buffers.
 
-Optional abilities of operators and kernel sets are base classes, one for each ability. A plan without any of them works too, but
+Optional abilities of operators and kernel sets are base classes, one for each ability. A plan that uses no ability works too, but
 takes more memory, or waits where it could compute. A plan tests for abilities once, when it is made; a step hardly tests at all.
 """
 

@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_process_that_is_alone_is_refused_where_more_ranks_are_expected(job: Job, folder: Path, command: list[str]) -> None:
     outcome = job(0, ["-m", "hpctrain", *command, "tiny.yaml"], cwd=folder, env={"HPCTRAIN_EXPECT_RANKS": "2"})
     assert outcome.code == 2, outcome.output
-    assert "hpctrain: HPCTRAIN_EXPECT_RANKS asks for 2 ranks, but" in outcome.stderr
+    assert "hpctrain: HPCTRAIN_EXPECT_RANKS is 2, but" in outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert not (folder / "runs").exists()
 

@@ -404,7 +404,7 @@ def test_every_rank_gets_the_same_candidate(tmp_path: Path, monkeypatch: pytest.
 def test_names_and_options_come_as_in_a_configuration() -> None:
     assert named("sgd") == ("sgd", {})
     assert named({"name": "sgd", "momentum": 0.5}) == ("sgd", {"momentum": 0.5})
-    with pytest.raises(ConfigError, match="has no name"):
+    with pytest.raises(ConfigError, match="has no key"):
         named({"momentum": 0.5})
     assert optimizer_of({"name": "lars"})().needs_norms
     made = partial(Lars, momentum=0.5)
