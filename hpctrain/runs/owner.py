@@ -420,7 +420,7 @@ class Ownership:
     def _write(self, line: dict[str, int]) -> None:
         """Overwrite the last line of the record in place.
 
-        The line is so short that readers see it whole, and overwriting it needs no new space.
+        The line is short enough that readers never see a part of it. Overwriting it needs no additional disk space.
         """
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
