@@ -125,7 +125,7 @@ def test_what_is_not_finite_is_raised_by_settle_on_every_rank() -> None:
         return str(caught.value)
 
     (sentence,) = set(run_virtual(3, diverge))
-    assert "lower optimizer.lr (0.25 there)" in sentence
+    assert "lower optimizer.lr (0.25 in that step)" in sentence
 
 
 def _slices(comm: ThreadCommunicator) -> dict[str, list[int]]:
