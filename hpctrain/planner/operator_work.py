@@ -1,8 +1,8 @@
 """Count the work of an operator's phase: floating-point operations, and bytes of memory read and written.
 
-There are three kinds of work: kernels (`work_of`); moves between layouts, which pack, copy and unpack (`move_traffic`); and
-products of exchanged inputs and errors, with which its owners compute a linear layer's weight gradient over all samples
-(`FactorProduct`).
+There are three kinds of work: kernels (`work_of`), moves between layouts, which pack, copy and unpack (`move_traffic`), and
+products of exchanged inputs and errors (`FactorProduct`). With such a product, the owners of a linear layer's weight compute its
+gradient over all samples.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class FactorProduct:
-    """The product x^T dy of x (samples, inputs) and dy (samples, outputs)."""
+    """Product x^T dy of the inputs x (samples, inputs) and the errors dy (samples, outputs) of a linear layer."""
 
     samples: int
     inputs: int
@@ -214,8 +214,8 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
         return OperatorWork(kind, flops, _parameters_bytes(step, spec, memory))
     if step.joint_backward and step.has_parameters:
         return OperatorWork(kind, 0, 0)  # counted with the gradients of the parameters
-    asked = sum(_asked(step, memory))
-    return OperatorWork(kind, flops if asked else 0, _input_bytes(step, spec, memory) if asked else 0)
+    requested = sum(_requested(step, memory))
+    return OperatorWork(kind, flops if requested else 0, _input_bytes(step, spec, memory) if requested else 0)
 
 
 def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
@@ -235,23 +235,24 @@ def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory |
 
 
 def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
-    """Return the bytes of the phase that computes input gradients.
+    """Return the bytes read and written by the phase that computes input gradients.
 
-    It reads the output's gradient and the values that backward needs. It writes gradients, or reads and writes them if it adds.
+    The phase reads the output's gradient and the values that backward needs. It writes each requested gradient, and also reads a
+    gradient to which it adds.
     """
     operator = step.operator
     n_bytes = operator.output.bytes + _parameter_bytes(step, spec)
     if class_of(spec) is OperatorClass.MEMORY:
         n_bytes += sum(x.bytes for x, needed in zip(operator.inputs, operator.needs_inputs, strict=False) if needed)
         n_bytes += operator.output.bytes if operator.needs_output else 0
-    for i, (x, asked) in enumerate(zip(operator.inputs, _asked(step, memory), strict=True)):
+    for i, (x, requested) in enumerate(zip(operator.inputs, _requested(step, memory), strict=True)):
         added = memory is not None and memory.accumulate[i]
         apart = memory is not None and any(number == i for number, _, _ in memory.sums)
-        n_bytes += x.bytes * asked * (1 + added + 3 * apart)
+        n_bytes += x.bytes * requested * (1 + added + 3 * apart)
     return n_bytes
 
 
-def _asked(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]:
+def _requested(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]:
     """Return whether the gradient of each input is requested."""
     if memory is None:
         return (True,) * len(step.inputs)
@@ -259,7 +260,10 @@ def _asked(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]:
 
 
 def _parameter_bytes(step: PlannedStep, spec: Spec | None) -> int:
-    """Return the bytes of the parameters (at least float32), computed from the spec because steps contain only their names."""
+    """Return the bytes of the parameters, at 4 bytes per element or more.
+
+    The sizes come from the spec, because steps contain only the parameters' names.
+    """
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     size = 0
     if isinstance(inner, Conv2dSpec | LinearSpec):
