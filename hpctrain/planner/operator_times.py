@@ -166,8 +166,7 @@ class OperatorTimes:
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def take_faster(self, others: OperatorTimes) -> None:
-        """Store the times of another measurement. Of two times with the same key, keep the smaller one, which was disturbed less.
-        """
+        """Store the times of another measurement. Of two times with the same key, keep the smaller, less disturbed one."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))
 
