@@ -502,10 +502,10 @@ def _owner(number: int, values: dict[str, Any]) -> Owner:
 
 
 def _process_lives(record: _Record) -> bool | None:
-    """Return whether the owner's process is alive; None if this is unknown or does not decide about the ownership.
+    """Return whether the owner's process is alive; None if this is unknown or does not decide the ownership.
 
     A copy of a run contains the records of the original's owner, which does not own the copy; these records never change. A dead
-    process does not decide if other ranks of its job continue the run.
+    process does not decide the ownership if other ranks of its job continue the run.
     """
     owner = record.owner
     mark = None if owner is None else ProcessMark.parse(owner.mark)
