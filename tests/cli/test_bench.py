@@ -289,7 +289,7 @@ def test_what_is_no_number_of_ranks_is_refused(text: str) -> None:
 
 
 @pytest.mark.job
-@pytest.mark.thorough  # tests/experiment measures a machine for runs that choose
+@pytest.mark.thorough  # tests/run measures a machine for runs that choose
 def test_two_ranks_measure_the_link_between_them(job: Callable[..., Outcome], tmp_path: Path) -> None:
     out = tmp_path / "here.yaml"
     done = job(2, ["-m", "hpctrain", "calibrate", "--seconds", "8", "--threads", "1", "--out", str(out)])
