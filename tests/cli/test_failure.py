@@ -37,7 +37,7 @@ train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 ran
 train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/runs
 run: -- sleep 3 => The command "sleep 3" has no training in it
 run: -- hpctrain train nowhere.yaml => nowhere.yaml: The configuration cannot be read
-completion: tcsh => There is no completion for the shell "tcsh"; there is for bash, zsh and fish.
+completion: tcsh => There is no completion for the shell "tcsh"; choose bash, zsh or fish.
 script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
 submit: nowhere.yaml --site local => nowhere.yaml: The configuration cannot be read
 submit: CONFIG --site lokal => There is no site 'lokal'; the nearest is "local"
@@ -48,7 +48,7 @@ submit: CONFIG --site slurm optimizer=adagrad => There is no optimizer "adagrad"
 sites: nowhere => There is no site 'nowhere'
 eval: nowhere.yaml => nowhere.yaml: The configuration cannot be read
 eval: CONFIG --checkpoint nowhere => nowhere is no run directory
-eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, whose first rank is above its last; the nearest is 1-3.
+eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, but the first rank of a range must not exceed the last; use 1-3.
 eval: CONFIG => has a checkpoint; train one first
 eval: CONFIG --checkpoint best => has a best checkpoint: with checkpoint.best one is kept where an evaluation and
 eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot be written
@@ -60,29 +60,29 @@ predict: photos --config CONFIG => has a checkpoint; train one first
 predict: photos --checkpoint best --runs photos => No run in photos has a best checkpoint
 autopsy: nowhere => There is no directory nowhere; give that of a run.
 autopsy: photos => photos holds no flight records (rank-*.flight); give the directory of a run that kept them.
-trace: nowhere => nowhere holds no time_table.json; give the directory of a run with trace=true that has ended.
+trace: nowhere => nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
 watch: photos --once => photos is no run directory: it has no config.yaml.
 watch: --once => There is no run in runs; give the directory of a run, or of all runs with --runs.
 report: photos => photos is no run directory: it has no config.yaml.
-report: photos file --test => --test judges the test set of one run, and there are 2; give one, or leave --test out.
+report: photos file --test => --test evaluates a single run, but 2 are given; give one, or leave --test out.
 compare: photos file => photos is no run directory: it has no config.yaml.
-compare: photos => One run cannot be compared; give at least two run directories, or use `hpctrain report`.
-checkpoint list: photos => photos holds no checkpoints; give a run directory that has some
-checkpoint verify: file => 1 of 1 checkpoints cannot be used; none is left to resume from.
-checkpoint show: nowhere => nowhere holds no checkpoints
+compare: photos => A comparison needs at least two runs; give two run directories, or use `hpctrain report`.
+checkpoint list: photos => photos contains no checkpoints; give a run directory with checkpoints
+checkpoint verify: file => 1 of 1 checkpoints cannot be used; there is no other one to resume from.
+checkpoint show: nowhere => nowhere contains no checkpoints
 checkpoint show: file => file
-checkpoint convert: nowhere --out new.h5 => nowhere holds no checkpoints
+checkpoint convert: nowhere --out new.h5 => nowhere contains no checkpoints
 checkpoint convert: file --out photos => photos is there already, and nothing is overwritten
 checkpoint convert: file --out new.h5 => new.h5 would be taken for a file
-checkpoint prune: nowhere --keep 2 => nowhere is no directory; give a run directory
+checkpoint prune: nowhere --keep 2 => nowhere is not a directory; give a run directory
 weights import: nowhere.pt --model resnet18 --out new.safetensors => There is no file of weights nowhere.pt
 weights import: file --model resnet18 --out new.safetensors => The name of file does not say which kind of file it is
 weights import: nowhere.pt --model resnet18 --out new.pt => it must end in .safetensors.
-weights export: nowhere --out new.safetensors => nowhere holds no checkpoints
+weights export: nowhere --out new.safetensors => nowhere contains no checkpoints
 weights export: file --out new.safetensors => file
 weights export: photos --out new.h5 => it must end in .safetensors, .pt, .pth or .onnx.
 weights export: nowhere.safetensors --out new.onnx => There is no file of weights nowhere.safetensors
-weights export: w.pt --averaged --out new.onnx => --averaged chooses among what a run keeps, and w.pt is a file of weights
+weights export: w.pt --averaged --out new.onnx => --averaged applies to runs and checkpoints, but w.pt is a file of weights
 weights show: nowhere.safetensors => There is no file of weights nowhere.safetensors
 calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml
 config show: nowhere.yaml => nowhere.yaml: The configuration cannot be read
@@ -268,9 +268,9 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
         # a code that the job is started again on
         (RankLostError("Rank 2 of 4 was lost."), BUG, "Rank 2 of 4 was lost.", "hpctrain: Rank 2 of 4 was lost.\n"),
         # Also an exit that says it is no error: this process would end, and the others wait for it.
-        (SystemExit(None), BUG, "sys.exit() inside of a run", "sys.exit() inside of a run ends the job.\n"),
-        (SystemExit(0), BUG, "sys.exit(0) inside of a run", "sys.exit(0) inside of a run ends the job.\n"),
-        (SystemExit("why"), BUG, "sys.exit('why') inside of a run", "sys.exit('why') inside of a run ends the job.\n"),
+        (SystemExit(None), BUG, "sys.exit() during a run", "sys.exit() during a run ends the job.\n"),
+        (SystemExit(0), BUG, "sys.exit(0) during a run", "sys.exit(0) during a run ends the job.\n"),
+        (SystemExit("why"), BUG, "sys.exit('why') during a run", "sys.exit('why') during a run ends the job.\n"),
         (MemoryError(f"{_ASKED[:-16]}\nwith shape (1,)."), USER_ERROR, "Memory ran out on rank 0 (", f"): {_ASKED}"),
         (MemoryError(""), USER_ERROR, "Memory ran out on rank 0 (", "): an allocation of unknown size was refused"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # nobody reads what would be said

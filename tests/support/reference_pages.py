@@ -1,6 +1,6 @@
 """The parts of docs/ that are written by the program: `python -m tests.support.reference_pages` (or `make docs`) writes them.
 
-docs/options.md and docs/commands.md are written as a whole; in docs/config.md the table of keys behind its last heading is, and
+docs/options.md and docs/commands.md are written as a whole; in docs/config.md the table of keys after its last heading is, and
 the findings in docs/doctor.md.
 """
 
@@ -23,7 +23,7 @@ from hpctrain.doctor.job import CHECKS, JOB_KINDS
 
 _HEAD = """# Commands
 
-`hpctrain --help`, and `--help` behind each command, print the same. `hpctrain completion bash` makes the tab key complete them.
+`hpctrain --help`, and `--help` after each command, print the same. `hpctrain completion bash` makes the tab key complete them.
 Those that train or measure are started on ranks, as `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; the others are one
 process.
 
