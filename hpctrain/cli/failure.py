@@ -136,10 +136,10 @@ def job_ends_on_error(
 
 def _silent_seconds(error: Exception, rank: int) -> float:
     """Return the time that a rank waits for another one to print an error and to end the job."""
-    said_by = error.said_by if isinstance(error, HpctrainError) else None
-    if rank == (said_by or 0):
+    reported_by = error.reported_by if isinstance(error, HpctrainError) else None
+    if rank == (reported_by or 0):
         return 0.0
-    return _ALONE_AFTER_SECONDS if said_by is None else _REPORTED_SECONDS
+    return _ALONE_AFTER_SECONDS if reported_by is None else _REPORTED_SECONDS
 
 
 def _say(sentence: str, rank: Callable[[], int] | None) -> None:

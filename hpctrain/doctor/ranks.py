@@ -451,7 +451,7 @@ SHORT_BATCH = FindingKind(
     "short-batch",
     Severity.REMARK,
     "The last batch of each epoch leaves a batch norm a single value per channel.",
-    "Choose a `batch` that divides the images of an epoch or leaves a larger rest.",
+    "Choose a `batch` that divides the images of an epoch or leaves a larger remainder.",
 )
 
 

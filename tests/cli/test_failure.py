@@ -29,24 +29,24 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 #: command: arguments with which it must fail by the user's fault => words that the sentence must have
 _MISTAKE_LINES = """
-train: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+train: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 train: CONFIG => There is no data file data/fashion-mnist/train.h5
 train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
 train: CONFIG --log-ranks al => must be all, none, or ranks such as 0,3,8-15; the nearest is all.
 train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 rank; the largest number is 0.
 train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/runs
 run: -- sleep 3 => The command "sleep 3" has no training in it
-run: -- hpctrain train nowhere.yaml => nowhere.yaml: The configuration cannot be read
+run: -- hpctrain train nowhere.yaml => nowhere.yaml: Cannot read the configuration
 completion: tcsh => There is no completion for the shell "tcsh"; choose bash, zsh or fish.
 script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
-submit: nowhere.yaml --site local => nowhere.yaml: The configuration cannot be read
+submit: nowhere.yaml --site local => nowhere.yaml: Cannot read the configuration
 submit: CONFIG --site lokal => There is no site 'lokal'; the nearest is "local"
 submit: CONFIG --site polaris => Site polaris refuses jobs without an account; give --account.
 submit: CONFIG --site local output=file/x => file/x/jobs cannot be used: Not a directory.
 submit: CONFIG --site lumi-g --account a backend=cuda => site lumi-g has GPUs of AMD
 submit: CONFIG --site slurm optimizer=adagrad => There is no optimizer "adagrad"
 sites: nowhere => There is no site 'nowhere'
-eval: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+eval: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 eval: CONFIG --checkpoint nowhere => nowhere is no run directory
 eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, but the first rank of a range must not exceed the last; use 1-3.
 eval: CONFIG => has a checkpoint; train one first
@@ -55,7 +55,7 @@ eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot b
 predict: photos => No run in runs has a checkpoint; train one first, or name a run by --checkpoint.
 predict: photos --checkpoint nowhere => nowhere is no run directory
 predict: photos --checkpoint file => file
-predict: photos --config nowhere.yaml => nowhere.yaml: The configuration cannot be read
+predict: photos --config nowhere.yaml => nowhere.yaml: Cannot read the configuration
 predict: photos --config CONFIG => has a checkpoint; train one first
 predict: photos --checkpoint best --runs photos => No run in photos has a best checkpoint
 autopsy: nowhere => There is no directory nowhere; give that of a run.
@@ -85,35 +85,35 @@ weights export: nowhere.safetensors --out new.onnx => There is no file of weight
 weights export: w.pt --averaged --out new.onnx => --averaged applies to runs and checkpoints, but w.pt is a file of weights
 weights show: nowhere.safetensors => There is no file of weights nowhere.safetensors
 calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml
-config show: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+config show: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config show: CONFIG batch => must have the form key=value
 config show: file => file:1: This is not valid YAML
-config check: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+config check: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config check: bytes => is not UTF-8
 config check: CONFIG backend=onednn precision=bfloat16 => precision is bfloat16, in which only backend cuda computes
-config check: CONFIG backend=cuda progress=posting => progress is posting, but one thread enqueues the work of backend cuda
+config check: CONFIG backend=cuda progress=posting => progress is posting, but backend cuda enqueues kernels
 config check: CONFIG dtype=float16 => dtype is float16, but must be 'float32' or 'float64'.
 config copy: nowhere => nowhere
 config copy: quickstart --to file/x => file
-plan show: nowhere.yaml --ranks 2 => nowhere.yaml: The configuration cannot be read
+plan show: nowhere.yaml --ranks 2 => nowhere.yaml: Cannot read the configuration
 plan show: CONFIG averager=sharted --ranks 2 => the nearest is "sharded"
 plan show: CONFIG data.train=file --ranks 2 => The data file file
-plan search: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: The configuration cannot be read
+plan search: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: Cannot read the configuration
 plan search: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
 plan search: CONFIG --ranks 2 --machine xc40 --write file/x => --write file/x cannot be written
 plan search: CONFIG --ranks 2 --machine xc40 --measure => was not measured on it
-plan simulate: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: The configuration cannot be read
+plan simulate: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: Cannot read the configuration
 plan simulate: CONFIG --ranks 2 --machine nowhere.yaml => There is no machine file 'nowhere.yaml'
 plan simulate: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
 plan simulate: CONFIG --ranks 2 --machine xc40 --trace file/x => --trace file/x cannot be written
 plan simulate: CONFIG --ranks 1,500 --machine xc40 --mode strong => the smallest batch is 500
-plan schedule: nowhere.yaml --ranks 2 => nowhere.yaml: The configuration cannot be read
-bench data: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+plan schedule: nowhere.yaml --ranks 2 => nowhere.yaml: Cannot read the configuration
+bench data: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 bench data: CONFIG => There is no data file data/fashion-mnist/train.h5
 bench data: CONFIG 'data.augment=[cropp]' => There is no augmentation "cropp"
 bench engine: --model resnet51 => There is no model "resnet51"
 bench engine: --model small --backend numpy --precision tf32 => precision is tf32, in which only backend cuda computes
-bench scaling: --config nowhere.yaml --ranks 1 => nowhere.yaml: The configuration cannot be read
+bench scaling: --config nowhere.yaml --ranks 1 => nowhere.yaml: Cannot read the configuration
 bench scaling: --config CONFIG --ranks 1 averager=sharted => the nearest is "sharded"
 data fetch: fashion-mnist --out file/data => file/data
 data info: nowhere.h5 => There is no data file nowhere.h5
@@ -299,16 +299,16 @@ def test_an_error_ends_the_job_once_and_says_why(
 
 
 @pytest.mark.parametrize(
-    ("rank", "said_by", "silent"), [(0, None, 0.0), (0, 0, 0.0), (3, 3, 0.0), (3, None, 1.5), (3, 0, 30.0), (0, 3, 30.0)]
+    ("rank", "reported_by", "silent"), [(0, None, 0.0), (0, 0, 0.0), (3, 3, 0.0), (3, None, 1.5), (3, 0, 30.0), (0, 3, 30.0)]
 )
 def test_an_error_of_all_ranks_is_left_to_the_one_that_says_it(
-    rank: int, said_by: int | None, silent: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    rank: int, reported_by: int | None, silent: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """With many ranks on few cores that one may come to it much later; a rank that may be alone waits for a moment only."""
     slept: list[float] = []
     monkeypatch.setattr("hpctrain.cli.failure.time.sleep", slept.append)
     error = DataError("One.")
     with pytest.raises(SystemExit), job_ends_on_error(lambda: rank, lambda code: None):
-        raise error if said_by is None else error.of_all_ranks(said_by)
+        raise error if reported_by is None else error.of_all_ranks(reported_by)
     assert slept == [silent]
     assert capsys.readouterr().err == f"hpctrain: {place(rank) if rank else ''}One.\n"

@@ -219,7 +219,7 @@ def test_what_is_left_to_the_start_of_a_run_passes():
 
 def test_an_averager_that_is_chosen_has_no_options_yet():
     (line,) = faults(TEXT, "averager=auto", "averager.window=3")
-    assert line.startswith('override "averager.window=3": averager is auto, which chooses options as well')
+    assert line.startswith('override "averager.window=3": averager is auto, which also chooses the options')
 
 
 @pytest.mark.parametrize(
