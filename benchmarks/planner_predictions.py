@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.planner_jobs import planned_run
 from benchmarks.planner_points import Point
 from benchmarks.quiet import QuietCores
+from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
@@ -51,7 +52,8 @@ class Planner:
         self._kept_at = times if world.rank == 0 else None
         self._world, self._progress, self._quiet = world, progress, quiet
         self._queue = progress.queue(world)
-        machine = run_calibration(world, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
+        kernels = make_backend("auto", place=NodePlace(world.size)).kernels
+        machine = run_calibration(world, kernels, 1, _CALIBRATION_SECONDS, path, deadline_seconds)
         self.machine = on_shared_cores(machine, cores / world.size) if cores else machine
         self._times: OperatorTimes | None = None
         self.coverage: list[dict[str, Any]] = []

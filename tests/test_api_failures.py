@@ -19,7 +19,7 @@ from hpctrain.cli.main import cli
 from hpctrain.core.text import place
 from hpctrain.flight.ring import file_name, read
 from hpctrain.launch.process_end import DEADLINE, STOPPED, End
-from hpctrain.launch.signal_mask import STOPS
+from hpctrain.launch.process_start import STOPS
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher

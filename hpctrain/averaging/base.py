@@ -424,6 +424,8 @@ class Strategy(ABC):
         adds_norms: adds up the norms that LARS and clipping need; refused together with these if it does not.
         sums_shards: adds up gradients and nothing else, each once per step, so that their order may be that of shards.
         streams: the communicators that it posts on, besides the group's own.
+        messages_vary: whether messages differ from the slices of the schedule, and change from step to step.
+        chooses_on_host: whether the host chooses the elements to send, which NCCL cannot do.
 
     Raises:
         ConfigError: options that do not fit the group.
@@ -433,6 +435,8 @@ class Strategy(ABC):
     adds_norms: ClassVar[bool] = False
     sums_shards: ClassVar[bool] = False
     streams: ClassVar[tuple[Stream, ...]] = ()
+    messages_vary: ClassVar[bool] = False
+    chooses_on_host: ClassVar[bool] = False
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         self.group = group

@@ -1,6 +1,6 @@
-"""What computes: specs of operations, the operators that kernel sets make of them, and arithmetic outside of operators.
+"""Computation: specs of operations, kernel sets, which make operators from specs, and arithmetic outside of operators.
 
-Knows no MPI and no model; `nn`, `comm` and all above may import it. `backend/numpy` is the reference, `backend/onednn` the set
-for x86-64 processors, `backend/cuda` that for GPUs; the sets are imported when one of them is chosen (`choice.py`). Read
-`specs.py` first, then `operators.py`, the seam between layers and arithmetic.
+This package imports neither MPI nor any model; `nn`, `comm` and all packages above may import it. `backend/numpy` is the
+reference, `backend/onednn` serves x86-64 processors, and `backend/cuda` serves GPUs. A set is imported when it is chosen
+(`choice.py`). Read `specs.py` first, then `operators.py`, the interface between layers and arithmetic.
 """

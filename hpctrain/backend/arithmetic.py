@@ -1,16 +1,16 @@
-"""The services of a kernel set outside of operators: arithmetic on arrays wherever they lie, and what transports need.
+"""The services of a kernel set outside of operators: arithmetic on arrays of host or device, and the needs of transports.
 
-`Arithmetic` works on activations, parameters and gradients. Nothing but kernel sets and transports touches elements of such
-arrays by other means. On a GPU all of it is enqueued, in the order of the calls and together with operators; only `to_host`,
-`square_sums` and a `Fetch`'s `result` wait.
+`Arithmetic` works on activations, parameters and gradients. Only kernel sets and transports touch elements of such arrays by
+other means. On a GPU every call is enqueued, in the order of the calls and together with operators; only `to_host`, `square_sums`
+and a `Fetch`'s `result` wait.
 
-`HostMirrors` serve transports that read memory of the host alone. MPI is one of them: where kernels compute on a device, an
-array that travels is copied to a mirror, and back from one, next to computation. The host enqueues copies, asks whether they
-are done, and never waits for them.
+`HostMirrors` serve transports that can read only the host's memory, such as MPI. Where kernels compute on a device, an array that
+travels is copied to a mirror in the host's memory, and back from it, while the device computes. The host enqueues copies, asks
+whether they are done, and never waits for them.
 
-`DeviceMessages` serve transports that reach a device's memory themselves, without mirrors. There are two kinds: MPI libraries
-that read such memory, for which the host asks whether the work of kernels is done, and groups of devices that move arrays
-between each other in the order of a stream, as NCCL does.
+`DeviceMessages` serve transports that access a device's memory directly, without mirrors. There are two kinds: MPI libraries that
+read such memory, for which the host asks whether the work of kernels is done, and groups of devices that exchange arrays in the
+order of a stream, as NCCL does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Array = Any  # numpy.ndarray or DeviceArray
 
 
 class Transit(Protocol):
-    """The way of one operation's arrays to the host and back."""
+    """The copies of one operation's arrays to the host and back."""
 
     def on_host(self) -> bool:
         """Return whether the mirrors hold everything that was copied to them. Never waits."""
@@ -38,7 +38,7 @@ class Transit(Protocol):
 
 @dataclass
 class StagedBytes:
-    """Bytes that were copied so far: to the host, and from it."""
+    """Bytes copied so far, to the host and from it."""
 
     to_host: int = 0
     from_host: int = 0
@@ -46,10 +46,11 @@ class StagedBytes:
 
 @dataclass(frozen=True)
 class PinnedBytes:
-    """Pinned memory of the host that a rank's device copies from and to, in bytes, without small fixed buffers.
+    """Pinned memory of the host that a rank's device copies from and to, in bytes. Small fixed buffers are not counted.
 
     Attributes:
-        messages: mirrors of arrays that travel between processes. images: batches of stored pixels.
+        messages: mirrors of arrays that travel between processes.
+        images: batches of stored pixels.
     """
 
     messages: int
@@ -61,49 +62,53 @@ class PinnedBytes:
 
 
 class HostMirrors(Protocol):
-    """Makes mirrors and copies; used by the thread that enqueues the device's work.
+    """Mirrors of a device's arrays in the host's memory, and the copies to and from them.
 
-    Each array has one mirror, made when it first travels, and kept: mirrors take as much memory as the arrays that travel. Arrays
-    inside of one that is covered share its mirror.
+    Called by the thread that enqueues the device's work. Each array has one mirror, allocated when it first travels and then
+    kept, so mirrors take as much memory as the arrays that travel. Arrays inside a covered array share its mirror.
 
     Attributes:
-        copied: bytes copied so far. pinned_bytes: bytes of all mirrors.
+        copied: bytes copied so far.
+        pinned_bytes: bytes of all mirrors.
     """
 
     copied: StagedBytes
     pinned_bytes: int
 
     def mirror(self, array: Array) -> np.ndarray:
-        """Return the flat mirror of an array that is in no other operation; its contents may be overwritten.
+        """Return the flat mirror of an array. It may be overwritten; no other pending operation may use the array.
 
-        Waits for the copies back of the array's previous operation, if these are not done.
+        Waits for copies from the mirror that the array's previous operation has enqueued.
         """
         ...
 
     def cover(self, array: Array, instead_of: Array | None = None) -> None:
-        """Make one mirror for all arrays inside of this one that travel later, one operation after the other. For set-up only.
+        """Make one mirror for all arrays inside `array`, which may travel one operation at a time. For set-up only.
 
         Args:
-            instead_of: an array that was covered before, and is in no operation any more: its mirror is freed. Waits for copies
-                from it that are not done.
+            instead_of: array covered earlier that no operation uses any more. Its mirror is freed, after pending copies from it
+                are done.
         """
         ...
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:
-        """Enqueue mirror := array for each pair, after all work of kernels so far. Operations without pairs begin so, too."""
+        """Enqueue mirror := array for each pair, after all work of kernels so far.
+
+        Every operation begins with this call, even without pairs.
+        """
         ...
 
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
         """Enqueue array := mirror for intervals of the flat elements.
 
-        The copy runs after the work of kernels before `leave`, and before all work that is enqueued from now on. Call it once
+        The copy runs after the work of kernels that precedes `leave`, and before all work that is enqueued later. Call it once
         for each transit. Without intervals nothing is copied.
         """
         ...
 
 
 class WorkMark(Protocol):
-    """A place in a device's work."""
+    """A position in a device's queue of work."""
 
     @property
     def done(self) -> bool:
@@ -112,9 +117,9 @@ class WorkMark(Protocol):
 
 
 class Peers(Protocol):
-    """The processes whose devices form a group, in order: a communicator that nothing else uses.
+    """The processes whose devices form a group, in order: a communicator reserved for the group.
 
-    Devices that cannot reach each other by themselves, such as emulated ones, exchange arrays of the host through it.
+    Devices that cannot reach each other directly, such as emulated ones, exchange arrays of the host through it.
     """
 
     rank: int
@@ -130,14 +135,15 @@ class Peers(Protocol):
 
 
 class DeviceLinks(Protocol):
-    """The links of one device to the others of a group. All calls are enqueued on the stream that the links were made with.
+    """The links of one device to the other devices of a group. All calls are enqueued on the stream of the links.
 
-    All devices of a group enqueue the same collectives in the same order, and a receive for each send. Arrays of collectives have
-    the same size and dtype everywhere. Sums are of float32 or float64; all else moves bytes.
+    All devices of a group enqueue the same collectives in the same order, and one receive for each send. The arrays of a
+    collective have the same size and dtype on all devices. Sums are of float32 or float64; the other calls move bytes of any
+    dtype.
     """
 
     def together(self) -> AbstractContextManager[None]:
-        """Enqueue the calls inside this context together at its end; they may depend on each other."""
+        """Enqueue all calls inside this context at its end, as one operation; they may depend on each other."""
         ...
 
     def send(self, array: Array, to: int) -> None: ...
@@ -149,7 +155,7 @@ class DeviceLinks(Protocol):
         ...
 
     def sum_to_all(self, array: Array) -> None:
-        """Replace each device's array by the sum of all."""
+        """Replace each device's array by the sum over all devices."""
         ...
 
     def sum_to_one(self, send: Array, recv: Array, root: int) -> None:
@@ -157,25 +163,29 @@ class DeviceLinks(Protocol):
         ...
 
     def fault(self) -> str | None:
-        """Return a failure in the background, in one clause; None if there is none."""
+        """Return an asynchronous failure of the links, as a clause; None if there is none."""
         ...
 
     def abort(self) -> None:
-        """Give up all pending work. Nothing is called afterwards."""
+        """Abandon all pending work. No method may be called afterwards."""
         ...
 
 
 class DeviceGroup(Protocol):
-    """A device's place in a group. links: links to all devices of the group, itself included, on a stream of this process."""
+    """A device's membership of a group.
+
+    Attributes:
+        links: links to all devices of the group, itself included, on a stream of this process.
+    """
 
     links: DeviceLinks
 
     def wait_for_kernels(self) -> None:
-        """Let later work of the links wait for all work of kernels so far; the host does not wait."""
+        """Make later work of the links wait for all work of kernels so far; the host does not wait."""
         ...
 
     def mark(self) -> WorkMark:
-        """Mark all work that the links were given so far."""
+        """Mark all work of the links so far."""
         ...
 
 
@@ -193,13 +203,14 @@ class DeviceMessages(Protocol):
         ...
 
     def group_fault(self) -> str | None:
-        """Return the reason why this device cannot join a group, in one clause; None if it can."""
+        """Return the reason why this device cannot join a group, as a clause; None if it can."""
         ...
 
     def join(self, peers: Peers) -> DeviceGroup:
-        """Join a group of the peers' devices, and return this device's place in it. Collective; waits for all of them.
+        """Join a group of the peers' devices, and return this device's membership. Collective over `peers`.
 
-        All groups of a process share one stream, so that no two of them can each hold up what the other one needs.
+        Waits for all peers. All groups of a process share one stream, so that two groups cannot deadlock by waiting for each
+        other.
         """
         ...
 
@@ -208,15 +219,16 @@ class Fetch(Protocol):
     """Values that are being copied to the host."""
 
     def result(self) -> np.ndarray:
-        """Wait for the values and return them, read only; they are valid until the second next `fetch` of the same array."""
+        """Wait for the values and return them, read only. They stay valid until the second next `fetch` of the same array."""
         ...
 
 
 @dataclass(frozen=True)
 class UpdateRun:
-    """Elements [start, stop) of the flat buffers that are updated alike: g' = gradient_scale * g + decay * w.
+    """Elements [start, stop) of the flat buffers, updated with one gradient scale and decay: g' = gradient_scale * g + decay * w.
 
-    offset: number to add to a place in the flat buffers for the place in the state.
+    Attributes:
+        offset: index of an element in the optimiser's state minus its index in the flat buffers.
     """
 
     start: int
@@ -227,7 +239,7 @@ class UpdateRun:
 
 
 class Descent(Protocol):
-    """Momentum descent on flat buffers, bound to them at set-up."""
+    """Gradient descent with momentum on flat buffers, bound to them at set-up."""
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
         """Compute m := momentum * m + g'; w := w - lr * m, or with Nesterov's w - lr * (g' + momentum * m). Only reads g."""
@@ -236,9 +248,12 @@ class Descent(Protocol):
 
 @dataclass(frozen=True)
 class MomentRule:
-    """The constants of a descent by two moments of the gradient: those of Adam (Kingma and Ba, ICLR 2015).
+    """Constants of a descent by two moments of the gradient: those of Adam (Kingma and Ba, ICLR 2015).
 
-    beta1, beta2: decay rates of the first and the second moment. epsilon: added to the root of the second moment.
+    Attributes:
+        beta1: decay rate of the first moment.
+        beta2: decay rate of the second moment.
+        epsilon: number added to the root of the second moment.
     """
 
     beta1: float
@@ -248,7 +263,12 @@ class MomentRule:
 
 @dataclass(frozen=True)
 class Corrections:
-    """Factors that make up for moments that began as zeros: of the first moment, and of the root of the second."""
+    """Factors that correct the bias of moments that start at zero.
+
+    Attributes:
+        first: factor of the first moment.
+        root: factor of the square root of the second moment.
+    """
 
     first: float
     root: float
@@ -262,11 +282,11 @@ class MomentDescent(Protocol):
     """
 
     def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
-        """Replace m and v; w := w - lr * u. The gradient is read only."""
+        """Update m and v, and compute w := w - lr * u. The gradient is only read."""
         ...
 
     def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
-        """Replace m and v; g := u. The data is read only."""
+        """Update m and v, and compute g := u. The data is only read."""
         ...
 
 
@@ -279,17 +299,17 @@ class ArrayChecksums(Protocol):
 
 
 class ArrayGuard(Protocol):
-    """Detects arrays that have changed though nothing should have written there, by sums of 32-bit words. Bound at set-up.
+    """Detects unintended changes of arrays, by sums of 32-bit words. Bound to the arrays at set-up.
 
-    Detects every change within one word, but not several changes that cancel in the sum.
+    It detects every change within one word, but not several changes that cancel in the sum.
     """
 
     def remember(self) -> None:
-        """Remember the arrays as they are at this point of the work."""
+        """Record the sums of the arrays at this point of the work."""
         ...
 
     def compare(self) -> None:
-        """Mark the arrays that differ, at this point of the work, from what is remembered."""
+        """Mark the arrays whose sums differ, at this point of the work, from the recorded ones."""
         ...
 
     def fetch_changed(self) -> Fetch:
@@ -298,7 +318,7 @@ class ArrayGuard(Protocol):
 
 
 class WatchedArrays(Protocol):
-    """Flat arrays of whole 32-bit words, of any dtypes: makes what detects changes of their bits. For set-up only."""
+    """Flat arrays of whole 32-bit words, of any dtypes, whose bits can be checksummed and guarded. For set-up only."""
 
     def checksums(self) -> ArrayChecksums:
         """Return the CRC-32 of each array's bytes."""
@@ -307,30 +327,30 @@ class WatchedArrays(Protocol):
     def sums(self) -> ArrayChecksums:
         """Return the sum of each array's 32-bit words, modulo 2^32, at a tenth of the cost of a CRC-32 on the host.
 
-        Detects every change within one word, but not several changes that cancel in the sum.
+        It detects every change within one word, but not several changes that cancel in the sum.
         """
         ...
 
     def guard(self) -> ArrayGuard:
-        """Return a guard that remembers what the arrays hold now."""
+        """Return a guard that has recorded the arrays' present sums."""
         ...
 
 
 class Arithmetic(ABC):
-    """The service. Arrays of one call have one dtype and one size unless noted; targets come first.
+    """The arithmetic service of a kernel set. The target comes first; unless noted, a call's arrays have one dtype and one size.
 
     Attributes:
-        on_host: the arrays are NumPy's: nothing is enqueued, and `fetch` and `to_host` return the array itself.
+        on_host: whether arrays are NumPy arrays. Then no work is enqueued, and `fetch` and `to_host` return the array itself.
     """
 
     on_host: ClassVar[bool] = False
 
     def mirrors(self) -> HostMirrors | None:
-        """Return mirrors of such arrays on the host, for transports that read only its memory; None if the arrays lie there."""
+        """Return mirrors on the host, for transports that read only the host's memory; None if arrays are already there."""
         return None
 
     def messages(self) -> DeviceMessages | None:
-        """Return the service for transports that reach such arrays themselves; None if these lie on the host."""
+        """Return the service for transports that access a device's memory directly; None if arrays are in the host's memory."""
         return None
 
     @abstractmethod
@@ -361,7 +381,8 @@ class Arithmetic(ABC):
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
         """Compute target[target_box] := source[source_box], or += with `accumulate`.
 
-        Both arrays have up to four dims and one dtype, both boxes one shape, each inside its array; the two share no memory.
+        Both arrays have up to four dims and the same dtype. Both boxes have the same shape, and each lies inside its array. The
+        arrays share no memory.
         """
 
     @abstractmethod
@@ -374,27 +395,27 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        """Return sums of squares, float64 (len(arrays),); squares of float32 are summed in float64. Waits."""
+        """Return the sum of squares of each array, float64 (len(arrays),). Squares of float32 are summed in float64. Waits."""
 
     @abstractmethod
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        """Fetch whether all elements of each array are finite at this point of the work, bool (len(arrays),)."""
+        """Fetch whether all elements of each array are finite at this point of the work; bool (len(arrays),)."""
 
     @abstractmethod
     def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
-        """Watch flat arrays of whole 32-bit words, which may have several dtypes. For set-up only."""
+        """Return a watch on flat arrays of whole 32-bit words, which may differ in dtype. For set-up only."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:
-        """Fetch the elements as they are at this point of the work. Nothing may write to the array before the result is read."""
+        """Fetch the elements at this point of the work. The array must not be written to before the result is read."""
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:
-        """Return the elements in an array of the host, possibly `array` itself: only read it. Waits."""
+        """Return the elements in a NumPy array, possibly `array` itself, which the caller must not modify. Waits."""
 
     @abstractmethod
     def from_host(self, target: Array, source: np.ndarray) -> None:
-        """Compute target := source, an array of the host of the same shape, rounded to the target's dtype.
+        """Compute target := source, a NumPy array of the same shape, rounded to the target's dtype.
 
         The source may change afterwards.
         """
@@ -403,9 +424,12 @@ class Arithmetic(ABC):
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
     ) -> Descent:
-        """Bind momentum descent of flat `data` by flat `gradient`, of one size; `momentum` holds the state, empty if factor is 0.
+        """Return descent with momentum of flat `data` along flat `gradient`, arrays of one size.
 
         Args:
+            momentum: state of the momentum, empty if `factor` is 0.
+            factor: factor of the momentum.
+            nesterov: whether to apply Nesterov's momentum.
             shadow: bfloat16 array of the size of `data`, which receives the rounded data of all updated elements.
         """
 
@@ -413,8 +437,11 @@ class Arithmetic(ABC):
     def moment_descent(
         self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
     ) -> MomentDescent:
-        """Bind descent of flat `data` by two moments of flat `gradient`, of one size; `first` and `second` hold the moments.
+        """Return descent of flat `data` by two moments of flat `gradient`, arrays of one size.
 
         Args:
-            shadow: as in `descent`.
+            first: state of the first moment.
+            second: state of the second moment.
+            rule: constants of the descent.
+            shadow: bfloat16 copy, as in `descent`.
         """

@@ -1,7 +1,7 @@
-"""The choice of what computes: a kernel set, a dtype, a precision, and a rank's GPU.
+"""The choice of a kernel set, a dtype, a precision, and a rank's GPU.
 
-A rank's device is a GPU of its node, or the device that the environment names. Nothing here imports CuPy before the
-environment says which GPUs this process may use.
+A rank's device is a GPU of its node, or the device that an environment variable names. CuPy is imported only after the
+environment states which GPUs this process may use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.core.log import get_logger
 
-#: set by developers: MODULE or MODULE:ARGUMENT, whose function `make_device` makes a device that takes the place of a GPU
+#: environment variable for developers: MODULE or MODULE:ARGUMENT, whose `make_device` returns the device to use instead of a GPU
 DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OTHERWISE = "or set backend to onednn or numpy, which compute on the CPU"
@@ -26,7 +26,13 @@ _OTHERWISE = "or set backend to onednn or numpy, which compute on the CPU"
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A rank and its node. ranks: ranks of the job. local_rank: number of the rank on the node. local_ranks: ranks on it."""
+    """Number of a rank on its node.
+
+    Attributes:
+        ranks: number of ranks of the job.
+        local_rank: number of this rank among those of its node.
+        local_ranks: number of ranks on the node.
+    """
 
     ranks: int = 1
     local_rank: int = 0
@@ -34,13 +40,13 @@ class NodePlace:
 
 
 def make_device(precision: Precision, place: NodePlace) -> Device:
-    """Return this rank's device, which computes in that precision.
+    """Return this rank's device for computation in `precision`.
 
-    A rank that sees one GPU takes it: schedulers may give each rank its own. One that sees several takes that of its number on
-    the node.
+    A rank that sees one GPU uses it, since schedulers may give each rank its own. A rank that sees several uses the one with its
+    number on the node.
 
     Raises:
-        BackendError: there is none, or it does not; the sentence says what to do.
+        BackendError: there is no device, or it does not compute in `precision`; the message states the remedy.
     """
     named = os.environ.get(DEVICE_VARIABLE)
     if named is not None:
@@ -48,18 +54,20 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
     device = _gpu(place)
     wanted = "float32" if precision == "tf32" else precision
     if wanted == "float64":
-        raise BackendError(f"{device.name} is not used for float64, {_OTHERWISE}, or dtype to float32.")
+        raise BackendError(
+            f"Backend cuda does not compute in float64 on {device.name}; set dtype to float32, or backend to numpy."
+        )
     if wanted not in device.dtypes:
         major, minor = device.capability
         raise BackendError(
-            f"{device.name} does not compute in {wanted}: its compute capability is {major}.{minor}, bfloat16 needs 8.0; "
-            "set precision to float32."
+            f"{device.name} does not compute in {wanted}: its compute capability is {major}.{minor}, and bfloat16 needs "
+            "8.0; set precision to float32."
         )
     return device
 
 
 def missing(place: NodePlace) -> str | None:
-    """Return the reason why no GPU can be used here, as a sentence; None if one can. Looks for GPUs only."""
+    """Return the reason why no GPU can be used here, as a sentence; None if one can. Named devices are ignored."""
     try:
         _gpu(place)
     except BackendError as error:
@@ -68,23 +76,23 @@ def missing(place: NodePlace) -> str | None:
 
 
 def cupy_is_installed() -> bool:
-    """Return whether CuPy is installed: a user may then expect that a GPU is used."""
+    """Return whether CuPy is installed, which suggests that the user expects a GPU to be used."""
     return importlib.util.find_spec("cupy") is not None
 
 
 def _named_device(value: str) -> Device:
-    """Return the device of the module that `DEVICE_VARIABLE` names, made by `make_device(argument)` of that module.
+    """Return the device that `make_device(argument)` of the module named by `DEVICE_VARIABLE` returns.
 
     Raises:
-        BackendError: there is no such module, it makes no devices, or it refuses the argument.
+        BackendError: the module does not exist, has no `make_device`, or refuses the argument.
     """
     name, _, argument = value.partition(":")
     try:
         make = importlib.import_module(name).make_device
     except (ImportError, AttributeError, ValueError) as error:
         raise BackendError(
-            f"{DEVICE_VARIABLE} is {value!r}; it must name a module that makes a device, such as hpctrain_testing.emulator "
-            f"({error}), or not be set if a GPU is to be used."
+            f"{DEVICE_VARIABLE} is {value!r}, which names no module with a function make_device ({error}); name one, such as "
+            "hpctrain_testing.emulator, or unset the variable to use a GPU."
         ) from error
     try:
         device: Device = make(argument)
@@ -96,8 +104,8 @@ def _named_device(value: str) -> Device:
 def _gpu(place: NodePlace) -> Device:
     if not cupy_is_installed():
         raise BackendError(
-            "Backend cuda needs CuPy, which is not installed; install hpctrain[gpu13] for CUDA 13, or hpctrain[gpu12], "
-            f"{_OTHERWISE}."
+            "Backend cuda needs CuPy, which is not installed; install hpctrain[gpu13] for CUDA 13, or hpctrain[gpu12] for "
+            f"CUDA 12, {_OTHERWISE}."
         )
     narrow(os.environ, place)
     from hpctrain.backend.cuda.cupy_device import CupyDevice, gpu_count
@@ -106,12 +114,12 @@ def _gpu(place: NodePlace) -> Device:
         count = gpu_count()
     except BackendError as error:
         raise BackendError(
-            f"Backend cuda needs a driver of NVIDIA that runs its CUDA ({error}); install it, {_OTHERWISE}."
+            f"Backend cuda needs an NVIDIA driver for its CUDA version ({error}); install one, {_OTHERWISE}."
         ) from error
     if not count:
         shown = repr(os.environ[_VISIBLE]) if _VISIBLE in os.environ else "not set"
         raise BackendError(
-            f"CUDA shows no GPU to this process ({_VISIBLE} is {shown}); ask the scheduler for one, such as by "
+            f"CUDA finds no GPU for this process ({_VISIBLE} is {shown}); request one from the scheduler, for example by "
             f"--gpus-per-task=1, {_OTHERWISE}."
         )
     device = CupyDevice(gpu_index(count, place))
@@ -124,10 +132,10 @@ def _gpu(place: NodePlace) -> Device:
 
 
 def narrow(environ: MutableMapping[str, str], place: NodePlace) -> None:
-    """Leave one of several GPUs in CUDA_VISIBLE_DEVICES, that of the rank's number: other threads and libraries see no other.
+    """Restrict CUDA_VISIBLE_DEVICES to the GPU of the rank's number if it lists several, for all threads and libraries.
 
     Raises:
-        BackendError: there are fewer than ranks on the node.
+        BackendError: the variable lists several GPUs, but fewer than there are ranks on the node.
     """
     entries = [entry.strip() for entry in environ.get(_VISIBLE, "").split(",") if entry.strip()]
     if len(entries) > 1:
@@ -135,16 +143,16 @@ def narrow(environ: MutableMapping[str, str], place: NodePlace) -> None:
 
 
 def gpu_index(count: int, place: NodePlace) -> int:
-    """Return the GPU of a rank among `count` that it sees.
+    """Return the index of a rank's GPU among the `count` that it sees.
 
     Raises:
-        BackendError: there are several, but fewer than ranks on the node.
+        BackendError: there are several GPUs, but fewer than ranks on the node.
     """
     if count == 1:
         return 0
     if place.local_ranks > count:
         raise BackendError(
-            f"This node shows {count} GPUs to each of its {place.local_ranks} ranks; start at most {count} ranks on a node, "
+            f"The {place.local_ranks} ranks of this node see only {count} GPUs; start at most {count} ranks per node, "
             f"{_OTHERWISE}."
         )
     return place.local_rank
@@ -158,7 +166,7 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel set and what it computes in.
+    """A kernel set with its dtype and description.
 
     Attributes:
         name: name of the kernel set, never "auto".
@@ -180,15 +188,16 @@ def make_backend(
 ) -> Backend:
     """Return the backend of that name.
 
-    "auto" selects a GPU if one can be used, else oneDNN for float32 if its library loads, else NumPy, and logs its choice.
+    "auto" selects a GPU if one can be used, otherwise oneDNN for float32 if its library loads, otherwise NumPy, and logs its
+    choice.
 
     Args:
         dtype: dtype of parameters, and of activations at precision "float32": "float32" or "float64".
         precision: precision of products, for dtype float32: "tf32" rounds their factors, "bfloat16" all activations (cuda only).
-        place: place of this rank on its node, to find its GPU; by default it is alone.
+        place: number of this rank on its node, which selects its GPU; default: a single rank.
 
     Raises:
-        BackendError: an unknown name, a dtype or precision that the backend cannot compute in, or a library that is not there.
+        BackendError: the name is unknown, the backend does not compute in the dtype or precision, or a library is missing.
     """
     place = place or NodePlace()
     _check(name, dtype, precision)
@@ -196,11 +205,14 @@ def make_backend(
         name = _choose(dtype, precision, place)
     if name == "cuda":
         return _cuda(dtype, precision, place)
-    kernels = _numpy() if name == "numpy" else _onednn()
+    if name == "numpy":
+        from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+
+        kernels: KernelSet = NumpyKernelSet()
+    else:
+        kernels = _onednn()
     if dtype not in kernels.dtypes:
-        raise BackendError(
-            f"The {name} backend computes in {' or '.join(kernels.dtypes)}, not in {dtype}; backend numpy computes in {dtype}."
-        )
+        raise BackendError(f"Backend {name} computes in {' or '.join(kernels.dtypes)}, not in {dtype}; set backend to numpy.")
     return Backend(name, dtype, kernels, f"{name}, {dtype}")
 
 
@@ -217,11 +229,11 @@ def _check(name: str, dtype: str, precision: str) -> None:
 
 
 def precision_fault(name: str, dtype: str, precision: str) -> str | None:
-    """Return the sentence that refuses a precision for a backend and a dtype; None if they fit, as far as names say."""
+    """Return the sentence that refuses a precision for a backend and a dtype; None if they are compatible. Checks names only."""
     if precision == "float32":
         return None
     if dtype != "float32":
-        return f"precision is {precision}, which goes with dtype float32 only; for dtype {dtype} leave it at float32."
+        return f"precision is {precision}, which requires dtype float32; for dtype {dtype}, set precision to float32."
     if name not in ("cuda", "auto"):
         return f"precision is {precision}, in which only backend cuda computes; set precision to float32, or backend to cuda."
     return None
@@ -236,7 +248,9 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
         _log.info("Backend cuda.")
         return "cuda"
     if precision != "float32":
-        raise BackendError(f"precision is {precision}, in which only backend cuda computes; others do with float32. {no_gpu}")
+        raise BackendError(
+            f"precision is {precision}, in which only backend cuda computes; set it to float32, or use a GPU. {no_gpu}"
+        )
     reason = _onednn_missing()
     name, remarks = ("onednn", []) if reason is None else ("numpy", [reason])
     if cupy_is_installed():
@@ -246,16 +260,10 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
 
 
 def _onednn_missing() -> str | None:
-    """Return the reason why oneDNN cannot be used; None if it can."""
+    """Return the reason why oneDNN cannot be used, as a sentence; None if it can."""
     from hpctrain.backend.onednn.kernel_set import available
 
     return available()
-
-
-def _numpy() -> KernelSet:
-    from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-
-    return NumpyKernelSet()
 
 
 def _onednn() -> KernelSet:
@@ -263,7 +271,7 @@ def _onednn() -> KernelSet:
 
     reason = _onednn_missing()
     if reason is not None:
-        raise BackendError(f"Backend onednn cannot be used: {reason} Backend numpy works everywhere.")
+        raise BackendError(f"Backend onednn cannot be used: {reason} Set backend to numpy, which runs everywhere.")
     return OnednnKernelSet()
 
 

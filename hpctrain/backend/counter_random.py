@@ -1,8 +1,8 @@
 """Random numbers as a pure function of a key and a counter: Philox4x32-10 (Salmon et al., SC 2011), vectorised.
 
-No generator has a state, so any split of samples or indices over ranks, threads or calls draws the same numbers. A number
-is addressed by (key, sample id, index): `key("dropout", seed, step, layer)` names the stream; index i of sample n is word
-i % 4 of the counter (i // 4, n). Everything is bitwise equal on every machine and NumPy version.
+No generator has a state, so any split of samples or indices over ranks, threads or calls draws the same numbers. A number is
+addressed by (key, sample id, index): `key("dropout", seed, step, layer)` names the stream; index i of sample n is word i % 4 of
+the counter (i // 4, n). The numbers are bitwise equal on every machine and with every NumPy version.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_BLOCK = 8192  # counters worked on at once: their state stays in the nearest caches
+_BLOCK = 8192  # counters of a tile, whose state fits the nearest caches
 
 
 def key(*parts: int | str) -> Key:
     """Return two 32-bit words that name a stream.
 
-    An example is key("dropout", seed, step, "classifier.1"). The key is a cryptographic hash of the parts, their types and their
-    borders, so equal parts have an equal key in every process.
+    The parts may be, for example, "dropout", seed, step and "classifier.1". The key is a cryptographic hash of the parts, their
+    types and their lengths, so equal parts have equal keys in all processes.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -38,17 +38,17 @@ def key(*parts: int | str) -> Key:
 
 
 class _WordScratch:
-    """Buffers for the rounds on up to `size` counters; a counter's words are (even[0], odd[0], even[1], odd[1])."""
+    """Buffers for the rounds on up to `size` counters. The words of a counter are (even[0], odd[0], even[1], odd[1])."""
 
     def __init__(self, size: int) -> None:
         self._buffers = np.empty((4, 2 * size), np.uint64)
 
     def state(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views (2, size) uint64 to be filled with counters below 2**32."""
+        """Return the views (2, size) uint64 `even` and `odd`, which the caller fills with 32-bit words of counters."""
         return self._view(0, size), self._view(1, size)
 
     def rounds(self, stream: Key, even: np.ndarray, odd: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the ten rounds; the result lies in buffers of this object."""
+        """Compute the ten rounds and return (even, odd), which are buffers of this object."""
         size = even.shape[1]
         product, spare = self._view(2, size), self._view(3, size)
         for i in range(_ROUNDS):
@@ -71,7 +71,7 @@ def _split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _words(stream: Key, sample_ids: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
-    """Yield (samples, blocks, even, odd) of all pairs, in tiles; the words are valid until the next tile."""
+    """Yield (samples, blocks, even, odd) of all pairs, in tiles. The words are valid until the next tile."""
     tile_blocks = min(_BLOCK, max(blocks.size, 1))
     tile_samples = max(1, min(_BLOCK // tile_blocks, sample_ids.size))
     scratch = _WordScratch(tile_samples * tile_blocks)
@@ -91,7 +91,7 @@ def _words(stream: Key, sample_ids: np.ndarray, blocks: np.ndarray) -> Iterator[
 
 
 def _blocks(indices: range | NDArray[np.integer]) -> tuple[np.ndarray, slice | np.ndarray]:
-    """Return the blocks of four that cover `indices`, and where in their 4 * blocks words the indices lie."""
+    """Return the numbers of the four-word blocks that cover `indices`, and where the indices are in the blocks' words."""
     if isinstance(indices, range) and indices.step == 1 and len(indices):
         first = indices.start // 4
         return np.arange(first, (indices.stop - 1) // 4 + 1), slice(indices.start - 4 * first, indices.stop - 4 * first)
@@ -124,9 +124,12 @@ def uniform(
 def keep_mask(
     stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.integer], rate: float, out: np.ndarray | None = None
 ) -> NDArray[np.bool_]:
-    """Return True with probability 1 - rate: bool (N, len(indices)), written to `out` if it is given.
+    """Return a mask (N, len(indices)) whose elements are True with probability 1 - rate.
 
-    Element [n, j] depends on (stream, sample_ids[n], indices[j], rate) only. The rate is exact to 2**-32.
+    Element [n, j] depends only on (stream, sample_ids[n], indices[j], rate). The rate is exact to 2**-32.
+
+    Args:
+        out: bool array that receives the mask; default: a new array.
     """
     ids = np.asarray(sample_ids, np.int64)
     blocks, where = _blocks(indices)

@@ -1,12 +1,12 @@
 """A model at given shapes, as data: nodes in forward order over numbered tensors, and the fusion of neighbouring nodes.
 
-Layers lower themselves into a graph, kernel sets fuse nodes and choose layouts in it, the program plans memory and runs it. A
+Layers lower themselves into a graph, kernel sets fuse its nodes and choose layouts, and a program plans memory and runs it. A
 graph is pure data: the same on every rank, printable, and testable without arrays.
 
-Fusion is graph rewriting, the same on every rank. Conv -> ReLU, linear -> ReLU, BN -> ReLU, BN -> add -> ReLU and add -> ReLU
-become one node each, if no other node reads what lies between, and if the kernel set has an operator for the product with its
-ReLU. The order in which parameters are used does not change: of two batch norms that are added the later one is fused, and
-only if no parameters are used between it and the sum.
+Fusion rewrites the graph in the same way on every rank. Conv -> ReLU, linear -> ReLU, BN -> ReLU, BN -> add -> ReLU and add ->
+ReLU become one node each, if no other node reads the intermediate tensors and if the kernel set has an operator for the fused
+node. The order in which parameters are used does not change: if two batch norms are added, the later one is fused, and only if no
+parameters are used between it and the sum.
 """
 
 from __future__ import annotations
@@ -34,10 +34,15 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 class Node:
     """One operation of the graph.
 
-    name: the layer's dotted name. inputs, output: tensor numbers. parameters, statistics: role -> full name.
-    input_first: the input's gradient is computed before the parameters' (where it must travel to other ranks).
-    shared: its parameters are also an earlier node's; their gradients add up.
-    frozen: its parameters are not trained, and have no gradients.
+    Attributes:
+        name: dotted name of the layer.
+        inputs: numbers of the input tensors.
+        output: number of the output tensor.
+        parameters: full names of the parameters, by role.
+        statistics: full names of the statistics, by role.
+        input_first: whether the input's gradient is computed before the parameters', because it must travel to other ranks.
+        shared: whether the parameters also belong to an earlier node, so that their gradients add up.
+        frozen: whether the parameters are not trained and have no gradients.
     """
 
     name: str
@@ -58,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in forward order; tensor 0 is the input, `output` the last one. Every tensor but 0 has one producer."""
+    """Nodes in forward order. Tensor 0 is the input and `output` the last tensor; every tensor except 0 has one producer."""
 
     nodes: tuple[Node, ...]
     tensors: tuple[TensorSpec, ...]
@@ -81,7 +86,7 @@ class GraphBuilder:
         self._tensors: list[TensorSpec] = [x]
 
     def tensor(self, number: int) -> TensorSpec:
-        """Return the spec of a tensor made so far; number 0 is the input."""
+        """Return the spec of a tensor emitted so far; number 0 is the input."""
         return self._tensors[number]
 
     def emit(
@@ -99,7 +104,7 @@ class GraphBuilder:
         """Append a node and return the number of its output.
 
         Raises:
-            ShapeError: the inputs do not fit the spec (the message is prefixed with the layer's name).
+            ShapeError: the inputs do not fit the spec. The message begins with the layer's name.
         """
         try:
             output = spec.output(*(self._tensors[i] for i in inputs))
@@ -116,7 +121,11 @@ class GraphBuilder:
 
 
 def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *, training: bool = True) -> Graph:
-    """Return the graph with fused nodes. products: spec types with which a ReLU becomes `WithRelu`."""
+    """Return the graph with fused nodes.
+
+    Args:
+        products: spec types that become `WithRelu` with a ReLU after them.
+    """
     nodes = list(graph.nodes) if training else _without_stochastic_depth(graph)
     for relu in graph.nodes:
         if isinstance(relu.spec, ReluSpec):
@@ -125,7 +134,7 @@ def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *,
 
 
 def _without_stochastic_depth(graph: Graph) -> list[Node]:
-    """Return the nodes without those that evaluation leaves out, which would stand between a batch norm and its sum."""
+    """Return the nodes without stochastic depth, which evaluation omits: it would separate a batch norm from its sum."""
     nodes: list[Node] = []
     stands_for: dict[int, int] = {}
     for node in graph.nodes:
@@ -182,7 +191,7 @@ def _norm_to_fuse(nodes: list[Node], tensor: int, output: int) -> Node | None:
 
 
 def _only_producer(nodes: list[Node], tensor: int, output: int) -> Node | None:
-    """Return the node that writes `tensor`, if exactly one node reads it and it is not the graph's output."""
+    """Return the node that writes `tensor`; None unless exactly one node reads it and it is not the graph's output."""
     readers = sum(node.inputs.count(tensor) for node in nodes)
     if readers != 1 or tensor == output:
         return None

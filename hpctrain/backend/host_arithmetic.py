@@ -1,6 +1,6 @@
 """Arithmetic on arrays of the host, by NumPy: the service of the CPU's kernel sets.
 
-Checksums of arrays of the host, and a guard of them by sums, are taken here too, where the memory is in a cache anyway.
+Checksums and guards of the host's arrays are here too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD = np.dtype(np.uint32)
 
 @dataclass(frozen=True)
 class HostFetch:
-    """Implements `Fetch`: values that are on the host already."""
+    """Implements `Fetch` for values that are already on the host."""
 
     values: np.ndarray
 
@@ -52,7 +52,7 @@ class HostChecksums:
 
 
 class HostSums:
-    """Implements `ArrayChecksums` by sums of words. Sums arrays that are adjacent in memory in one call."""
+    """Implements `ArrayChecksums` by sums of words. Arrays that are adjacent in memory are summed in one call."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._count = len(arrays)
@@ -103,7 +103,7 @@ class HostWatchedArrays:
 
 
 def _neighbours(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of arrays, in runs of arrays that follow each other in memory of one owner."""
+    """Return the numbers of arrays in groups of arrays that are adjacent in the memory of one owner."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and _follows(arrays[number], arrays[runs[-1][-1]]):
@@ -119,7 +119,7 @@ def _follows(array: np.ndarray, before: np.ndarray) -> bool:
 
 
 def _run(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the memory of neighbouring arrays as 32-bit words, and where each begins in it."""
+    """Return the memory of adjacent arrays as 32-bit words, and the index of each array's first word."""
     first, last = arrays[0], arrays[-1]
     words = first.reshape(-1).view(_WORD)
     if len(arrays) > 1:
@@ -138,15 +138,15 @@ def _end(array: np.ndarray) -> int:
     return _begin(array) + array.nbytes
 
 
-#: elements of one chunk of a descent: data, gradient, momentum and both work buffers are 640 KiB in float32 and stay in a
-#: second-level cache; smaller ones lose more to calls than they win (measured)
+#: number of elements in a chunk of a descent. Data, gradient, momentum and both work buffers then take 640 KiB in float32,
+#: which fit a second-level cache. With smaller chunks, the cost of more calls exceeds the gain (measured).
 CHUNK = 1 << 15
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # elements that are converted to float64 at a time
 
 
 def square_sum(values: np.ndarray) -> float:
-    """Sum of squares of a 1-D array, in float64, without a float64 copy of the whole."""
+    """Return the sum of squares of a 1-D array, in float64. Float64 copies are made of blocks, not of the whole array."""
     if values.dtype == np.float64:
         return float(np.dot(values, values))
     total = 0.0
@@ -159,7 +159,8 @@ def square_sum(values: np.ndarray) -> float:
 def all_finite(values: np.ndarray) -> bool:
     """Return whether no element of a contiguous array is NaN or infinite.
 
-    Costs one product of the array with itself. It may overflow though all elements are finite; only then is each element tested.
+    Computes the product of the array with itself. If the product overflows, although all elements may be finite, each element is
+    tested.
     """
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -167,7 +168,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 class HostDescent:
-    """Momentum descent in chunks that stay in a cache, one pass over all. Attributes and arguments: `Arithmetic.descent`."""
+    """Implements `Descent`, one pass over all chunks, which stay in a cache. Arguments: see `Arithmetic.descent`."""
 
     def __init__(self, data: np.ndarray, gradient: np.ndarray, momentum: np.ndarray, factor: float, nesterov: bool) -> None:
         # A NumPy float64 scalar would turn float32 arithmetic into float64.
@@ -205,7 +206,7 @@ class HostDescent:
 
 
 class HostMomentDescent:
-    """Descent by two moments, in chunks as `HostDescent`. Attributes and arguments: `Arithmetic.moment_descent`."""
+    """Implements `MomentDescent`, in chunks as `HostDescent`. Arguments: see `Arithmetic.moment_descent`."""
 
     def __init__(self, data: np.ndarray, gradient: np.ndarray, first: np.ndarray, second: np.ndarray, rule: MomentRule) -> None:
         self._beta1, self._beta2, self._epsilon = float(rule.beta1), float(rule.beta2), float(rule.epsilon)
@@ -226,7 +227,7 @@ class HostMomentDescent:
             self._grad[low:high] = self._direction(run, low, high, corrections)
 
     def _direction(self, run: UpdateRun, low: int, high: int, corrections: Corrections) -> np.ndarray:
-        """Return the direction of elements [low, high), in a buffer that the next chunk takes."""
+        """Return the direction of elements [low, high), in a buffer that the next call overwrites."""
         g, place = self._grad[low:high], slice(low + run.offset, high + run.offset)
         m, v = self._first[place], self._second[place]
         work, spare = self._work[: high - low], self._spare[: high - low]
@@ -246,17 +247,17 @@ class HostMomentDescent:
 
 
 def _chunks(runs: Iterable[UpdateRun]) -> Iterator[tuple[UpdateRun, int, int]]:
-    """Yield each run's elements [low, high), as many at once as stay in a cache."""
+    """Yield (run, low, high) for chunks [low, high) of each run that fit a cache."""
     for run in runs:
         for low in range(run.start, run.stop, CHUNK):
             yield run, low, min(low + CHUNK, run.stop)
 
 
 class HostArithmetic(Arithmetic):
-    """Arithmetic by NumPy: every call is complete when it returns, and fetched arrays are the arrays themselves.
+    """Implements `Arithmetic` by NumPy. Every call is complete when it returns, and fetched arrays are the arrays themselves.
 
     Args:
-        allocate: returns a zeroed uint8 buffer of a size in bytes; None: NumPy's.
+        allocate: function that returns a zeroed uint8 buffer of a size in bytes; None: `np.zeros`.
     """
 
     on_host: ClassVar[bool] = True

@@ -1,12 +1,11 @@
-"""The seam between layers and arithmetic: operators, made at set-up, run every step, and the kernel sets that make them.
+"""The interface between layers and arithmetic: operators, made at set-up and run every step, and the kernel sets that make them.
 
-A kernel set turns a spec into an `Operator`; the program (nn) plans memory from what the operator declares, binds it to its
-buffers once, and then only calls `forward`, `backward_parameters` and `backward_input`. An operator allocates nothing after
-`bind` (scratch and saved memory are planned for it) and never keeps a reference to anything but its buffers.
+A kernel set turns a spec into an `Operator`. The program (nn) plans memory from what the operator declares and binds it to its
+buffers once. Afterwards it only calls `forward`, `backward_parameters` and `backward_input`. An operator allocates nothing after
+`bind` (scratch and saved memory are planned for it), and keeps no reference to anything but its buffers.
 
-Abilities beyond `Operator` are classes to inherit from, each for one thing, none of them required. Without any of these a
-plan works too: it takes more memory, or waits where it could compute. A plan asks an operator for them once, when it is made;
-a step hardly asks at all.
+Optional abilities of operators and kernel sets are base classes, one for each ability. A plan without any of them works too, but
+takes more memory, or waits where it could compute. A plan tests for abilities once, when it is made; a step hardly tests at all.
 """
 
 from __future__ import annotations
@@ -31,13 +30,19 @@ ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
 
 
 def aligned(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Return the size, rounded up to a multiple of the alignment; by default that of a CPU."""
+    """Return the size, rounded up to a multiple of the alignment; default: that of a CPU."""
     return -(-size_bytes // alignment_bytes) * alignment_bytes
 
 
 @dataclass(frozen=True)
 class MixedLabels:
-    """Two labels of each sample, first and second (N,); the first has the share `weight`. Accuracies count the larger one."""
+    """Two labels of each sample.
+
+    Attributes:
+        first: labels (N,) with the share `weight` of the target.
+        second: labels (N,) with the remaining share.
+        weight: share of the first labels. Accuracies count the label with the larger share.
+    """
 
     first: np.ndarray
     second: np.ndarray
@@ -48,7 +53,7 @@ def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     """Return the labels (N,) of any integer dtype as int64, all of them in [0, classes).
 
     Raises:
-        DataError: the first label outside, with the nearest legal one.
+        DataError: a label is outside; the message has the first such label and the nearest legal one.
     """
     labels = np.asarray(labels).astype(np.int64)
     wrong = labels[(labels < 0) | (labels >= classes)]
@@ -66,13 +71,14 @@ Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
 
 @dataclass(frozen=True)
 class StepContext:
-    """What every operator is given at the start of a forward pass.
+    """Facts about a step that every operator receives at the start of a forward pass.
 
-    Args:
-        training: batch statistics and dropout, or their evaluation counterparts.
-        epoch, step: counted from 0 since the start of training (not since the last resume).
-        sample_ids: int64 (N,), the data set's index of each sample of this (micro-)batch on this rank.
-        global_count: samples of the whole step over all ranks and micro-batches.
+    Attributes:
+        training: whether batch statistics and dropout are used, or their evaluation counterparts.
+        epoch: number of the epoch, counted from 0 since the start of training, not since the last resume.
+        step: number of the step, counted in the same way.
+        sample_ids: int64 (N,): index in the data set of each sample of this (micro-)batch on this rank.
+        global_count: number of samples of the whole step over all ranks and micro-batches.
     """
 
     training: bool = True
@@ -83,28 +89,28 @@ class StepContext:
 
 
 class StatisticsMerger(Protocol):
-    """Merges batch statistics over the ranks that share a step. One process: the identity."""
+    """Merges batch statistics over the ranks that share a step. For a single rank it is the identity."""
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank only, and nothing to merge."""
+        """Whether there is only one rank, so that merging changes nothing."""
         ...
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         """Replace `mean` and `m2` by those of all ranks, merged in rank order, and return the total count.
 
-        Both are float64 (C,); `m2` is the sum of squared deviations. Collective: every rank calls it, with count 0 if it has no
-        samples.
+        Both are float64 (C,); `m2` is the sum of squared deviations. Collective over the merger's ranks: a rank without samples
+        passes count 0.
         """
         ...
 
     def sum(self, values: np.ndarray) -> None:
-        """Replace `values`, float64, by their sum over the ranks, in rank order. Collective."""
+        """Replace `values` (float64) by their sum over the ranks, in rank order. Collective over the merger's ranks."""
         ...
 
 
 class LocalStatistics:
-    """The merger of a rank that shares its step with no other rank."""
+    """Implements `StatisticsMerger` for a rank that shares its step with no other rank."""
 
     alone = True
 
@@ -117,12 +123,12 @@ class LocalStatistics:
 
 @dataclass
 class Buffers:
-    """The memory that one operator works on, fixed for the life of a program.
+    """The memory of one operator, fixed for the life of a program.
 
-    Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, `TensorSpec.size` long.
+    Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, with `TensorSpec.size` elements.
 
-    input_grads[i] is None if it is not wanted. With `accumulate[i]` the operator adds to it instead of writing it; only
-    `Accumulating` operators get that.
+    input_grads[i] is None if it is not wanted. If `accumulate[i]` is set, the operator adds to it instead of writing it; the plan
+    sets it only for `Accumulating` operators.
     """
 
     inputs: tuple[Array, ...]
@@ -131,27 +137,30 @@ class Buffers:
     output_grad: Array | None = None
     accumulate: tuple[bool, ...] = ()
     parameters: Mapping[str, Array] = field(default_factory=dict)  # by role: "weight", "bias"
-    gradients: Mapping[str, Array] = field(default_factory=dict)  # same roles; written, never added to
+    gradients: Mapping[str, Array] = field(default_factory=dict)  # same roles; overwritten, never added to
     shadows: Mapping[str, Array] = field(default_factory=dict)  # same roles: rounded parameters, if the set has any
     statistics: Mapping[str, Array] = field(default_factory=dict)  # by role: "running_mean", "batch_mean", ...
     saved: Array | None = None  # uint8 (saved_bytes), kept from forward to backward
-    scratch: Array | None = None  # uint8 (scratch_bytes), shared with other operators, valid within one call
+    scratch: Array | None = None  # uint8 (scratch_bytes), shared with other operators, so valid only within one call
     merger: StatisticsMerger = field(default_factory=LocalStatistics)
 
 
 class Operator(ABC):
     """One planned computation, described by the attributes that a subclass sets.
 
-    inputs, output: the specs (with layouts) that it wants; the plan inserts copies if a neighbour's layout differs.
-    needs_inputs[i], needs_output: backward reads inputs[i], the output. All other buffers are overwritten before backward.
-    saved_bytes, scratch_bytes: memory that it keeps from forward to backward, and that it works in within one call.
-    forward, backward_parameters, backward_input: the computation.
+    All attributes are fixed at construction, so that memory can be planned; `bind` then provides the memory. An operator declares
+    optional abilities (work in place, add to gradients, start early ...) by inheriting from the classes below. Backward may read
+    only the buffers that it declares here; all others are overwritten before.
 
-    All but the computation is fixed at construction, so that memory can be planned; `bind` then provides the memory. An operator
-    declares what else it can do (work in place, add to gradients, start early ...) by inheriting from the abilities below.
-
-    Other attributes: spec: what it computes. fallback_reason: why a kernel set took another set's operator, for reports; empty
-    for an operator of its own.
+    Attributes:
+        spec: spec of the operation.
+        inputs: specs, with layouts, of the inputs that it reads. The plan inserts copies if a neighbour's layout differs.
+        output: spec, with layout, of the output.
+        needs_inputs: whether backward reads each input.
+        needs_output: whether backward reads the output.
+        saved_bytes: memory that it keeps from forward to backward.
+        scratch_bytes: memory that it uses within one call.
+        fallback_reason: reason why a kernel set uses another set's operator, for reports; empty for an operator of its own.
     """
 
     spec: Spec
@@ -165,7 +174,7 @@ class Operator(ABC):
     fallback_reason: str = ""
 
     def bind(self, buffers: Buffers) -> None:
-        """Take the buffers and build everything that a step will use (views, argument lists)."""
+        """Bind the buffers, and build everything that a step needs, such as views and argument lists."""
         self.buffers = buffers
 
     @abstractmethod
@@ -175,8 +184,8 @@ class Operator(ABC):
     def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
         """Write the parameters' gradients from output_grad (and inputs).
 
-        A program calls it before `backward_input`, unless the node says otherwise. Once backward has begun, the operator owns
-        output_grad: it may write there, and nothing else reads it.
+        A program calls it before `backward_input`, unless the node has `input_first` set. Once backward has begun, the operator
+        owns output_grad: it may write there, and no other operator reads it.
         """
 
     @abstractmethod
@@ -188,7 +197,7 @@ Request = tuple[Shape, str]  # shape, dtype
 
 
 def total_bytes(requests: Iterable[Request], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Return the bytes of a buffer that `carve` divides into these arrays."""
+    """Return the size in bytes of a buffer that `carve` divides into these arrays."""
     return sum(aligned(math.prod(shape) * item_bytes(dtype), alignment_bytes) for shape, dtype in requests)
 
 
@@ -196,30 +205,33 @@ def carve(buffer: Array | None, requests: Iterable[Request], alignment_bytes: in
     """Return arrays of these shapes and dtypes, one after another in `buffer` (uint8), each aligned.
 
     Args:
-        buffer: None, an empty one of the host, if all arrays are empty.
+        buffer: buffer to divide; None: an empty buffer of the host, if all arrays are empty.
     """
     buffer = np.empty(0, np.uint8) if buffer is None else buffer
     arrays, start = [], 0
     for shape, dtype in requests:
         size_bytes = math.prod(shape) * item_bytes(dtype)
         memory = buffer[start : start + size_bytes]
-        assert memory.nbytes == size_bytes, "the buffer is smaller than what was declared"
+        assert memory.nbytes == size_bytes, "the buffer is smaller than the declared arrays"
         arrays.append(memory.view(dtype).reshape(shape))
         start += aligned(size_bytes, alignment_bytes)
     return arrays
 
 
 class PlainOperator(Operator):
-    """An operator on plain NHWC memory. A subclass's constructor calls `declare` last; `bind` then gives it arrays.
+    """An operator on plain NHWC memory. A subclass's constructor calls `declare` last; `bind` then sets its arrays.
 
-    Training operators compute gradients; the others keep nothing for them, and must not be asked for any.
+    Operators for training compute gradients. The others keep nothing for gradients, and their backward methods must not be
+    called.
 
     Attributes:
-        saved, scratch: the arrays that were declared, in that order.
+        saved: arrays kept from forward to backward, in the order of `declare`.
+        scratch: arrays used within one call, in the order of `declare`.
     """
 
-    #: alignment of declared arrays, and the buffer of operators that declare none
+    #: alignment of declared arrays
     array_alignment_bytes: ClassVar[int] = ALIGNMENT_BYTES
+    #: buffer of operators that declare no arrays
     no_buffer: ClassVar[Array] = np.empty(0, np.uint8)
 
     def __init__(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool) -> None:
@@ -263,7 +275,10 @@ class PlainOperator(Operator):
 
 @dataclass
 class LossSums:
-    """The terms that one micro-batch adds to the step's sums: not means, so that each rank counts by its samples."""
+    """Sums over one micro-batch, which are added to the step's sums.
+
+    They are not means, since ranks may have different numbers of samples.
+    """
 
     loss: float  # sum over the samples, undivided
     top1: int
@@ -271,7 +286,7 @@ class LossSums:
     count: int
 
     def result(self) -> LossSums:
-        """Return these sums themselves: sums that have arrived are a `LossHandle`."""
+        """Return these sums, so that sums on the host are a `LossHandle`."""
         return self
 
 
@@ -279,7 +294,7 @@ class LossHandle(Protocol):
     """Sums that are being copied to the host."""
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them. Call it before the loss is run for the second time after this one."""
+        """Wait for the sums and return them. Call it before the loss operator's second next `run`."""
         ...
 
 
@@ -291,12 +306,14 @@ class LossOperator(ABC):
         """Compute the sums over this batch, and d_logits = d(sum loss / global_count)/d logits if given. Never waits.
 
         Args:
-            labels: integers of the host (N,), or two of each sample with their shares; may change afterwards.
+            labels: integers (N,) in the host's memory, or two labels of each sample; they may change afterwards.
         """
 
 
 class KernelSet(ABC):
-    """Makes operators. numpy: the reference, float32 and float64; onednn: float32, fast on CPUs; cuda: GPUs.
+    """A kernel set: makes operators and allocates their memory.
+
+    The sets are numpy, the reference, in float32 and float64; onednn, in float32, fast on CPUs; and cuda, for GPUs.
 
     Attributes:
         arithmetic: arithmetic service for the arrays of this set.
@@ -312,31 +329,32 @@ class KernelSet(ABC):
 
     @property
     def version(self) -> str:
-        """Version of the library that computes; "" for kernels of our own."""
+        """Version of the library that computes; "" for hpctrain's own kernels."""
         return ""
 
     @abstractmethod
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
-        """Return the operator for `spec` on inputs of these shapes. Accepts N = 0, H = 0 and W = 0.
+        """Return the operator for `spec` on inputs of these shapes, in which N, H and W may be 0.
 
-        input_gradient: whether `backward_input` will be called. False for operators that read the images: kernels are then
-            chosen without regard to the input's gradient.
+        Args:
+            input_gradient: whether `backward_input` will be called. False for operators that read the images: kernels are then
+                chosen without regard to the input's gradient.
 
         Raises:
-            BackendError: a spec or dtype that this set cannot compute.
+            BackendError: the set cannot compute the spec in this dtype.
         """
 
     @abstractmethod
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
 
     def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
-        """Begin a forward pass: copy numbers of the step to where operators read them in memory. Never waits."""
+        """Begin a forward pass: copy the numbers of the step to the memory where operators read them. Never waits."""
 
     def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
-        """Wait until all work of this set is done, to time it. A step never does."""
+        """Wait until all work of this set is done, for measurements. A step never calls it."""
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that `allocate` still has; None if the operating system decides."""
+        """Return the number of bytes that `allocate` can still provide; None if the operating system decides."""
         return None
 
     def used_bytes(self) -> int | None:
@@ -344,92 +362,98 @@ class KernelSet(ABC):
         return None
 
     def pinned_bytes(self) -> PinnedBytes | None:
-        """Return the pinned memory so far; None if kernels compute in the memory of the host."""
+        """Return the pinned memory allocated so far; None if kernels compute in the host's memory."""
         return None
 
     def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
-        """Return the pinned bytes of batches of at most `samples` stored images (h, w, C). resizes: images are resized first."""
+        """Return the pinned bytes of batches of at most `samples` stored images (h, w, C).
+
+        Args:
+            resizes: whether images are resized before their windows are read.
+        """
         return 0
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
-        """Replace neighbours by fused nodes if this set has them; all others stay as they are."""
+        """Return the graph with neighbours replaced by the fused nodes of this set; all other nodes stay as they are."""
         return graph
 
     def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
-        """Return the operator that copies a tensor from one layout to another (backward: the gradient back)."""
+        """Return the operator that copies a tensor from one layout to another, and its gradient back."""
         raise NotImplementedError(f"the {self.name} kernel set has one layout")
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:
-        """Return a zeroed uint8 buffer of the device, aligned to 64 bytes at least, on huge pages if possible."""
+        """Return a zeroed uint8 buffer of the device, aligned to at least 64 bytes, on huge pages if possible."""
 
 
 class PixelInput(ABC):
-    """A kernel set that makes a network's input of stored pixels, in its own memory."""
+    """A kernel set that computes a network's input from stored pixels, in its own memory."""
 
     @abstractmethod
     def make_input(self, target: Array, images: PixelBatch) -> None:
-        """Compute target (N, H, W, C) := images, exactly the numbers of these as an array, rounded to the target's dtype.
+        """Compute target (N, H, W, C) := images, with the values of `np.asarray(images)`, rounded to the target's dtype.
 
         The pixels may change afterwards.
         """
 
 
 class CapturedWork(Protocol):
-    """Work of operators that was captured instead of done."""
+    """Calls of operators that were captured instead of executed."""
 
     def launch(self) -> None:
-        """Enqueue all of it at once, on the memory that it was captured with. May be called any number of times."""
+        """Enqueue all captured work at once, on the memory that it was captured with. May be called any number of times."""
         ...
 
 
 class CapturesWork(ABC):
-    """A kernel set whose operators' calls can be captured: CUDA graphs.
+    """A kernel set whose operators' calls can be captured, as CUDA graphs can.
 
-    captures: whether programs shall capture them.
+    Attributes:
+        captures: whether programs capture their calls.
     """
 
     captures: bool = True
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[CapturedWork]:
-        """Capture operators' calls inside this context instead of doing them. The same calls have been made outside before."""
+        """Capture operators' calls inside this context instead of executing them. Each call has been executed once before."""
 
 
 class AnyArrays:
-    """The operator computes by the arithmetic service alone, so it runs on the arrays of any kernel set.
+    """An operator that computes only by the arithmetic service, so that it runs on the arrays of any kernel set.
 
-    Specs that make their own operators (see `nn.compile`) may need it, because they know no kernel set.
+    Specs that make their own operators (see `nn.compile`) may need it, since they are independent of kernel sets.
 
-    arithmetic: the service, that of the host until another one is given.
+    Attributes:
+        arithmetic: arithmetic service; default: the host's.
     """
 
     arithmetic: Arithmetic = HostArithmetic()
 
     def use(self, arithmetic: Arithmetic) -> None:
-        """Compute by this service. Called before `bind`."""
+        """Set the arithmetic service. Called before `bind`."""
         self.arithmetic = arithmetic
 
 
 class InPlace:
-    """The output may share the buffer of inputs[0], and input_grads[0] that of output_grad; the plan decides.
+    """An operator whose output may share the buffer of inputs[0], and input_grads[0] that of output_grad, as the plan decides.
 
-    Forward and backward must work element by element. Saves an activation and a gradient.
+    Forward and backward must work element by element. Saves the memory of an activation and of a gradient.
     """
 
 
 class InputView:
-    """The output is inputs[0]'s memory under another shape, its gradient too; forward and backward do nothing.
+    """An operator whose output is the memory of inputs[0] in another shape, and likewise their gradients; it computes nothing.
 
-    If the input has other readers, its gradient is a sum, and the program copies the output's gradient to it.
+    If other operators read the input, its gradient is a sum, and the program copies the output's gradient to it.
     """
 
 
 class ViewOperator(InputView, Operator):
-    """The output is the input's memory: flatten, and the identity.
+    """Implements flatten and the identity: the output is the input's memory.
 
     Args:
-        keeps_layout: the output has the input's shape and layout, instead of the spec's output in plain memory.
+        keeps_layout: whether the output has the input's shape and layout, instead of the spec's output in plain memory.
     """
 
     def __init__(self, spec: Spec, x: TensorSpec, *, keeps_layout: bool = False) -> None:
@@ -445,87 +469,95 @@ class ViewOperator(InputView, Operator):
 
 
 class Accumulating:
-    """`backward_input` adds to input_grads[i] if `Buffers.accumulate[i]` is set. Saves a partial gradient, and adding it."""
+    """An operator whose `backward_input` adds to input_grads[i] if `Buffers.accumulate[i]` is set.
+
+    Saves the memory of a partial gradient, and its addition.
+    """
 
 
 class OutputReadOnce:
-    """Only the first of the two halves of backward reads the output (`needs_output`), so it is free during the second.
+    """An operator that reads its output only in the first half of backward, so that its memory is free during the second.
 
-    An example is a mask that is applied to the output's gradient before both halves.
+    An example is a mask that is applied to the output's gradient before both halves. See also `needs_output`.
     """
 
 
 class JointBackward:
-    """`backward_parameters` writes the inputs' gradients too, and a `backward_input` after it does nothing.
+    """An operator whose `backward_parameters` also writes the inputs' gradients, so that a later `backward_input` does nothing.
 
     The plan then reserves these gradients one action earlier.
     """
 
 
 class DeferredStart:
-    """Work that takes time without computing (a message) may start before it has to be complete.
+    """An operator whose work takes time without computing, such as a message, and may start before its result is needed.
 
-    begins_early: `begin_forward` is called at the operator's place, `forward` just before its first reader; else only `forward`.
+    Attributes:
+        begins_early: whether `begin_forward` is called at the operator's place, and `forward` just before the output's first
+            reader. Otherwise only `forward` is called.
     """
 
     begins_early: bool = False
 
     def begin_forward(self) -> None:
-        """Start the forward work: the input is complete, and stays so until `forward`, which follows later. Must not wait."""
+        """Start the forward work; the input is complete and does not change until `forward` is called. Must not wait."""
         raise NotImplementedError
 
     def begin_backward(self) -> None:
-        """Start the backward work, if the plan calls it: the output's gradient is complete. Must not wait."""
+        """Start the backward work, if the plan calls it; the output's gradient is complete. Must not wait."""
         raise NotImplementedError
 
 
 class RecomputedOutput:
-    """The output need not be kept from forward to backward: if backward needs it, it is computed again.
+    """An operator whose output need not be kept from forward to backward: it is computed again if backward reads it.
 
-    recomputes_output: whether that is worth it at these shapes.
+    Attributes:
+        recomputes_output: whether recomputation pays at these shapes.
     """
 
     recomputes_output: bool = True
 
     def recompute_output(self) -> None:
-        """Write the output again, from inputs[0] and what was saved."""
+        """Write the output again, from inputs[0] and the saved arrays."""
         raise NotImplementedError
 
 
 class SufficientFactors:
-    """The weight's gradient is x^T dy of inputs[0] (N, in) and output_grad (N, out), the bias's the sum of dy over N.
+    """An operator with the weight gradient x^T dy, of inputs[0] = x (N, in) and output_grad = dy (N, out).
 
-    So an averager may send x and dy instead (Xie et al. 2015), and compute the gradients in place of `backward_parameters`.
+    The bias's gradient is the sum of dy over N. An averager may therefore send x and dy instead of gradients (Xie et al. 2015),
+    and compute the gradients in place of `backward_parameters`.
     """
 
     def finish_output_grad(self) -> None:
-        """Turn output_grad into the gradient of the linear map itself: apply the gradient of an activation fused after it."""
+        """Apply the gradient of a fused activation to output_grad, which becomes the gradient of the linear map's output."""
 
 
 class ParameterCopies:
-    """The operator keeps copies of parameters, in a format of its own, from one evaluation to the next."""
+    """An operator that keeps copies of parameters, in its own format, from one evaluation to the next."""
 
     def parameters_changed(self) -> None:
-        """Note that parameters have changed since the last forward: the copies are stale."""
+        """Mark the copies as stale, since parameters have changed after the last forward."""
         raise NotImplementedError
 
 
 class FollowsOperator:
-    """If several programs run side by side, copies of parameters that the first program's operator makes may serve the others."""
+    """An operator that may read the copies of parameters made by an equal operator of another program that runs side by side."""
 
     def follow(self, first: Operator) -> None:
-        """Announce before `bind` that each call follows the same call of `first`.
+        """Announce, before `bind`, that each call follows the same call of `first`.
 
-        `first` is an operator of the same spec with the same parameters. Between its call and that of this operator it is not
-        called again, and nothing else writes to the arrays that it is bound to.
+        `first` is an operator of the same spec with the same parameters. Between its call and this operator's call, `first` is
+        not called again, and no other code writes to the arrays that it is bound to.
         """
         raise NotImplementedError
 
 
 class CallsHost:
-    """Its calls may need numbers of other ranks, which the host fetches. Such a call waits, and is never captured.
+    """An operator whose calls may need numbers of other ranks, which the host fetches. Such a call waits and is never captured.
 
-    calls_host: whether they do, once it is bound.
+    Attributes:
+        calls_host: whether the calls need the host; final after `bind`.
     """
 
     calls_host: bool = True

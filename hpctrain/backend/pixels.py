@@ -1,18 +1,17 @@
-"""Images of a batch before their last steps: stored pixels, resized with the bits of Pillow and OpenCV.
+"""Batches of stored pixels, which become a network's input only in its memory, and resizing bit-equal to Pillow and OpenCV.
 
-A `PixelBatch` holds stored pixels and what is left to do until a network can read them. A kernel set may do the rest where
-its arrays lie (`PixelInput`): pixels are a quarter of the bytes of float32. NumPy takes such a batch for an array, and gets
-exactly the same numbers, made on the host.
+A `PixelBatch` holds stored pixels and the remaining steps to a network's input. A kernel set may do these steps in its own memory
+(`PixelInput`): pixels take a quarter of the bytes of float32. NumPy accepts such a batch as an array, and computes exactly the
+same numbers on the host.
 
-Resizing is arithmetic in whole numbers, in NumPy. Each dimension of an image, rows and columns, is resampled by itself, by
-weights of neighbouring pixels:
+Images are resized in integer arithmetic, by NumPy. Rows and columns are resampled separately, by weighted sums of neighbouring
+pixels:
 
-- *filtered* dimensions, which shrink or keep their length, by Pillow's triangle filter, as wide as a result's pixel: by
+- *filtered* dimensions, which shrink or keep their length: Pillow's triangle filter, scaled to the size of a result's pixel;
   weights of 22 bits, rounded to uint8, columns first;
-- *interpolated* dimensions, which grow, by OpenCV's INTER_LINEAR_EXACT: two weights of 8 bits, rounded once after both
-  dimensions.
+- *interpolated* dimensions, which grow: OpenCV's INTER_LINEAR_EXACT; two weights of 8 bits, rounded once after both dimensions.
 
-Where a dimension grows and is not to be interpolated, it is filtered: the filter is a pixel wide then.
+A dimension that grows without interpolation is filtered, by a filter of the size of a stored pixel.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ FILTER_BITS, INTERPOLATION_BITS = 22, 8
 
 @dataclass(frozen=True)
 class Resampling:
-    """How images (h, w) of a batch are resized, before their windows.
+    """The resizing of a batch's images (h, w), before their windows are read.
 
     Attributes:
-        boxes: (N, 4) int32: top, left, height and width of the part of each image that is resized. size: (H, W) of the results.
-        interpolates: ways that grow are interpolated; else they are filtered, too.
+        boxes: (N, 4) int32: top, left, height and width of the part of each image that is resized.
+        size: (H, W) of the results.
+        interpolates: whether dimensions that grow are interpolated; otherwise they are filtered too.
     """
 
     boxes: np.ndarray
@@ -44,17 +44,19 @@ class Resampling:
         return replace(self, boxes=self.boxes[samples])
 
     def resized(self, image: np.ndarray, number: int) -> np.ndarray:
-        """Return one image (h, w, C) uint8 of the batch, resized: (H, W, C) uint8."""
+        """Return one image (h, w, C) uint8 of the batch, resized to (H, W, C) uint8."""
         top, left, height, width = self.boxes[number].tolist()
         return resized(image[top : top + height, left : left + width], self.size, interpolates=self.interpolates)
 
 
 @dataclass(frozen=True)
 class Taps:
-    """The pixels that each pixel of a resampled way is made of.
+    """The stored pixels and weights from which each pixel of a resampled dimension is computed.
 
     Attributes:
-        interpolated: else filtered. first: (n,) int64, the first pixel of each. weights: (n, k) int64, of it and its neighbours.
+        interpolated: whether the dimension is interpolated; otherwise it is filtered.
+        first: (n,) int64: the first stored pixel of each result.
+        weights: (n, k) int64: weights of this pixel and its successors.
     """
 
     interpolated: bool
@@ -69,18 +71,18 @@ class Taps:
 
 
 def most_taps(size: int, made: int) -> int:
-    """Return the largest number of pixels that one of `made` pixels is made of, from `size` pixels or fewer."""
+    """Return an upper bound on the number of stored pixels, of at most `size`, from which one of `made` pixels is computed."""
     return 2 * math.ceil(max(1.0, size / made)) + 1
 
 
 @lru_cache(maxsize=1024)
 def taps(size: int, made: int, *, interpolates: bool) -> Taps:
-    """Return the taps of `made` pixels that are made of `size`."""
+    """Return the taps of `made` pixels computed from `size` stored pixels."""
     return _interpolation(size, made) if interpolates and made > size else _filter(size, made)
 
 
 def _filter(size: int, made: int) -> Taps:
-    """Compute Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc` of the triangle filter, operation by operation."""
+    """Return taps as Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc` of the triangle filter, operation by operation."""
     scale = size / made
     support = max(scale, 1.0)
     centre = (np.arange(made) + 0.5) * scale
@@ -97,7 +99,7 @@ def _filter(size: int, made: int) -> Taps:
 
 
 def _interpolation(size: int, made: int) -> Taps:
-    """Compute OpenCV's `interpolationLinear` with fixed-point weights; the first and last pixels continue outside."""
+    """Return taps as OpenCV's `interpolationLinear` with fixed-point weights; the first and last pixels are repeated outside."""
     scale = 1.0 / (made / size)
     place = scale * (np.arange(made) + 0.5) - 0.5
     before = np.floor(place).astype(np.int64)
@@ -131,8 +133,8 @@ def _rounded(sums: np.ndarray, bits: int) -> np.ndarray:
     return values
 
 
-#: What is left to do to one image. The pixel of the result at (y, x) is that of the image at (top + y, left + x * step), where
-#: step is 1 or -1; outside of the box `shown` it is black. Behind normalisation one number takes the place of the box `filled`.
+#: Crop, reflection and erasure of one image. The result's pixel at (y, x) is the image's pixel at (top + y, left + x * step),
+#: with step 1 or -1; outside the box `shown` it is black. After normalisation, `fill` overwrites the box `filled`.
 WINDOW = np.dtype(
     [
         ("top", np.int32),
@@ -146,14 +148,18 @@ WINDOW = np.dtype(
 
 @dataclass(frozen=True)
 class PixelBatch:
-    """Images (N, H, W, C) as what they are made of: an element of channel c is p * scale[c] + shift[c], rounded after both.
+    """Images (N, H, W, C) as stored pixels: an element of channel c is p * scale[c] + shift[c], rounded after both operations.
 
     Indexing by a slice or an array of numbers returns the batch of these images.
 
-    Args:
-        pixels: uint8 (N, h, w, C). windows: (N,) of `WINDOW`: where p is read. size: (H, W).
-        scale, shift: (C,), of the dtype of the images. fill: the number that `filled` boxes are replaced by.
-        resampling: windows are those of images that are resized first; None: of the images themselves.
+    Attributes:
+        pixels: stored pixels, uint8 (N, h, w, C).
+        windows: (N,) of `WINDOW`: the pixels p of each image.
+        size: (H, W) of the images.
+        scale: (C,), in the dtype of the images.
+        shift: (C,), in the dtype of the images.
+        fill: value of the elements in `filled` boxes.
+        resampling: resizing of the images before their windows are read; None: windows are read from the stored images.
     """
 
     pixels: np.ndarray
@@ -178,12 +184,12 @@ class PixelBatch:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the images."""
+        """Dtype of the images."""
         return self.scale.dtype
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError("Images are made of stored pixels, which is not possible without a copy.")
+            raise ValueError("Cannot convert stored pixels to images without a copy; leave `copy` at None.")
         out = np.empty(self.shape, self.dtype)
         for number, (image, window, target) in enumerate(zip(self.pixels, self.windows, out, strict=True)):
             self._make(image if self.resampling is None else self.resampling.resized(image, number), window, target)

@@ -1,10 +1,9 @@
-"""Operations as data: tensors, the operations on them, and the dtypes that both name, with shapes and costs.
+"""Operations as data: tensors, operations on tensors, and their dtypes, with shapes and costs.
 
-A spec does not say how an operation is computed; a kernel set turns it into an operator. Letters: N batch, H W image, C
+A spec does not state how an operation is computed; a kernel set turns it into an operator. Letters: N batch, H W image, C
 channels in, K channels out, R S kernel, Ho Wo output. All shapes are logical NHWC, weights KRSC, linear weights (in, out).
 
-Dtypes are names, because bfloat16 is one of them, which NumPy does not know. `WithRelu` is the one operation that only fusion
-makes (`graph.py`).
+Dtypes are strings, since NumPy does not have bfloat16. `WithRelu` is made only by fusion (`graph.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4,
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element."""
+    """Return the size of one element in bytes."""
     return ITEM_BYTES[dtype]
 
 
 def parameter_dtype(dtype: str) -> str:
-    """Return the dtype of parameters, gradients and statistics for activations of `dtype`: never below float32."""
+    """Return the dtype of parameters, gradients and statistics for activations of `dtype`: at least float32."""
     return "float32" if dtype == "bfloat16" else dtype
 
 
@@ -37,10 +36,12 @@ NHWC = "NHWC"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as it is known at set-up: logical shape, dtype by name, layout.
+    """A tensor at set-up: logical shape, name of the dtype, and layout.
 
-    `layout` is "NHWC" (plain row-major memory of the logical shape, whatever its rank) or an opaque token of the kernel
-    set that chose it; `size` is then the number of elements its buffer holds, padding included.
+    Attributes:
+        layout: "NHWC", which is plain row-major memory of the logical shape, whatever its rank, or an opaque token of the kernel
+            set that chose it.
+        padded_size: number of elements in the buffer, padding included; None in plain memory.
     """
 
     shape: Shape
@@ -50,7 +51,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Elements in the buffer."""
+        """Number of elements in the buffer."""
         return math.prod(self.shape) if self.padded_size is None else self.padded_size
 
     @property
@@ -62,7 +63,7 @@ class TensorSpec:
         return self.size * self.item_bytes
 
     def with_shape(self, shape: Shape) -> TensorSpec:
-        """Return the same dtype in plain memory with another shape."""
+        """Return a tensor of another shape and the same dtype, in plain memory."""
         return TensorSpec(shape, self.dtype)
 
     def plain(self) -> TensorSpec:
@@ -72,7 +73,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Window:
-    """Spatial reach of a layer: output row o reads input rows [o*stride - padding_top, ... + extent)."""
+    """A sliding window: output row o reads input rows [o*stride - padding_top, ... + extent)."""
 
     kernel: Pair
     stride: Pair
@@ -89,7 +90,7 @@ class Window:
         """Return (Ho, Wo) for an input of (H, W); 0 if H or W is 0.
 
         Raises:
-            ShapeError: an input that is not empty but smaller than the kernel (in ceil mode, by a stride or more).
+            ShapeError: the input is not empty but smaller than the window (in ceil mode, by a stride or more).
         """
         out = []
         for dim in (0, 1):
@@ -105,7 +106,7 @@ class Window:
                     f"{self.extent[dim]}; the smallest {name} that fits is {size[dim] - room}."
                 )
             count = (-(-room // self.stride[dim]) if ceil_mode else room // self.stride[dim]) + 1
-            # A last window that would start beyond the input and its leading padding is dropped (as torch does).
+            # Ceil mode drops a last window that starts beyond the input and its leading padding, as in torch.
             if ceil_mode and (count - 1) * self.stride[dim] >= size[dim] + before:
                 count -= 1
             out.append(count)
@@ -114,9 +115,9 @@ class Window:
 
 @runtime_checkable
 class Spec(Protocol):
-    """One operation: what it computes, its output for given inputs (one TensorSpec each), its cost.
+    """One operation: its output for given inputs (one TensorSpec each), and its cost.
 
-    The keyword arguments below only tell the type checker that there is any number of inputs; no spec takes keywords.
+    The keyword arguments below declare to the type checker that the number of inputs varies; no spec takes keywords.
     """
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
@@ -124,15 +125,15 @@ class Spec(Protocol):
         ...
 
     def flops(self, *inputs: Any, **none: Any) -> int:
-        """Return the floating-point operations of one forward pass (a multiply-add counts two)."""
+        """Return the number of floating-point operations of one forward pass (a multiply-add counts two)."""
         ...
 
 
 def _nhwc(x: TensorSpec, channels: int, name: str) -> tuple[int, int, int, int]:
     if len(x.shape) != 4:
-        raise ShapeError(f"{name} takes images of shape (N, H, W, C), not {x.shape}.")
+        raise ShapeError(f"{name} needs images of shape (N, H, W, C), not {x.shape}.")
     if x.shape[3] != channels:
-        raise ShapeError(f"{name} was built for {channels} channels, its input has {x.shape[3]}.")
+        raise ShapeError(f"{name} was built for {channels} channels, but its input has {x.shape[3]}.")
     return x.shape
 
 
@@ -150,8 +151,8 @@ class Conv2dSpec:
         if self.groups < 1 or self.channels_in % self.groups or self.channels_out % self.groups:
             legal = math.gcd(self.channels_in, self.channels_out)
             raise ShapeError(
-                f"{self.groups} groups do not divide {self.channels_in} channels in and {self.channels_out} out; "
-                f"groups must divide {legal}."
+                f"groups is {self.groups}, which does not divide {self.channels_in} input and {self.channels_out} output "
+                f"channels; it must divide {legal}."
             )
 
     @property
@@ -197,24 +198,29 @@ class LinearSpec:
 class BatchNormSpec:
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta per channel (the last dim).
 
-    Training uses the batch's mean and biased variance and leaves the mean and the *unbiased* variance in the operator's
-    `batch_mean` and `batch_var` statistics; evaluation uses `running_mean` and `running_var`. With `synchronised` the
-    statistics are those of all ranks of the group `merge`, merged through its `StatisticsMerger`: "all", all ranks that share
-    the step; "data", those that hold the same channels; "split", those that hold parts of the same images.
-    With `fixed` training, too, uses the running statistics and leaves them as they are, as evaluation does.
+    Training uses the batch's mean and biased variance, and writes the mean and the *unbiased* variance to the operator's
+    statistics `batch_mean` and `batch_var`. Evaluation uses `running_mean` and `running_var`.
+
+    Attributes:
+        synchronised: whether the statistics are those of all ranks of the group `merge`, merged by its `StatisticsMerger`.
+        merge: name of the group: "all" ranks that share the step, "data" for ranks that hold the same channels, or "split" for
+            ranks that hold parts of the same images.
+        relu: whether a ReLU follows, after the addition if `add` is set; set only by fusion.
+        add: whether a second input of the same shape is added before the ReLU; set only by fusion.
+        fixed: whether training also uses the running statistics, and leaves them unchanged.
     """
 
     channels: int
     epsilon: float = 1e-5
     synchronised: bool = False
     merge: str = "all"
-    relu: bool = False  # set by fusion only: a ReLU follows (after the addition, if `add` is set)
-    add: bool = False  # set by fusion only: a second input of the same shape is added before the ReLU
+    relu: bool = False
+    add: bool = False
     fixed: bool = False
 
     def output(self, x: TensorSpec, *rest: TensorSpec) -> TensorSpec:
         if x.shape[-1] != self.channels:
-            raise ShapeError(f"batch norm was built for {self.channels} channels, its input has {x.shape[-1]}.")
+            raise ShapeError(f"batch norm was built for {self.channels} channels, but its input has {x.shape[-1]}.")
         return x.plain()
 
     def flops(self, x: TensorSpec, *rest: TensorSpec) -> int:
@@ -223,7 +229,7 @@ class BatchNormSpec:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Max pooling (padding counts as -inf) or average pooling (`count_include_pad` as torch counts)."""
+    """Max pooling (padding counts as -inf) or average pooling (`count_include_pad` as in torch)."""
 
     kind: Literal["max", "average"]
     window: Window
@@ -253,7 +259,7 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class AdaptiveAveragePoolSpec:
-    """Mean over windows [floor(i H / Ho), ceil((i + 1) H / Ho)): (1, 1) is global pooling. Keeps four dims."""
+    """Mean over windows [floor(i H / Ho), ceil((i + 1) H / Ho)): (1, 1) is global pooling. The output has four dims."""
 
     size: Pair
 
@@ -278,7 +284,7 @@ class ReluSpec:
 
 @dataclass(frozen=True)
 class AddSpec:
-    """y = a + b, then ReLU if `relu` is set (by fusion only)."""
+    """y = a + b, then ReLU if `relu` is set (only by fusion)."""
 
     relu: bool = False
 
@@ -296,10 +302,14 @@ class DropoutSpec:
     """y = x * keep / (1 - rate); identity in evaluation.
 
     keep = f(seed, step, layer name, sample id, index in the unsplit activation of one sample), so that any split of batch,
-    channels or rows draws its part of one mask. `unsplit_shape` and `origin` are of one sample (without N); None and
-    empty mean that the activation is not split. `first_sample` is the position of the first sample here among those of the step's
-    context. With `per_sample` all elements of a sample are kept or dropped together, by what its index 0 draws (stochastic
-    depth, Huang et al. 2016).
+    channels or rows draws its part of one mask.
+
+    Attributes:
+        unsplit_shape: shape of the unsplit activation of one sample (without N); None if the activation is not split.
+        origin: index of this part's first element in the unsplit activation; empty if the activation is not split.
+        first_sample: position of this part's first sample among the samples of the step's context.
+        per_sample: whether all elements of a sample are kept or dropped together, by the number drawn for index 0 (stochastic
+            depth, Huang et al. 2016).
     """
 
     rate: float
@@ -323,7 +333,7 @@ class DropoutSpec:
 
 @dataclass(frozen=True)
 class FlattenSpec:
-    """(N, H, W, C) -> (N, H*W*C), in that order: no data moves."""
+    """(N, H, W, C) -> (N, H*W*C), in that order; no data moves."""
 
     def output(self, x: TensorSpec) -> TensorSpec:
         return x.with_shape((x.shape[0], math.prod(x.shape[1:])))
@@ -340,7 +350,7 @@ class SoftmaxCrossEntropySpec:
     """
 
     smoothing: float = 0.0
-    #: classes that count for the second accuracy: the label is among the first `top`
+    #: rank up to which a label counts as correct for the second accuracy
     top: ClassVar[int] = 5
 
 

@@ -1,4 +1,4 @@
-"""Measure for `hpctrain bench data`: images per second of each stage of the data pipeline, and the stage that limits it."""
+"""Measurements of `hpctrain bench data`: images per second of each stage of the data pipeline, and the stage that limits it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from hpctrain.data.sampler import Sampler
 READ, AUGMENT, NORMALISE, WHOLE = "read", "augment", "normalise", "whole batches"
 _PREPARE = "prepare"
 _ROUNDS = 5
-_LEAST_SECONDS = 0.1  # of one measurement
+_LEAST_SECONDS = 0.1  # minimum duration of one measurement
 _MOST_IMAGES = 256
-_MOST_BYTES = 1 << 28  # of the normalised images of a batch
+_MOST_BYTES = 1 << 28  # maximum size of the normalised images of a batch
 _STEP_IMAGES, _STEPS = 16, 3
 
-#: runs a stage for the batch with this number
+#: function that runs a stage for the batch with this number
 PipelineStage = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class StageRate:
-    """The rate of a stage with `threads` threads.
+    """Rate of a stage with `threads` threads.
 
     Attributes:
-        images_per_second: by wall time.
-        cpu_seconds: CPU time of one image, over all threads.
+        stage: name of the stage.
+        threads: number of threads.
+        images_per_second: rate by wall time.
+        cpu_seconds: CPU time per image, summed over threads.
     """
 
     stage: str
@@ -47,13 +49,16 @@ class StageRate:
 
 @dataclass(frozen=True)
 class DataRates:
-    """The speed of the data pipeline for a configuration's training images.
+    """Speed of the data pipeline for the training images of a configuration.
 
     Attributes:
-        images: images of a measured batch.
+        images: number of images of a measured batch.
+        shape: (H, W, C) of the stored images.
         decodes: whether reading includes decoding.
-        stages: rates of all stages; those that run in one thread only appear once.
-        model: the model whose step needs `needed` images per second with `step_threads` threads; None: no step was timed.
+        stages: rates of all stages; a stage that always runs in one thread appears only once.
+        model: model whose training step is timed.
+        needed: images per second that the step needs; None: no step was timed.
+        step_threads: number of threads of the step.
     """
 
     images: int
@@ -65,27 +70,27 @@ class DataRates:
     step_threads: int
 
     def rate(self, stage: str, threads: int) -> float:
-        """Return the images per second; those of one thread if a stage runs in one thread only."""
+        """Return the images per second of a stage; if it always runs in one thread, return the rate of that thread."""
         rates = {each.threads: each.images_per_second for each in self.stages if each.stage == stage}
         return rates.get(threads, rates[min(rates)])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stages in their order, without augmentation if there is none."""
+        """Names of the stages in their order, without augmentation if there is none."""
         measured = {each.stage for each in self.stages}
         return tuple(stage for stage in (READ, AUGMENT, NORMALISE, WHOLE) if stage in measured)
 
     @property
     def threads(self) -> tuple[int, ...]:
-        """The measured numbers of threads."""
+        """Measured numbers of threads."""
         return tuple(sorted({each.threads for each in self.stages if each.stage == WHOLE}))
 
     def slowest(self, threads: int) -> str:
-        """Return the slowest stage."""
+        """Return the name of the slowest stage."""
         return min((stage for stage in self.names if stage != WHOLE), key=lambda stage: self.rate(stage, threads))
 
     def sentence(self, threads: int) -> str:
-        """Return a sentence on the stage that limits a training with `threads` threads that make batches."""
+        """Return a sentence about the stage that limits training if `threads` threads make batches."""
         made = f"{threads} {'thread makes' if threads == 1 else 'threads make'} {self.rate(WHOLE, threads):,.0f} images/s"
         stage = self.slowest(threads)
         if self.needed is None:
@@ -98,16 +103,16 @@ class DataRates:
 
 
 def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_step: bool = True) -> DataRates:
-    """Time the stages for each number of threads, in turn, and a training step by itself.
+    """Time the stages in turn for each number of threads, then a training step by itself.
 
     Args:
         threads: numbers of threads that make a batch.
-        step_threads: threads of the process, with which the step computes.
+        step_threads: number of threads of the process, with which the step computes.
         times_step: whether a step is timed.
 
     Raises:
-        DataError: as `ImageFile.open`.
-        ConfigError, ShapeError: augmentations or a model that do not fit the images.
+        DataError: the data file cannot be opened, see `ImageFile.open`.
+        ConfigError, ShapeError: augmentations or the model do not fit the images.
     """
     file = open_images(config, "train")
     facts = DataFacts.of(file)
@@ -134,9 +139,12 @@ def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], facts: DataFac
 def _stages(
     config: Config, file: ImageFile, pipelines: dict[int, Pipeline], plain: dict[int, Pipeline], images: int
 ) -> dict[tuple[str, int], PipelineStage]:
-    """Return the timed work, by stage and threads; "prepare" is augmentation and normalisation together.
+    """Return the timed work by (stage, threads); "prepare" is augmentation and normalisation together.
 
-    plain: pipelines that only normalise.
+    Args:
+        pipelines: pipeline for each number of threads.
+        plain: pipelines that only normalise.
+        images: number of images of a batch.
     """
     shape = next(iter(pipelines.values())).output_shape(*file.shape)
     sampler = Sampler(len(file), images, seed=config.seed, shuffle=True)
@@ -164,7 +172,7 @@ def _stages(
 
 
 class _Batches:
-    """Full batches of a loader, one per call, epoch after epoch."""
+    """Full batches of a loader, one per call, over consecutive epochs."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._epoch = loader, 0
@@ -181,7 +189,7 @@ class _Batches:
 
 
 def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Return the median wall and CPU seconds of a batch for each stage; the stages take turns."""
+    """Return the median wall and CPU seconds of a batch for each stage. The stages take turns."""
     times_of: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
     repeats = {key: _repeats(stage) for key, stage in stages.items()}
     number = 1
@@ -197,7 +205,10 @@ def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int]
 
 
 def _repeats(stage: PipelineStage) -> int:
-    """Return the number of batches that take long enough to be timed; the first batch makes buffers."""
+    """Return the number of batches that take long enough to be timed.
+
+    The first batch is not timed, because it allocates buffers.
+    """
     stage(0)
     begin = time.perf_counter()
     stage(0)
@@ -205,7 +216,7 @@ def _repeats(stage: PipelineStage) -> int:
 
 
 def _less(whole: tuple[float, float], share: tuple[float, float]) -> tuple[float, float]:
-    """Return the difference of two (wall, CPU) times, which is kept positive."""
+    """Return the difference of two (wall, CPU) times, bounded below by (1 ns, 0)."""
     return max(1e-9, whole[0] - share[0]), max(0.0, whole[1] - share[1])
 
 
@@ -214,7 +225,7 @@ def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float
 
 
 def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> float | None:
-    """Return images per second of steps of the configured model alone; None if its images are not square, or not float32."""
+    """Return images per second of training steps alone; None if the images are not square or the dtype is not float32."""
     if shape[0] != shape[1] or config.dtype != "float32":
         return None
     options = model_options(config, len(file.class_names), shape)

@@ -1,7 +1,7 @@
-"""Measure for `hpctrain bench engine`, and print the tables.
+"""Measurements of `hpctrain bench engine`, and their tables.
 
-`profile` reads the times of oneDNN's primitives in a step from its verbose output. `device_gemm_peak` measures the rate of large
-matrix products, the reference for the rates of a device's operators.
+`profile` reads the times of oneDNN's primitives in a step from oneDNN's verbose output. `device_gemm_peak` measures the rate of
+large matrix products, which is the reference for the rates of a device's operators.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class PrimitiveTime:
     """One execution of a primitive.
 
     Attributes:
-        kind: such as "convolution".
-        implementation: such as "brgconv:avx512_core".
-        propagation: such as "forward_training".
-        memory: its formats.
-        problem: the shape in oneDNN's notation.
+        kind: kind of primitive, for example "convolution".
+        implementation: name of the implementation, for example "brgconv:avx512_core".
+        propagation: propagation kind, for example "forward_training".
+        memory: memory formats.
+        problem: shape in oneDNN's notation.
+        seconds: duration.
     """
 
     kind: str
@@ -55,7 +56,8 @@ class PrimitiveTime:
 def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
     """Return the primitives that `run` executed, by step.
 
-    Redirects standard output of the whole process to a file meanwhile. The times of oneDNN do not include its printing.
+    Standard output of the whole process is redirected to a file during the steps. The times of oneDNN do not include its
+    printing.
     """
     library = load()
     by_step = []
@@ -73,12 +75,12 @@ def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
 
 
 def parse(lines: Iterable[str]) -> Iterator[PrimitiveTime]:
-    """Yield the executions in oneDNN's lines."""
+    """Yield the executions of primitives in lines of oneDNN's verbose output."""
     for line in lines:
         if not line.startswith(_PREFIX):
             continue
         fields = line.removeprefix(_PREFIX).strip().split(",")
-        # only an implementation's name may contain commas
+        # names of implementations are the only fields that may contain commas
         extra = len(fields) - _FIELDS
         assert extra >= 0, line
         implementation = ",".join(fields[2 : 3 + extra])
@@ -108,12 +110,12 @@ _REPEATS = 9
 
 
 def device_of(kernels: KernelSet) -> Device | None:
-    """Return the device of a kernel set; None for kernel sets of the host."""
+    """Return the device of a kernel set; None if it computes on the host."""
     return kernels.runtime.device if isinstance(kernels, CudaKernelSet) else None
 
 
 def device_gemm_peak(kernels: KernelSet) -> float:
-    """Return the GFLOP/s of matrix products of the kernel set's device, in its dtype and precision, one after another."""
+    """Return the GFLOP/s of consecutive large matrix products on the kernel set's device, in its dtype and precision."""
     assert isinstance(kernels, CudaKernelSet)
     runtime = kernels.runtime
     size = _SLOW_SIZE if runtime.device.name == "emulated" else _PEAK_SIZE
@@ -131,25 +133,37 @@ def device_gemm_peak(kernels: KernelSet) -> float:
 
 _WARM_UP = 2
 
-#: variants of "--vs torch": name -> (channels last, huge pages and fused optimiser)
+#: variants of "--vs torch": name -> (whether channels are last, whether huge pages and the fused optimiser are used)
 PEERS = {"torch": (False, False), "torch tuned": (False, True), "torch last": (True, False), "torch last tuned": (True, True)}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The steps of one process without others.
+    """Measurement of steps in one process while no other process is measured.
 
     Attributes:
-        description: the backend, in words.
-        clock: "cpu" with one thread, otherwise "wall": the clock of operators' times, GFLOP/s and the peak (of a large matrix
-            product), so that other load has little effect.
-        step_seconds: median wall time.
+        model: name of the model.
+        backend: name of the backend.
+        description: description of the backend.
+        batch: images of a step.
+        pixels: height and width of an image.
+        threads: number of threads.
+        clock: clock of operator times, GFLOP/s and the peak: "cpu" with one thread, so that other load has little effect;
+            otherwise "wall".
+        parameters: number of trained elements.
+        step_seconds: median wall time of a step.
+        cpu_seconds: median CPU time of a step.
+        images_per_second: rate by wall time.
+        gflops_per_second: rate of a step by `clock`.
+        peak_gflops: rate of a large matrix product by `clock`.
+        arena_bytes: bytes of the arena.
         peak_bytes: peak resident memory before profiling; on a GPU, all memory in use there.
-        kernel_seconds: the library's own time of all its kernels in a step; None if the kernel set does not measure it.
-        reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None likewise.
-        reorders: number of these copies; None likewise.
-        own_operators: number of operators of the kernel set itself.
-        fallbacks: the layers whose operators fall back to NumPy, by reason.
+        kernel_seconds: time of the library's kernels in a step, as the library reports it; None if it does not.
+        reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None if unknown.
+        reorders: number of these copies; None if unknown.
+        own_operators: number of operators that the kernel set itself computes.
+        fallbacks: layers whose operators fall back to NumPy, by reason.
+        layers: times of the operators.
     """
 
     model: str
@@ -175,7 +189,7 @@ class Measurement:
     layers: Sequence[LayerTime]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, for JSON."""
+        """Return the measurement as plain data, for JSON."""
         layers = [
             {**asdict(layer), "seconds": layer.seconds, "gflops_per_second": layer.gflops_per_second} for layer in self.layers
         ]
@@ -186,7 +200,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     """Time whole steps, then each operator, then each primitive if the kernel set is oneDNN.
 
     Raises:
-        BackendError, ShapeError, ConfigError: as `EngineStep`.
+        BackendError, ShapeError, ConfigError: the step cannot be made, see `EngineStep`.
     """
     step = EngineStep(task, backend, precision=precision)
     for _ in range(_WARM_UP):
@@ -228,7 +242,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
 
 
 def _stepwise(step: EngineStep, precision: str) -> EngineStep:
-    """Return the same workload operator by operator, after a warm-up."""
+    """Return the same workload run operator by operator, after a warm-up."""
     slow = EngineStep(step.task, step.backend, precision=precision, stepwise=True)
     for _ in range(_WARM_UP):
         slow.run()
@@ -236,7 +250,7 @@ def _stepwise(step: EngineStep, precision: str) -> EngineStep:
 
 
 def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[float | None, float | None, int | None]:
-    """Return (seconds of all kernels, seconds of the reorders, number of reorders), medians over steps."""
+    """Return (seconds of all kernels, seconds of reorders, number of reorders) in a step, as medians over steps."""
     if primitives is None:
         return None, None, None
     copies = [[one for one in step if one.kind == "reorder"] for step in primitives]
@@ -245,16 +259,16 @@ def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[floa
 
 
 def compare(task: Workload, backend: str, python: str, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Measure our engine and PyTorch's variants in turn, each in its own process.
+    """Measure hpctrain's engine and PyTorch's variants in turn, each in its own process.
 
-    Return the milliseconds per step, the peak memory, and the speed of ours relative to PyTorch's (median of the rounds'
-    ratios of wall time).
+    Return the seconds per step, the peak memory, and the engine's speed relative to each variant: the median over rounds of the
+    ratio of wall times.
 
     Args:
-        python: a Python with PyTorch.
+        python: path of a Python interpreter with PyTorch.
 
     Raises:
-        SteppingError: our process fails, or all of PyTorch's fail.
+        SteppingError: hpctrain's process fails, or all of PyTorch's processes fail.
     """
     shape = {"model": task.model, "batch": task.batch, "pixels": task.pixels}
     plain = with_threads(os.environ, threads)
@@ -280,7 +294,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
 
 
 def print_tables(measured: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
-    """Print a line of totals, the operators with their times, and the comparison if there is one."""
+    """Print a line of totals, the table of operators, and the comparison if there is one."""
     from hpctrain.core.console import PlainConsole
 
     console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
@@ -294,7 +308,7 @@ def _totals(measured: Measurement) -> str:
     share = measured.gflops_per_second / measured.peak_gflops
     lines = [
         f"{measured.model}, {measured.description}, batch {measured.batch}, {measured.pixels} px, {measured.threads} "
-        f"{'thread' if measured.threads == 1 else 'threads'}: {measured.step_seconds * 1e3:.2f} ms a step, "
+        f"{'thread' if measured.threads == 1 else 'threads'}: {measured.step_seconds * 1e3:.2f} ms per step, "
         f"{measured.images_per_second:.1f} images/s; CPU time {measured.cpu_seconds * 1e3:.2f} ms",
         f"{measured.gflops_per_second:.1f} GFLOP/s by {measured.clock} time, {share:.0%} of a large matrix product's "
         f"{measured.peak_gflops:.1f}; arena {measured.arena_bytes / 1e6:.1f} MB, "
@@ -302,7 +316,7 @@ def _totals(measured: Measurement) -> str:
     ]
     if measured.kernel_seconds is not None and measured.reorder_seconds is not None:
         lines.append(
-            f"oneDNN's kernels {measured.kernel_seconds * 1e3:.2f} ms a step, "
+            f"oneDNN's kernels {measured.kernel_seconds * 1e3:.2f} ms per step, "
             f"{measured.reorder_seconds * 1e3:.2f} ms of them in {measured.reorders} reorders"
         )
     lines += _whose(measured)
@@ -310,7 +324,7 @@ def _totals(measured: Measurement) -> str:
 
 
 def _whose(measured: Measurement) -> Sequence[str]:
-    """Return lines with the operators that are not the kernel set's own, and the reasons; nothing for NumPy."""
+    """Return lines with the operators that fall back to NumPy and the reasons; an empty sequence for backend numpy."""
     if measured.backend == "numpy":
         return ()
     if not measured.fallbacks:
@@ -320,10 +334,11 @@ def _whose(measured: Measurement) -> Sequence[str]:
 
 
 def layer_table(measured: Measurement) -> Any:
-    """Return a table with a line for each operator. A narrow terminal folds names and cuts nothing off."""
-    from rich.table import Table
+    """Return a table with one line per operator. A narrow terminal folds names and does not cut anything off."""
+    from hpctrain.core.console import plain_table
 
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table = plain_table(gap=1, bold=True)
+    table.show_header = True
     table.add_column("operator", overflow="fold", min_width=20)
     table.add_column("kind", overflow="fold", min_width=9, max_width=15)
     for title in ("forward\nms", "weights\nms", "input\nms", "GFLOP/s", "of\npeak", "of\nstep"):
@@ -332,7 +347,7 @@ def layer_table(measured: Measurement) -> Any:
     for layer in measured.layers:
         times = (layer.forward_seconds, layer.parameters_seconds, layer.input_seconds)
         rate = layer.gflops_per_second
-        # element-wise work has a few operations per byte: its rate does not describe arithmetic
+        # element-wise work has few operations per byte, so its rate does not describe arithmetic
         dense = layer.kind in ("Conv2d", "Linear")
         rates = (f"{rate:.1f}", f"{rate / measured.peak_gflops:.0%}") if dense else ("", "")
         table.add_row(layer.name, layer.kind, *map(_milliseconds, times), *rates, f"{layer.seconds / total:.1%}")
@@ -340,18 +355,16 @@ def layer_table(measured: Measurement) -> Any:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return five characters for times up to a minute, so that a table keeps its width: at most three decimals."""
+    """Return a time in at most five characters up to a minute, with at most three decimals, so that a table keeps its width."""
     value = seconds * 1e3
     decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
     return f"{value:.{decimals}f}"
 
 
 def _comparison_table(compared: Mapping[str, Mapping[str, float]]) -> Any:
-    from rich.table import Table
+    from hpctrain.core.console import plain_table
 
-    table = Table("variant", "ms a step", "ours, times as fast", "peak MB")
+    table = plain_table("variant", "ms per step", "speed of hpctrain relative to it", "peak MB")
     for name, row in compared.items():
         table.add_row(name, f"{row['step_seconds'] * 1e3:.2f}", f"{row['times_as_fast']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}")
-    for column in table.columns[1:]:
-        column.justify = "right"
     return table

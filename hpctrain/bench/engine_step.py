@@ -1,4 +1,4 @@
-"""Run whole training steps of one network on synthetic images, without other ranks: the workload of the engine's benchmarks.
+"""Whole training steps of one network on synthetic images, without other ranks: the workload of the engine's benchmarks.
 
 As a program (`python -m hpctrain.bench.engine_step`), it is a process that runs steps on request, by the protocol of
 `interleaved.py`.
@@ -35,12 +35,13 @@ _NO_HOOKS = StepHooks()
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of the catalogue at given shapes.
+    """Model of the catalogue with given shapes.
 
     Attributes:
-        options: options of the model.
+        model: name of the model.
         batch: images of a step.
         pixels: height and width of an image.
+        options: options of the model.
     """
 
     model: str
@@ -50,41 +51,44 @@ class Workload:
 
     @property
     def channels(self) -> int:
-        """Channels of an image: the model's default unless its options set them."""
+        """Number of channels of an image: the model's default, unless its options set it."""
         given = self.options.get("channels_in", catalogue.image_shape(self.model)[2])
         return int(str(given))
 
 
 def workload(model: str, batch: int, pixels: int | None = None, options: Mapping[str, object] | None = None) -> Workload:
-    """Return a workload; by default with the model's own image size.
+    """Return a workload; `pixels` defaults to the model's image size.
 
     Raises:
-        ConfigError: no such model or option, or an empty batch or image.
+        ConfigError: the model or an option does not exist, or batch or image is empty.
     """
     chosen = dict(options or {})
     catalogue.check(model, chosen)
     side = catalogue.image_shape(model)[0] if pixels is None else pixels
     if batch < 1 or side < 1:
-        raise ConfigError(f"A batch of {batch} images of {side} px is empty; both must be at least 1.")
+        raise ConfigError(f"A batch of {batch} images of {side} px is empty; the smallest legal value of both is 1.")
     return Workload(model, batch, side, chosen)
 
 
 class EngineStep:
-    """Forward, loss, backward, momentum update and running statistics, as on one rank without exchange.
+    """Training step: forward, loss, backward, momentum update and running statistics, as on one rank without communication.
 
-    Each step copies its images into the program's input, as with those of a loader; three batches take turns.
+    Each step copies its images into the program's input, as with a loader. Three batches take turns.
 
     Args:
+        task: model and shapes.
         backend: "auto", "numpy", "onednn" or "cuda".
-        precision: see `make_backend`.
-        stepwise: run operator by operator, to time operators, even if the kernel set would launch whole passes at once.
+        seed: seed of weights and images.
+        precision: precision of products, see `make_backend`.
+        stepwise: whether to run operator by operator, so that operators can be timed, even if the kernel set would launch whole
+            passes at once.
 
     Attributes:
-        description: the backend, in words.
+        description: description of the backend.
 
     Raises:
         BackendError: the backend cannot be used on this machine.
-        ShapeError: images that do not fit the model.
+        ShapeError: the images do not fit the model.
     """
 
     def __init__(
@@ -133,11 +137,11 @@ class EngineStep:
 
 
 class Laps(StepHooks):
-    """Seconds from each operator's end to the next one's, by (name, phase) and step; nothing between them is lost.
+    """Seconds from the end of each operator to the end of the next one, by (name, phase) and step. They cover the whole step.
 
     Args:
-        clock: returns seconds; CPU time is better for a process of one thread on a busy machine.
-        wait: waits until the work of an operator is done, if it runs asynchronously.
+        clock: function that returns seconds; CPU time is better for a process with one thread on a busy machine.
+        wait: function that waits until an operator's work is done, if operators run asynchronously.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, wait: Callable[[], None] = lambda: None) -> None:
@@ -159,7 +163,17 @@ class Laps(StepHooks):
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Median seconds of one operator's phases, and the floating-point operations of its forward pass."""
+    """Median seconds of an operator's phases, and its floating-point operations.
+
+    Attributes:
+        name: name of the operator.
+        kind: kind of operator.
+        forward_seconds: time of the forward pass.
+        parameters_seconds: time of the gradients of parameters.
+        input_seconds: time of the input gradient.
+        forward_flops: number of floating-point operations of the forward pass.
+        flops: number of floating-point operations of all phases.
+    """
 
     name: str
     kind: str
@@ -175,12 +189,12 @@ class LayerTime:
 
     @property
     def gflops_per_second(self) -> float:
-        """The rate of all three phases; 0 if the time is too short to measure."""
+        """Rate of all phases in GFLOP/s; 0 if the time is too short to measure."""
         return self.flops / self.seconds / 1e9 if self.seconds > 0.0 else 0.0
 
 
 def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.perf_counter) -> list[LayerTime]:
-    """Return the operators in forward order, then "loss" and "update", over `steps` steps."""
+    """Return the times of the operators in forward order, then of "loss" and "update", as medians over `steps` steps."""
     laps = Laps(clock, step.kernels.wait)
     for _ in range(steps):
         laps.start()
@@ -207,20 +221,20 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
 
 
 def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
-    """Return the number of the kernel set's own operators, and the layers that fall back to others, by reason.
+    """Return (number of operators that the kernel set computes, layers that fall back to other operators, by reason).
 
     Views compute nothing and count as neither.
 
     Args:
-        on_host: whether the arrays of the kernel set are NumPy's. Otherwise a layer with its own operator uses the kernel set's
-            arithmetic service, which counts as the kernel set.
+        on_host: whether the arrays of the kernel set are NumPy arrays. Otherwise, a layer that defines its own operator computes
+            with the kernel set's arithmetic, and counts as an operator of the kernel set.
     """
     computing, by_reason = 0, dict[str, list[str]]()
     for step in program.plan.steps:
         if step.is_view:
             continue
         users = on_host and step.node is not None and isinstance(step.node.spec, SelfMade)
-        reason = "its layer brings its own" if users else step.operator.fallback_reason
+        reason = "its layer defines its own operator" if users else step.operator.fallback_reason
         if reason:
             by_reason.setdefault(reason, []).append(step.name)
         else:
@@ -231,10 +245,13 @@ def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str,
 def gemm_peak(
     size: int = 1536, repeats: int = 9, clock: Callable[[], float] = time.perf_counter, multiply: Callable = np.matmul
 ) -> float:
-    """Return the GFLOP/s of the fastest of several float32 matrix products, in this process's threads.
+    """Return the GFLOP/s of the fastest of several float32 matrix products in this process's threads.
 
     Args:
-        multiply: writes the product of the first two arrays to the third.
+        size: number of rows and columns.
+        repeats: number of products after a warm-up.
+        clock: function that returns seconds.
+        multiply: function that writes the product of the first two arrays to the third.
     """
     random = np.random.default_rng(0)
     a, b = (random.standard_normal((size, size), np.float32) for _ in range(2))
@@ -248,14 +265,18 @@ def gemm_peak(
 
 
 def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
-    """Run `steps` steps; return (wall seconds, CPU seconds of the process, losses)."""
+    """Run `steps` steps, and return (wall seconds, CPU seconds of the process, losses)."""
     begin, cpu = time.perf_counter(), time.process_time()
     losses = [step.run() for _ in range(steps)]
     return time.perf_counter() - begin, time.process_time() - cpu, losses
 
 
 def serve(step: EngineStep, asked: IO[str]) -> None:
-    """Run as many steps as each line requests, until the input ends."""
+    """Run the number of steps that each input line requests, until the input ends.
+
+    Args:
+        asked: input with one JSON object per line.
+    """
     for line in asked:
         before = time.process_time()
         wall, cpu, losses = timed(step, json.loads(line)["steps"])
@@ -265,7 +286,7 @@ def serve(step: EngineStep, asked: IO[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve steps of the workload that the first argument describes in JSON; return the exit code."""
+    """Serve steps of the workload that the first argument describes in JSON, and return the exit code."""
     settings = json.loads(arguments[0])
     task = workload(settings["model"], settings["batch"], settings["pixels"], settings["options"])
     step = EngineStep(task, settings["backend"])

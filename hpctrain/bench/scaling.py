@@ -1,4 +1,4 @@
-"""Scaling studies: the same training on several numbers of ranks, one job for each.
+"""Scaling studies: the same training on several numbers of ranks, one job after another.
 
 Efficiency is relative to the smallest number of ranks: T(R0) / T(R) for weak scaling, R0 T(R0) / (R T(R)) for strong scaling,
 where T is the median step time. A point whose ranks share cores has no efficiency.
@@ -6,7 +6,6 @@ where T is the median step time. A point whose ranks share cores has no efficien
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
@@ -27,9 +26,10 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
 from hpctrain.launch.threads import usable_cores
+from hpctrain.planner.configured_search import new_figure, save_figure
 from hpctrain.run.trace_report import COMPUTE_ONLY_FILE
 from hpctrain.runs.directory import TABLE_FILE, RunDirectory
-from hpctrain.storage.atomic_write import write_bytes, write_json
+from hpctrain.storage.atomic_write import write_json
 
 Mode = Literal["weak", "strong"]
 
@@ -38,12 +38,17 @@ _MANY_EPOCHS = 1_000_000  # enough for any number of steps
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """The jobs of a study.
+    """Jobs of a scaling study.
 
     Attributes:
-        launcher: a command with "{ranks}" in it; None: mpiexec.
-        threads: threads of a rank; None: chosen automatically.
-        machine: a file or the name of an installed machine for predictions; None: each job of several ranks measures it.
+        file: configuration file.
+        overrides: command-line overrides of the configuration.
+        mode: "weak" or "strong"; if weak, the configured batch is that of each rank.
+        steps: number of steps of each job.
+        launcher: command that contains "{ranks}"; None: mpiexec.
+        threads: number of threads of a rank; None: chosen automatically.
+        timeout_seconds: time limit of a job.
+        machine: file or name of an installed machine for predictions; None: each job with several ranks measures it.
     """
 
     file: Path
@@ -58,12 +63,21 @@ class ScalingStudy:
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks. Times are per step; exposed and communication are means over ranks, the others medians over steps.
+    """Measurement with one number of ranks. Times are per step; medians over steps unless stated otherwise.
 
     Attributes:
+        ranks: number of ranks.
+        threads: number of threads of a rank.
+        batch: samples of a step over all ranks.
+        step_seconds: time of a step.
+        compute_only_seconds: time of a step without communication.
+        communication_seconds: time of communication, mean over ranks.
+        exposed_seconds: time of communication that no computation hides, mean over ranks.
         limit_seconds: lower limit of a step (`compute_only.report`).
-        efficiency: None if ranks share cores.
-        predicted_seconds: predicted time of a step; None if there are too few steps to predict from.
+        oversubscribed: whether ranks share cores.
+        about: versions and names of software and model.
+        efficiency: efficiency relative to the first point; None if ranks share cores.
+        predicted_seconds: predicted time of a step; None if there are too few steps for a prediction.
     """
 
     ranks: int
@@ -85,11 +99,16 @@ class Point:
 
 
 def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] = print) -> list[Point]:
-    """Measure all points, in the given order, each from two jobs.
+    """Measure all points in the given order, each with two jobs.
+
+    Args:
+        task: the study.
+        ranks: numbers of ranks.
+        say: callback with a line of progress before each point.
 
     Raises:
-        ConfigError: a configuration that cannot be used.
-        LaunchError: a job that failed, with the end of its output.
+        ConfigError: the configuration cannot be used.
+        LaunchError: a job failed; the message contains the end of its output.
     """
     config, source = load(task.file, task.overrides, refusal)
     check_names(config, source)
@@ -102,7 +121,7 @@ def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] 
 
 
 def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
-    """Return the points compared with the first one; without efficiency if ranks share cores there or at the first point."""
+    """Return the points with their efficiency relative to the first one; None if ranks share cores at either point."""
     base = points[0]
 
     def efficiency(point: Point) -> float | None:
@@ -115,7 +134,7 @@ def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
 
 
 def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
-    """Return the threads of a rank, equal for all numbers of ranks; None if configured, or with another launcher."""
+    """Return the number of threads of a rank, equal for all points; None if it is configured or there is another launcher."""
     if config.threads != "auto" or task.launcher is not None:
         return None
     return max(1, usable_cores(os.sched_getaffinity(0)) // most_ranks)
@@ -124,7 +143,9 @@ def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
 def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None) -> Point:
     batch = config.batch * ranks if task.mode == "weak" else config.batch
     if batch < ranks:
-        raise ConfigError(f"batch {batch} cannot be shared by {ranks} ranks; the smallest batch is {ranks}.")
+        raise ConfigError(
+            f"batch is {batch}, but {ranks} ranks need at least one sample each; the smallest legal batch is {ranks}."
+        )
     settings = [
         *task.overrides,
         f"batch={batch}",
@@ -155,7 +176,7 @@ def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None
 
 
 def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run one job in a temporary directory; return the content of `result`, and the job's `steps` metrics, if any."""
+    """Run one job in a temporary directory. Return the content of its file `result`, and its last `steps` metrics, if any."""
     with tempfile.TemporaryDirectory(prefix="hpctrain-scaling-", dir=Path.cwd()) as folder:
         program = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(task.file)]
         command = [*_launcher(task, ranks), *program, *arguments, "--steps", str(task.steps), f"output={folder}"]
@@ -165,7 +186,7 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
             raise LaunchError(f"The job of {ranks} ranks ended with exit code {code}: {shlex.join(command)}\n{end}")
         paths = list(Path(folder).glob(f"*/{result}"))
         if len(paths) != 1:
-            raise LaunchError(f"The job of {ranks} ranks left no {result}: {shlex.join(command)}")
+            raise LaunchError(f"The job of {ranks} ranks did not write {result}; check its command: {shlex.join(command)}")
         content: dict[str, Any] = json.loads(read_text(paths[0]))
         if content["ranks"] != ranks:
             raise LaunchError(f"{ranks} ranks were requested, but the job had {content['ranks']}; check the launcher.")
@@ -186,7 +207,7 @@ def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    """Return exit code and output; a timeout kills the whole job."""
+    """Run a command, and return exit code and output. After a timeout, kill the whole job."""
     try:
         with subprocess.Popen(
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -197,10 +218,10 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:
-        sentence = f"A job took longer than {timeout_seconds:g} s; give more --timeout-seconds: {shlex.join(command)}"
+        sentence = f"A job took longer than {timeout_seconds:g} s; increase --timeout-seconds: {shlex.join(command)}"
         raise LaunchError(sentence) from None
     except OSError as error:
-        raise LaunchError(f"{command[0]} cannot be started ({error.strerror}).") from error
+        raise LaunchError(f"Cannot start {command[0]} ({error.strerror}); give another --launcher.") from error
     return process.returncode, output
 
 
@@ -217,12 +238,12 @@ def lines(points: Sequence[Point], mode: Mode) -> list[str]:
             f"{each.limit_seconds / each.step_seconds:10.2f} {each.images_per_second:9.0f}  {efficiency}"
         )
     if any(each.oversubscribed for each in points):
-        made.append("oversubscribed: ranks share cores, so the times say nothing about scaling")
+        made.append("oversubscribed: ranks share cores, so the times do not show scaling")
     return made
 
 
 def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
-    """Write all points and the machine on which they were measured, as JSON.
+    """Write all points and the machine on which they were measured as JSON.
 
     Raises:
         HpctrainError: the file cannot be written.
@@ -238,20 +259,19 @@ def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
     try:
         write_json(path, content)
     except OSError as error:
-        raise HpctrainError(f"{path} cannot be written ({error.strerror}); give another --out.") from error
+        raise HpctrainError(f"Cannot write {path} ({error.strerror}); give another --out.") from error
 
 
 def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
-    """Plot step time over ranks, with compute-only and limit; oversubscribed points are hollow. None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Plot step time, compute-only time and limit over ranks; return the path, or None without matplotlib.
 
+    Points whose ranks share cores are hollow.
+    """
+    figure = new_figure(6, 4)
+    if figure is None:
+        return None
+    axes = figure.subplots()
     ranks = [each.ranks for each in points]
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     series = {
         "step": [each.step_seconds for each in points],
         "limit": [each.limit_seconds for each in points],
@@ -269,8 +289,4 @@ def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.set(xlabel="ranks (hollow: they share cores)", ylabel="ms per step", title=f"{mode} scaling", ylim=(0, None))
     axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
-    pyplot.close(figure)
-    write_bytes(path, picture.getvalue())
-    return path
+    return save_figure(path, figure)

@@ -1,6 +1,6 @@
-"""The catalogue's networks in PyTorch, with the names of torchvision, to compare the engine's speed and results with PyTorch.
+"""The catalogue's networks in PyTorch, with torchvision's names, for comparisons of speed and results with PyTorch.
 
-Runs in any Python with PyTorch, with or without hpctrain, and therefore imports nothing of hpctrain.
+The module runs in any Python with PyTorch, with or without hpctrain, and therefore imports nothing from hpctrain.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ _RESNET = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23,
 
 
 class ResidualBlock(nn.Module):  # type: ignore[misc]
-    """relu(convolutions(x) + shortcut(x)) with batch norm after each convolution; the shortcut may be the identity.
+    """relu(convolutions(x) + shortcut(x)), with batch norm after each convolution.
 
     Args:
-        channels: channels of the input and of each convolution's output.
-        kernels, strides: of each convolution.
+        channels: number of channels of the input and of each convolution's output.
+        kernels: kernel size of each convolution.
+        strides: stride of each convolution.
+        downsample: shortcut; None: the identity.
     """
 
     def __init__(
         self, channels: Sequence[int], kernels: Sequence[int], strides: Sequence[int], downsample: nn.Module | None
     ) -> None:
         super().__init__()
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # plain references: lookups of modules by name take time
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # plain references, because lookups of modules by name take time
         for number, ((inside, outside), kernel, stride) in enumerate(zip(pairwise(channels), kernels, strides, strict=True), 1):
             conv, norm = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outside)
             self.add_module(f"conv{number}", conv)
@@ -46,7 +48,10 @@ class ResidualBlock(nn.Module):  # type: ignore[misc]
 
 
 class ZeroPadShortcut(nn.Module):  # type: ignore[misc]
-    """Every second pixel, padded on both sides with zeros to twice the channels (He et al. 2016, option A)."""
+    """Shortcut that takes every second pixel and pads the channels with zeros on both sides to twice their number.
+
+    He et al. 2016, option A.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (N, C, H, W) to (N, 2 C, ceil(H / 2), ceil(W / 2))."""
@@ -55,7 +60,7 @@ class ZeroPadShortcut(nn.Module):  # type: ignore[misc]
 
 
 def scaled(channels: int, width: float) -> int:
-    """Return the channels of a network with this width factor, at least 1."""
+    """Return the number of channels of a network with this width factor, at least 1."""
     return max(1, round(channels * width))
 
 
@@ -77,7 +82,10 @@ def _resnet(stem: Sequence[tuple[str, nn.Module]], stages: Sequence[nn.Module], 
 
 
 def resnet(depth: int, classes: int, width: float) -> nn.Module:
-    """Build a ResNet for large images (He et al. 2016, table 1; version 1.5: a bottleneck's 3x3 convolution has the stride)."""
+    """Build a ResNet for large images (He et al. 2016, table 1).
+
+    As in version 1.5, the 3x3 convolution of a bottleneck has the stride.
+    """
     channels = scaled(64, width)
     stem = [("conv1", nn.Conv2d(3, channels, 7, 2, 3, bias=False)), ("bn1", nn.BatchNorm2d(channels))]
     stem += [("relu", nn.ReLU(inplace=True)), ("maxpool", nn.MaxPool2d(3, 2, 1))]
@@ -100,7 +108,7 @@ def resnet(depth: int, classes: int, width: float) -> nn.Module:
 
 
 def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
-    """Build a ResNet for 32 px (He et al. 2016, section 4.2)."""
+    """Build a ResNet for images of 32 px (He et al. 2016, section 4.2)."""
     channels = scaled(16, width)
     stem = [("conv1", nn.Conv2d(3, channels, 3, 1, 1, bias=False)), ("bn1", nn.BatchNorm2d(channels))]
     stem.append(("relu", nn.ReLU(inplace=True)))
@@ -117,15 +125,15 @@ def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
 
 
 class PlainSum(nn.Sequential):  # type: ignore[misc]
-    """x + layers(x); nothing follows the sum."""
+    """x + layers(x), without an activation after the sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (N, C, H, W) to the same shape, which the layers keep."""
+        """Map (N, C, H, W) to the same shape."""
         return x + super().forward(x)
 
 
 def resnet9(classes: int, width: float) -> nn.Module:
-    """Build a ResNet-9 for 32 px (Page 2018), with a mean instead of the last maximum."""
+    """Build a ResNet-9 for images of 32 px (Page 2018), with average pooling instead of the last max pooling."""
     stages: list[tuple[str, nn.Module]] = []
     inside = 3
     for number, published in enumerate((64, 128, 256, 512)):
@@ -164,7 +172,7 @@ def vgg(depth: int, classes: int, width: float, dropout: float) -> nn.Module:
 
 
 def small(classes: int) -> nn.Module:
-    """Build the network of the quickstart: two stages for 28 px and one channel."""
+    """Build the network of the quickstart: two stages, for images of 28 px with one channel."""
     layers: list[nn.Module] = []
     inside = 1
     for outside in (16, 32):
@@ -176,10 +184,16 @@ def small(classes: int) -> nn.Module:
 
 
 def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout: float = 0.5) -> tuple[nn.Module, int, int]:
-    """Return (network, input channels, classes) of a model of the catalogue. classes: None: the published number.
+    """Return (network, number of input channels, number of classes) of a model of the catalogue.
+
+    Args:
+        name: name of the model.
+        classes: number of classes; None: as published.
+        width: factor of the numbers of channels.
+        dropout: dropout probability of VGG.
 
     Raises:
-        ValueError: a name without a counterpart in this module.
+        ValueError: the model has no counterpart in this module.
     """
     family = name.rstrip("0123456789")
     depth = int(name[len(family) :] or 0)
@@ -194,5 +208,6 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
     if family == "resnet" and depth % 6 == 2:
         return resnet_small(depth, classes or 10, width), 3, classes or 10
     raise ValueError(
-        f"{name} has no counterpart in PyTorch; use small, vgg11 to 19, resnet9, resnet18 to 152 or resnet20 to 110."
+        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, resnet9, resnet18 to resnet152, or resnet20 to "
+        "resnet110."
     )

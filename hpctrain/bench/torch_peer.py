@@ -1,7 +1,7 @@
-"""Run whole training steps of PyTorch on request, as a process: the counterpart in the engine's benchmarks.
+"""Process that runs whole training steps of PyTorch on request: the counterpart in the engine's benchmarks.
 
-Runs in any Python with PyTorch, with or without hpctrain, started by its path. It follows the protocol of `interleaved.py`:
-JSON lines in, JSON lines out. The networks are those of the catalogue.
+It is started by its path and runs in any Python with PyTorch, with or without hpctrain. It follows the protocol of
+`interleaved.py`, with JSON lines as input and output. The networks are those of the catalogue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _LEARNING_RATE, _MOMENTUM = 1e-4, 0.9
 
 
 class TorchStep:
-    """Forward, loss, backward and momentum update on synthetic images that are already in place; three batches take turns."""
+    """Training step of PyTorch: forward, loss, backward and momentum update on synthetic images in memory.
+
+    Three batches take turns.
+    """
 
     def __init__(self, name: str, batch: int, pixels: int, *, last: bool, fused: bool, compiled: bool) -> None:
         torch.manual_seed(0)
@@ -51,7 +54,7 @@ class TorchStep:
 
 
 def serve(step: TorchStep, answer: Any) -> None:
-    """Run as many steps as each line of standard input requests, until the lines end."""
+    """Run the number of steps that each line of standard input requests, until the input ends."""
     for line in sys.stdin:
         asked = json.loads(line)
         idle = time.process_time()
@@ -72,7 +75,7 @@ def serve(step: TorchStep, answer: Any) -> None:
 
 
 def main() -> int:
-    """Serve steps of the network that the command line describes; return the exit code."""
+    """Serve steps of the network that the command line describes, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", help="JSON: model, batch, pixels, threads, last, fused, compiled")
     settings = json.loads(parser.parse_args().settings)

@@ -286,11 +286,9 @@ def export(
                 f"leave --{'best' if best else 'averaged'} out."
             )
         path, content = source, of_file(source, model, classes, _parsed(options))
-    elif classes is not None or options:
-        raise CheckpointError(f"{source} contains the options of its model; leave --classes and --option out.")
     else:
         path = _checkpoint(source, best=best)
-        content = of_checkpoint(path, model, averaged=averaged)
+        content = of_checkpoint(path, model, classes, _parsed(options), averaged=averaged)
     content.write(out)
     weights = ", averaged," if averaged else ""
     echo(f"{out}: {_summary(content.state)}{weights} of {content.metadata['model']}, from {path}")

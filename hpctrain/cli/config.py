@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -74,11 +74,7 @@ def list_() -> None:
     """
     from hpctrain.config import examples
 
-    names = examples.names()
-    width = max(map(len, names))
-    left = shutil.get_terminal_size().columns - width - 2
-    for name in names:
-        echo(f"{name:{width}}  {textwrap.shorten(examples.purpose(name), max(20, left), placeholder=' ...')}")
+    echo_block(_two_columns([(name, examples.purpose(name)) for name in examples.names()]))
 
 
 @config.command()
@@ -143,10 +139,13 @@ def _table(kind: str) -> str:
     """Return names and sentences in two columns, as wide as the terminal; names of installed packages come last."""
     from hpctrain.config.options import choices, registry
 
-    width = min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)
-    formatter = click.HelpFormatter(width=width)
     offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]
-    formatter.write_dl([*((choice.name, choice.sentence) for choice in choices(kind)), *offers])
+    return _two_columns([*((choice.name, choice.sentence) for choice in choices(kind)), *offers])
+
+
+def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    formatter = click.HelpFormatter(width=min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS))
+    formatter.write_dl(rows, col_max=45)
     return formatter.getvalue()
 
 

@@ -7,6 +7,7 @@ model for planners.
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,11 +67,18 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 
     with job_ends_on_error(rank, abort):
         plan = set_threads(launcher, threads)  # before NumPy is imported
+        from hpctrain.backend.choice import NodePlace, make_backend
+        from hpctrain.cli.simulation_tables import print_machine
         from hpctrain.job.session import start_world
         from hpctrain.planner.measurement import run_calibration
 
         world = start_world(launcher, _DEADLINE_SECONDS)
-        run_calibration(world, plan.threads, seconds, out, _DEADLINE_SECONDS)
+        kernels = make_backend("auto", place=NodePlace(world.size)).kernels
+        begin = time.perf_counter()
+        machine = run_calibration(world, kernels, plan.threads, seconds, out, _DEADLINE_SECONDS)
+        if world.rank == 0:
+            print_machine(machine)
+            print(f"{out}: calibrated in {time.perf_counter() - begin:.0f} s with kernels {kernels.name}")
 
 
 @click.command()

@@ -21,13 +21,17 @@ from rich.table import Table
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import echo, echo_block, escaped, loss_text
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
-from hpctrain.runs.comparison import Comparison
+from hpctrain.runs.comparison import ComparedSetting, Comparison
 from hpctrain.runs.results import summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.train.evaluation import ClassScore, ConfusionMatrix
 
 _COLUMNS = 80  # width without a terminal
 _MOST_CONFUSIONS = 20
+#: maximum number of runs that are columns of a comparison in 80 columns
+_MOST_COLUMNS = 4
+#: figures of a comparison of more runs, which fit 80 columns
+_MAIN_FIGURES = ("state", "epochs", "test loss", "test top-1", "best test top-1", "images/s")
 _MOST_OF_A_NAME = 30
 _NO_CLASS = "(not finite)"
 
@@ -251,26 +255,46 @@ def _printable(file: Path) -> str:
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
+def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Table:
+    """Return a row of each key with the values of all runs, or of many runs a row of each value with the runs that have it."""
+    if len(numbers) <= _MOST_COLUMNS:
+        table = plain_table("", *numbers, left=1 + len(numbers))
+        for setting in settings:
+            table.add_row(setting.key, *setting.values)
+        return table
+    table = plain_table("", "value", "runs", left=3)
+    for setting in settings:
+        for place, value in enumerate(dict.fromkeys(setting.values)):
+            runs = [number for number, own in zip(numbers, setting.values, strict=True) if own == value]
+            table.add_row("" if place else setting.key, value, ", ".join(runs))
+    return table
+
+
 def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
-    """Yield the tables and sentences of a comparison in order. Tables use numbers for runs, as names are long."""
-    for number, name in enumerate(comparison.names, 1):
+    """Yield the tables and sentences of a comparison in order. Tables use numbers for runs, as names are long.
+
+    A few runs are columns. More runs are rows, with the quantities that most readers compare.
+    """
+    numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
+    for number, name in zip(numbers, comparison.names, strict=True):
         yield f"{number}: {name}"
     yield ""
-    numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
-    results = plain_table("", *numbers, left=1 + len(numbers))
-    for heading, values in summary_texts(comparison.summaries):
-        results.add_row(heading, *values)
+    figures = summary_texts(comparison.summaries)
+    if len(numbers) > _MOST_COLUMNS:
+        shown = [(heading, values) for heading, values in figures if heading in _MAIN_FIGURES]
+        results = plain_table("", *(heading for heading, _ in shown), left=2)
+        for number, *values in zip(numbers, *(values for _, values in shown), strict=True):
+            results.add_row(number, *values)
+    else:
+        results = plain_table("", *numbers, left=1 + len(numbers))
+        for heading, values in figures:
+            results.add_row(heading, *values)
     yield results
     for title, settings in (("configuration", comparison.configuration), ("versions", comparison.versions)):
         yield ""
+        yield f"Differences of {title}:" if settings else f"No differences of {title}."
         if settings:
-            yield f"Differences of {title}:"
-            table = plain_table("", *numbers, left=1 + len(numbers))
-            for setting in settings:
-                table.add_row(setting.key, *setting.values)
-            yield Padding(table, (0, 0, 0, 2))
-        else:
-            yield f"No differences of {title}."
+            yield Padding(_settings(settings, numbers), (0, 0, 0, 2))
     yield ""
     for bits in comparison.bits:
         yield bits.sentence(comparison.names)

@@ -1,6 +1,7 @@
-"""Print predictions and search results as tables, with notes below. Every figure is marked as simulated.
+"""Print machines, predictions and search results as tables, with notes below.
 
-The table of a search shows the best choices, their plans in words, and the reason why each is slower than the previous one.
+Every predicted number is marked as simulated. The table of a search shows the best choices, their plans in words, and the reason
+why each is slower than the previous one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted
 from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner import machine_file
 from hpctrain.planner.configured_search import (
     PlannedSearch,
     SimulatedPoint,
@@ -29,10 +31,11 @@ from hpctrain.planner.configured_search import (
     overrides,
 )
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.machine import Machine
+from hpctrain.planner.machine import Link, Machine, OperatorClass
 from hpctrain.planner.search import SearchChoice
 
 _COLUMNS = 100  # width without a terminal
+_MACHINE_COLUMNS = 80  # width without a terminal, as under mpiexec
 _WIDEST = 1000
 _SHARE_THAT_IS_ALL = 0.995
 
@@ -246,3 +249,55 @@ def _choice(choice: SearchChoice) -> dict[str, Any]:
         "measured_share": prediction.measured_share,
         "loses": choice.why or None,
     }
+
+
+def print_machine(machine: Machine) -> None:
+    """Print a table of every number of a machine and its source; print a repeated source once."""
+    table = plain_table("number", "value", "source", left=3, bold=True)
+    table.title, table.title_justify = f"{machine.name}: {machine.description}", "left"
+    previous = ""
+    for key, value in _machine_lines(machine):
+        source = _source(machine, key)
+        table.add_row(key, value, "" if source == previous else source)
+        previous = source
+    output_console(_MACHINE_COLUMNS).print(table)
+
+
+def _source(machine: Machine, key: str) -> str:
+    """Return the source of a number, or the first source in a section."""
+    below = (name for name in machine.sources if name.startswith(f"{key}."))
+    return machine_file.source_of(machine, next(below, key))
+
+
+def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
+    lines = [
+        ("nodes", f"{machine.nodes}"),
+        ("ranks_per_node", f"{machine.ranks_per_node}"),
+        ("cores_per_rank", f"{machine.cores_per_rank:g}"),
+        ("memory_bytes", f"{machine.memory_bytes / 1e9:.1f} GB"),
+        ("ranks_per_card", f"{machine.ranks_per_card}"),
+    ]
+    for name, link in (("within", machine.within), ("between", machine.between)):
+        lines += [(f"{name}.{key}", value) for key, value in _link_lines(link)]
+    for kind in OperatorClass:
+        rate = machine.rates[kind]
+        slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
+        speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
+        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{slowed}"
+        lines.append((f"rates.{kind}", speed))
+    return lines
+
+
+def _link_lines(link: Link) -> list[tuple[str, str]]:
+    lines = []
+    for one in link.segments:
+        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time per byte"
+        unattended = "" if one.unattended_bytes is None else f", {one.unattended_bytes / 1024:.0f} KiB between polls"
+        polls = f", {one.polls} polls before" if one.polls else ""
+        begin = f"{one.from_bytes / 1024:g} KiB"
+        lines.append(("segments", f"from {begin}: {one.alpha_seconds * 1e6:.1f} us, {rate}{unattended}{polls}"))
+    lines.append(("operation_seconds", f"{link.operation_seconds * 1e6:.0f} us"))
+    lines.append(("byte_seconds", f"{link.byte_seconds * 1e12:.0f} ps"))
+    lines.append(("sum_seconds", f"{link.sum_seconds * 1e12:.0f} ps"))
+    lines.append(("burst_bytes", f"{link.burst_bytes / 1024:.0f} KiB"))
+    return lines

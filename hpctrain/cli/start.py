@@ -66,7 +66,7 @@ def main() -> None:
     if any(words[: len(command)] == command for command in _COMPUTING):
         _start_computing(words[0])
         return
-    from hpctrain.launch.streams import open_closed_streams
+    from hpctrain.launch.process_start import open_closed_streams
 
     open_closed_streams()
     from hpctrain.cli.main import cli
@@ -76,11 +76,9 @@ def main() -> None:
 
 def _start_computing(command: str) -> None:
     """Run steps 1 to 6, then the command."""
-    from hpctrain.launch.signal_mask import HELD, OF_PROGRAMS, hold
+    from hpctrain.launch.process_start import HELD, OF_PROGRAMS, continue_without_output, hold, open_closed_streams
 
     held = hold(OF_PROGRAMS if command == "script" else HELD)  # step 1
-    from hpctrain.launch.streams import continue_without_output, open_closed_streams
-
     open_closed_streams()  # step 2
     import contextlib
     import faulthandler

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from signal import Signals
 
 import numpy as np
 
@@ -24,6 +25,7 @@ AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
 GTL_WORDS = "GTL library is not linked"
 
 _COMMAND = ("-m", "hpctrain.comm.device_probe")
+_PROGRAM = "`python -m hpctrain.comm.device_probe`, which sends itself a message from GPU memory,"
 _SECONDS = 20.0
 _DEADLINE_SECONDS = 15.0
 _BYTES = 1 << 16
@@ -32,7 +34,7 @@ _BYTES = 1 << 16
 def trial() -> str:
     """Return AWARE, UNAWARE with a reason, UNTRIED, or what MPI printed when it ended the process.
 
-    Not once MPI has started here.
+    The reason names the program, its exit code or signal, and the last line that it printed. Call it before MPI starts here.
     """
     try:
         done = subprocess.run(
@@ -43,15 +45,21 @@ def trial() -> str:
             timeout=_SECONDS,
             check=False,
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{UNAWARE}: {type(error).__name__}"
+    except subprocess.TimeoutExpired:
+        return f"{UNAWARE}: {_PROGRAM} did not end within {_SECONDS:g} s"
+    except OSError as error:
+        return f"{UNAWARE}: {_PROGRAM} could not be started ({error.strerror})"
     output = (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
-    return output if done.returncode == 0 or GTL_WORDS in output else f"{UNAWARE}: {last_line(output)}"
+    if done.returncode == 0 or GTL_WORDS in output:
+        return output
+    end = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {Signals(-done.returncode).name}"
+    words = f"; its last line was: {last_line(output)}" if output else " and printed nothing"
+    return f"{UNAWARE}: {_PROGRAM} ended with {end}{words}"
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
+    """Return the last line that is not empty; "" if there is none."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def outcome() -> str:

@@ -36,7 +36,7 @@ from hpctrain.core.text import spans
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch import keeper
 from hpctrain.launch.launcher import keeps_job_of_lost_ranks
-from hpctrain.launch.streams import flush_to_reader
+from hpctrain.launch.process_end import flush_to_reader
 
 if TYPE_CHECKING:
     from mpi4py import MPI

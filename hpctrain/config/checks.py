@@ -7,11 +7,14 @@ checked again if backend auto selects a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
@@ -30,6 +33,7 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.storage.weights_file import SUFFIXES
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
@@ -63,8 +67,8 @@ def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if wire != "float32":
         yield ("averager", "wire_parameters"), wire_fault(wire)
 
-    if config.transport == "nccl" and config.averager.name == "sparse":
-        yield ("transport",), sparse_fault()
+    if config.transport == "nccl" and _chooses_on_host(config.averager.name):
+        yield ("transport",), host_choice_fault(config.averager.name)
     if config.transport == "nccl" and config.on_lost_rank.shrinks:
         yield ("transport",), shrink_fault()
 
@@ -74,9 +78,18 @@ def transport_fault(transport: str) -> str:
     return f'transport is {transport}, which applies to GPUs only; set it to auto, or backend to "cuda".'
 
 
-def sparse_fault() -> str:
-    """Return the error message for NCCL with an averager that selects the values to send on the host."""
-    return "transport is nccl, but averager sparse selects the values to send on the host; set transport to auto, staged or mpi."
+def _chooses_on_host(averager: str) -> bool:
+    with suppress(ConfigError):  # unknown names have an error of their own
+        return bool(getattr(AVERAGERS.find(averager), "chooses_on_host", False))
+    return False
+
+
+def host_choice_fault(averager: str) -> str:
+    """Return the error message for transport nccl with an averager whose host chooses the elements to send."""
+    return (
+        f"transport is nccl, but averager {averager} chooses the elements to send on the host; set transport to auto, staged "
+        "or mpi."
+    )
 
 
 def shrink_fault() -> str:
@@ -215,6 +228,12 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each key of `init` that has no effect."""
     init = config.init
+    if init.weights is not None and Path(init.weights).suffix.lower() not in SUFFIXES:
+        yield (
+            ("init", "weights"),
+            f"init.weights is {init.weights}, but a file of weights ends in {', '.join(SUFFIXES)}; make one from a run with "
+            "`hpctrain weights export RUN --out weights.safetensors`.",
+        )
     if init.ignore and init.weights is None:
         yield (
             ("init", "ignore"),
@@ -249,7 +268,8 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             attempt()
         except ConfigError as error:
             yield path, str(error)
-    names = grid.layer_names(config)
+    graph = grid.model_graph(config)
+    names = () if graph is None else tuple(node.name for node in graph.nodes)
     patterns: list[tuple[KeyPath, str]] = [(("plan", pattern), pattern) for pattern in config.plan.patterns]
     patterns += [(("grid", "overlap", index), pattern) for index, pattern in enumerate(config.grid.overlap)]
     for where, pattern in patterns if names else ():
@@ -257,14 +277,14 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             ParallelPlan(use={pattern: Parallelism.DOMAIN}).check(names)
         except ConfigError as error:
             yield where, str(error)
-    yield from _overlap_faults(config, cols)
+    if graph is not None:
+        yield from _overlap_faults(config, graph, cols)
 
 
-def _overlap_faults(config: Config, cols: int) -> Iterator[tuple[KeyPath, str]]:
+def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of patterns of `grid.overlap` that fit no layer for any size of images."""
-    graph = grid.model_graph(config)
     try:
-        faults = () if graph is None else tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
+        faults = tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
     except HpctrainError:  # reported as a fault of the grid
         return
     for number, sentence, by_size in faults:

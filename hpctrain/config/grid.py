@@ -63,8 +63,7 @@ def layer_names(config: Config) -> tuple[str, ...]:
 
 def splits_parameters(config: Config) -> bool:
     """Return whether ranks of a split group hold parts of some parameters; False if the model or the plan has a fault."""
-    graph = model_graph(config)
-    if graph is None or config.grid.rows == 1:
+    if config.grid.rows == 1 or (graph := model_graph(config)) is None:
         return False
     try:
         plan = parallel_plan(config, config.grid.cols or 1)

@@ -24,8 +24,7 @@ from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
 from hpctrain.core.errors import ConfigError, HpctrainError, ShapeError
 from hpctrain.core.intervals import even
 from hpctrain.core.yaml_source import KeyPath
-from hpctrain.data.format import normal_name
-from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, synthetic_file, with_class_order
+from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, normal_name, synthetic_file, with_class_order
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
@@ -209,7 +208,7 @@ def pictures(
     Args:
         form: form of a data file's images to which pictures are converted first.
         threads: number of threads that decode pictures.
-        max_pixels: maximum number of pixels of a picture; see `decoder.decode`.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Raises:
         ShapeError: pictures cannot be converted to this form.

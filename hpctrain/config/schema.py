@@ -117,7 +117,7 @@ class CacheConfig(Section):
     )
     fill: Literal["auto", "first_epoch", "start"] = Field(
         default="auto",
-        description="When the memory is filled. first_epoch: each node reads samples when they are first needed. start: all "
+        description="Time of filling the memory. first_epoch: each node reads samples when they are first needed. start: all "
         "samples are read before the first step, each by one rank of the job, and sent to the other nodes. auto: start if there "
         "are several nodes, else first_epoch.",
     )
@@ -629,7 +629,7 @@ class Config(Section):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
     progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
         default="auto",
-        description="How messages progress while kernels run: not at all (none), by MPI tests after operators (test), also by a "
+        description="Progress of messages while kernels run: not at all (none), by MPI tests after operators (test), also by a "
         "thread (thread), or by a thread that also starts operations (posting); auto takes test unless another mode is clearly "
         "faster.",
     )

@@ -94,7 +94,7 @@ class RankLog(logging.Handler):
             try:
                 self._write()
             except OSError as error:
-                if not self._refused:
+                if not (self._refused or self._closed):  # after `close`, the log's own handlers may be gone
                     _log.warning("The log %s cannot be written (%s); the run continues without it.", self._path, error.strerror)
                 self._refused = True
             else:

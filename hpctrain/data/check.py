@@ -12,8 +12,17 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format import Stored, changed_datasets, check_names, check_place, check_statistics, check_structure, sum_of
-from hpctrain.data.image_file import ImageFile, read_contents
+from hpctrain.data.image_file import (
+    ImageFile,
+    Stored,
+    changed_datasets,
+    check_names,
+    check_place,
+    check_statistics,
+    check_structure,
+    read_contents,
+    sum_of,
+)
 from hpctrain.data.readers import BlockReader
 
 #: called with the number of samples that were just checked

@@ -28,7 +28,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import read_regular
-from hpctrain.data.format import sum_of
+from hpctrain.data.image_file import sum_of
 from hpctrain.data.readers import BlockReader, Extents
 
 try:
@@ -345,7 +345,7 @@ class EncodedReader(BlockReader):
         path: of the data file, which is held open. block: a map of the picture files, flat. extents: of each of them.
         sums: (N,) crc32 of the picture files, and of the pixels that they decode to. form: (H, W, C) that they are brought to.
         fit: "crop" or "squash", how. threads: that decode at once, without the interpreter's lock for most of the time.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
     """
 
     decodes = True

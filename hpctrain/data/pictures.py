@@ -88,7 +88,7 @@ class DecodedPictures(ReadImages):
 
     Args:
         files: of the pictures. form: they are brought to. threads: that decode at once.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
 
     Attributes:
         shape: (N, H, W, C). broken: by number, the reason why a picture cannot be decoded, for those that were read so far.

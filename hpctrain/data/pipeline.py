@@ -33,7 +33,7 @@ from hpctrain.data.augmentations.base import (
     WindowAugmentation,
 )
 from hpctrain.data.augmentations.flip import Flip
-from hpctrain.data.format import check_statistics
+from hpctrain.data.image_file import check_statistics
 
 #: of samples that a thread takes at once, so that they stay in a core's cache, and a call's fixed costs are those of several
 CHUNK_BYTES = 1 << 21

@@ -28,7 +28,7 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.core.log import get_logger
 from hpctrain.data.files import system_errors_as
-from hpctrain.data.format import (
+from hpctrain.data.image_file import (
     ENCODED_VERSION,
     FIT,
     FORM,

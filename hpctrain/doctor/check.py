@@ -106,8 +106,8 @@ class StartFacts:
     """The start of one rank.
 
     Attributes:
-        seconds: until everything was loaded, without the time it waited for a core. cpu_seconds: the part of them spent
-            computing.
+        seconds: wall time until everything was loaded, without waits for a core.
+        cpu_seconds: processor time of all threads, which may exceed the wall time.
         files: number of opened files.
     """
 

@@ -209,7 +209,7 @@ def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
         findings += _cuda(job, facts)
     unaware = [rank for rank, fact in enumerate(facts) if fact.probe.startswith(UNAWARE)]
     if unaware:
-        reason = facts[unaware[0]].probe.partition(": ")[2]
+        reason = facts[unaware[0]].probe.partition(": ")[2].rstrip(".")
         findings.append(HOST_MEMORY.found(f"MPI cannot send from GPU memory on {job.hosts[unaware[0]]}: {reason}."))
     if findings:
         return findings
@@ -380,8 +380,9 @@ def judge_start_up(job: JobView, facts: Sequence[StartFacts | None]) -> list[Doc
         return [fine("Not measured.")]
     rank, fact = max(known, key=lambda one: one[1].seconds)
     whose = f"Rank {rank} ({job.hosts[rank]})" if job.size > 1 else "The program"
-    times = f"{fact.seconds:.1f} s to load, {fact.cpu_seconds:.1f} s of them computing"
-    sentence = f"{whose} took {times}; it opened {fact.files:,} files."
+    sentence = (
+        f"{whose} loaded in {fact.seconds:.1f} s (processor time {fact.cpu_seconds:.1f} s) and opened {fact.files:,} files."
+    )
     return [SLOW_IMPORT.found(sentence) if fact.seconds > _MOST_START_SECONDS else fine(sentence)]
 
 

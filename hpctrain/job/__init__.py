@@ -1,5 +1,5 @@
-"""The started ranks of a job: who they are, whether they start alike, and what outlives ranks that are lost.
+"""Started ranks of a job: their session, checks that they start alike, and state that survives a loss of ranks.
 
-`session` makes a process a rank with a grid and a progress engine; most methods are collective. Packages from `run` upwards may
-import this package. Read `session` first, then `same_start`.
+`session` turns a process into a rank with a grid and a progress engine; most of its methods are collective. Packages from `run`
+upwards may import this package. Read `session` first, then `same_start`.
 """

@@ -1,4 +1,4 @@
-"""The choice of a run for what its configuration leaves open: as data, kept next to the run, put into its configuration."""
+"""Choice of the sections that a configuration leaves open, stored next to the run and applied to its configuration."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from hpctrain.config.values import OPEN_SECTIONS
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
 
-if TYPE_CHECKING:  # a start with nothing `auto` must not load the planner
+if TYPE_CHECKING:  # a start without automatic sections must not import the planner
     from hpctrain.planner.machine import Machine
     from hpctrain.planner.planned_run import PlannedRun
     from hpctrain.planner.tasks import Prediction
 
-#: key of a checkpoint's metadata
+#: key of the choice in a checkpoint's metadata
 CHOICE_META = "choice"
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The predicted time of a step. exposed_seconds: of waits for messages. measured_share: of compute, 0 .. 1.
+    """Predicted time of a step.
 
-    machine: its name. machine_digest: of all its numbers.
+    Attributes:
+        seconds: duration of a step.
+        exposed_seconds: time of a step spent waiting for messages.
+        measured_share: share of the compute time that is based on measured operators, in [0, 1].
+        machine: name of the machine model.
+        machine_digest: hash of all numbers of the machine model.
     """
 
     seconds: float
@@ -41,13 +46,14 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class AutomaticChoice:
-    """Values of the sections that a configuration leaves to the start of a run.
+    """Values of the sections that a configuration leaves open, chosen at the start of a run.
 
     Attributes:
-        sections: section ("grid", "plan", "averager") -> its values as plain data, as a configuration has them.
-        ranks: that it was made for. model_digest: of the model's layers and parameters.
-        prediction: of a step. next_best: the candidate that came second, in words, with its step's seconds; empty if there
-            was none.
+        sections: section ("grid", "plan", "averager") -> its values as plain data, as in a configuration.
+        ranks: number of ranks that the choice was made for.
+        model_digest: hash of the model's layers and parameters.
+        prediction: prediction for a step.
+        next_best: description of the second-best candidate, with the seconds of its step; empty if there was none.
     """
 
     sections: Mapping[str, Any]
@@ -57,15 +63,22 @@ class AutomaticChoice:
     next_best: str = ""
 
     def to_meta(self) -> dict[str, Any]:
-        """Return it for JSON, with sections as YAML in one line: the order of a plan's patterns counts, which JSON may change."""
+        """Return the choice as plain values for JSON.
+
+        Sections are one line of YAML each, because JSON tools may change the order of a plan's patterns, which matters.
+        """
         return asdict(self) | {"sections": {section: flow(values) for section, values in self.sections.items()}}
 
     @classmethod
     def from_meta(cls, meta: Any, place: str) -> AutomaticChoice:
-        """Return the choice that `to_meta` gave. place: of the file that it was in, for messages.
+        """Return the choice stored by `to_meta`.
+
+        Args:
+            meta: stored values.
+            place: path of the file with the values, for messages.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: the values are not a choice.
         """
         try:
             texts: Mapping[str, str] = meta["sections"]
@@ -73,23 +86,24 @@ class AutomaticChoice:
             return cls(**{**meta, "sections": sections, "prediction": PredictedStep(**meta["prediction"])})
         except (TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
             raise CheckpointError(
-                f"The automatic choice in {place} cannot be read ({error}); name grid, plan and averager, or train again."
+                f"Cannot read the automatic choice in {place} ({error}); set grid, plan and averager, or start a new training."
             ) from error
 
     def applied(self, config: Config) -> Config:
-        """Return the configuration with the chosen values in the sections that it leaves open."""
+        """Return the configuration with the chosen values in the open sections."""
         return Config.model_validate({**config.model_dump(mode="json"), **self.sections})
 
     def check_fits(self, task: PlannedRun, place: str) -> None:
-        """Refuse a stored choice that was made for another model.
+        """Raise unless the stored choice was made for this model.
 
         Args:
-            task: the run as it is asked for now, on any grid. place: where the choice lies.
+            task: the requested run, on any grid.
+            place: path of the stored choice, for messages.
 
         Raises:
-            CheckpointError: a pattern of layers that are gone, or other layers or parameters.
+            CheckpointError: a pattern matches no layer, or layers or parameters differ.
         """
-        reason = "the model has other layers or parameters than then"
+        reason = "layers or parameters of the model have changed"
         try:
             config = self.applied(task.config)
             graph = task.graph_of(1)
@@ -101,11 +115,15 @@ class AutomaticChoice:
                 return
         raise CheckpointError(
             f"The automatic choice in {place} no longer matches the model {task.config.model.name}: {reason}; "
-            f"give the model that it was made for, or start a new training without --resume."
+            f"use the model that the choice was made for, or start a new training without --resume."
         )
 
     def line(self, config: Config) -> str:
-        """Return the choice in one line. config: with the choice applied."""
+        """Return the choice in one line.
+
+        Args:
+            config: configuration with the choice applied.
+        """
         plan = grid.parallel_plan(config, max(1, self.ranks // config.grid.rows))
         what = ", ".join(self.sections)
         return (
@@ -116,10 +134,13 @@ class AutomaticChoice:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration with nothing left to be chosen; the same on every rank.
+    """Configuration without open sections, the same on every rank.
 
-    choice: what was chosen; None if nothing was left to it. machine: that was measured for it; None: none was.
-    lines: for people.
+    Attributes:
+        config: configuration.
+        choice: choice that was applied; None if no section was open.
+        machine: machine model that was measured for the choice; None if none was measured.
+        lines: lines that report the choice.
     """
 
     config: Config
@@ -129,24 +150,24 @@ class Resolved:
 
 
 def chosen_words(plan: ParallelPlan, averager: str, options: Mapping[str, Any]) -> str:
-    """Return grid, plan and averager in a few words."""
+    """Return grid, plan and averager as short text."""
     with_options = f" ({', '.join(f'{option} {value}' for option, value in options.items())})" if options else ""
     return f"{grid.describe(plan)}, averager {averager}{with_options}"
 
 
 def predicted_step_of(prediction: Prediction, machine: Machine) -> PredictedStep:
-    """Return the part of a prediction that a run keeps."""
+    """Return the part of a prediction that is stored with a run."""
     step = prediction.step
     return PredictedStep(step.seconds, step.exposed_seconds, prediction.measured_share, machine.name, machine_digest(machine))
 
 
 def machine_digest(machine: Machine) -> str:
-    """Return SHA-256 of all numbers of a machine."""
+    """Return the SHA-256 hash of all numbers of a machine model."""
     return hashlib.sha256(repr(asdict(machine)).encode()).hexdigest()
 
 
 def model_digest(task: PlannedRun) -> str:
-    """Return SHA-256 of the names of all layers and the shapes of all parameters."""
+    """Return the SHA-256 hash of the names of all layers and the shapes of all parameters."""
     lines = [node.name for node in task.graph_of(1).nodes]
     lines += [f"{name} {tuple(spec.shape)}" for name, spec in task.specs.items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The flight record of a rank: begun with the process, kept in a file once the run has a directory, watched by a heartbeat."""
+"""Flight record of a rank: begun with the process, written to a file once the run has a directory, watched by a heartbeat."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.metrics import Reporter
 
-#: of the configuration's `flight`: in the run directory, and nowhere
+#: special values of the configuration's `flight`: in the run directory, and no file
 IN_RUN, NOWHERE = "run", "none"
 
 
 @contextlib.contextmanager
 def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float) -> Iterator[None]:
-    """While this lasts, the process is ended with all stacks once nothing in it moves for the deadline. Collective.
+    """Terminate the process if it makes no progress for the deadline, during the block. Collective.
 
-    Left without an error, the record says that the process finished.
+    The stacks of all threads are printed before. If the block ends without an error, the record states that the process finished.
     """
     world.allgather_object(None)  # a barrier, so that the time that rank 0 sends is current on all ranks
     now_ns = world.broadcast_object(time.time_ns())
@@ -56,7 +56,7 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
 
 
 def explain_deadlines(progress: ProgressEngine) -> None:
-    """Have waits that end at their deadline report what all ranks' records say."""
+    """Include all ranks' flight records in the error when a wait reaches its deadline."""
     if progress.flight is not None:
         progress.explain = partial(_explanation, progress.flight)
 
@@ -66,13 +66,14 @@ def _explanation(flight: FlightRecorder) -> list[str]:
 
 
 def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrunk: bool = False) -> None:
-    """Keep this rank's record in a file if the configuration says so. A full disk does not end the run.
+    """Write this rank's record to a file if the configuration enables it. A disk error does not end the run. Collective.
 
-    Collective. Where the run has `shrunk`, ranks have other numbers now, and the records until then go into a directory below.
+    Args:
+        shrunk: whether the run has lost ranks. Ranks then have new numbers, and earlier records are moved to a subdirectory.
     """
     flight, where = session.progress.flight, session.config.flight
     wanted = flight is not None and where != NOWHERE
-    # A node-local directory may have another name on each node, so each rank expands the variables.
+    # The path of a node-local directory may differ between nodes, so each rank expands the variables.
     own = where in (IN_RUN, NOWHERE) or raise_on_all_ranks(session.world, lambda: path_of(where))
     target = own / directory.path.name if isinstance(own, Path) else directory.flight
     if flight is not None and not wanted:
@@ -84,10 +85,10 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
 
 
 def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path, *, shrunk: bool) -> str | None:
-    """Keep this rank's record in a directory. Return a sentence if that is impossible, else None. Collective."""
+    """Write this rank's record to a directory. Return an error message, or None on success. Collective."""
     where = session.config.flight
     if shrunk:
-        leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be the nodes' own
+        leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be local to a node
         raise_on_all_ranks(session.world, partial(_set_aside, target, leads=leads))
     flight.comes_after(max(session.world.allgather_object(_latest_job(target) if session.grid.node.rank == 0 else 0)))
     try:
@@ -108,29 +109,30 @@ def _latest_job(directory: Path) -> int:
 
 
 def keep_in(flight: FlightRecorder, target: Path) -> None:
-    """Keep this rank's record in a file in `target` from now on, and tell its keeper.
+    """Write this rank's record to a file in `target` from now on, and inform its keeper.
 
     Raises:
-        OSError: the file cannot be made, or there is no room for it.
+        OSError: the file cannot be created or the disk is full.
     """
     keeper.current_keeper().record(flight.keep_in(target))
 
 
 def keep_nowhere(flight: FlightRecorder) -> None:
-    """Keep this rank's record in memory from now on; its keeper then marks no record."""
+    """Keep this rank's record in memory only. Its keeper then marks no record."""
     keeper.current_keeper().record(None)
     flight.keep_nowhere()
 
 
 def missing(target: Path, error: OSError) -> str:
-    """Return the sentence on records that cannot be kept."""
-    return f"no flight records: {target} cannot be written ({error.strerror})"
+    """Return the message that records cannot be written."""
+    return f"no flight records: cannot write to {target} ({error.strerror})"
 
 
 def missing_on(world: Communicator, sentence: str | None) -> str | None:
-    """Return one sentence for all ranks whose records cannot be kept, with their numbers; None if all can. Collective.
+    """Return one message for all ranks whose records cannot be written, with their numbers; None if there are none. Collective.
 
-    sentence: of this rank; None: its records are kept, or nobody wants them.
+    Args:
+        sentence: message of this rank; None: its records are written or disabled.
     """
     sentences = world.allgather_object(sentence)
     ranks = [rank for rank, text in enumerate(sentences) if text is not None]
@@ -138,7 +140,7 @@ def missing_on(world: Communicator, sentence: str | None) -> str | None:
 
 
 def _set_aside(directory: Path, *, leads: bool) -> None:
-    """Move the records in a directory into one below it, `before-loss-1` and so on, on one rank; what cannot be moved stays."""
+    """Move the records in a directory into a subdirectory `before-loss-1` and so on, on one rank. Errors are ignored."""
     if not leads:
         return
     records = list(directory.glob(file_name(0).replace("00000", "*")))

@@ -1,8 +1,8 @@
-"""The knowledge of a process about its run that outlives lost ranks: the run's owner, its directory, and who was lost.
+"""State of a process that survives a loss of ranks: the run's owner, its directory, and the lost ranks.
 
-One rank's process holds the ownership of a run, and all ranks know the owner. Each rank keeps a `ShrinkState` over all worlds
-that the run has, which get smaller. Ranks learn of a loss at different places, so what they remember may differ;
-`ShrinkState.agree` ends that before anything is made in the new world. Loads no NumPy.
+The process of one rank holds the ownership of a run, and all ranks know the owner. Each rank keeps a `ShrinkState` over all
+worlds of the run, each smaller than the one before. Ranks detect a loss at different points, so their states may differ.
+`ShrinkState.agree` makes them equal before anything is created in the new world. Imports no NumPy.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 _COMMAND = "hpctrain train"
-# Time between two looks at the record of an owner.
+# Interval of reading the record of an owner.
 _LOOK_SECONDS = 0.5
 
 
 class RunOwnership:
-    """A process's knowledge of its job's ownership of a run. It survives the loss of ranks.
+    """Ownership of a run by the job, as seen by one process. It survives a loss of ranks.
 
     Attributes:
-        ownership: on rank 0, of the run that the job owns; None on other ranks, and before the job owns one.
+        ownership: ownership of the job's run, on rank 0; None on other ranks, and before the job owns a run.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,16 @@ class RunOwnership:
     def take(self, session: Session, run: Path) -> bool:
         """Take ownership of a run, and release another run that the job owns. Collective.
 
-        Waits for a sign of life if nothing else can tell whether another owner is alive.
+        Waits for a sign of life if this is the only way to determine whether another owner is alive.
 
         Returns:
             False if the job owned the run already.
 
         Raises:
-            RunOwnedError: another owner is alive. CheckpointError: the run cannot be written.
+            RunOwnedError: another owner is alive.
+            CheckpointError: the run cannot be written.
         """
-        from hpctrain.comm.base import raise_on_all_ranks  # loads NumPy, before which threads must be set
+        from hpctrain.comm.base import raise_on_all_ranks  # imports NumPy, before which threads must be set
 
         world, notes = session.world, session.progress.notes
         run = world.broadcast_object(run.resolve())
@@ -83,7 +84,7 @@ class RunOwnership:
         """Release the run at the end of the block, and after an error that all ranks raise.
 
         After any other error a rank may still be writing, so that the run stays owned until the process has ended. After a loss
-        of ranks the remaining ranks continue with the run.
+        of ranks the remaining ranks continue the run.
         """
         try:
             yield
@@ -101,7 +102,7 @@ class RunOwnership:
             self.ownership = None
 
     def _contender(self, session: Session, run: Path) -> Contender:
-        """Return a contender for the run. After a loss of ranks, the new rank 0 takes over from the process that owned it."""
+        """Return a contender for the run. After a loss of ranks, the new rank 0 takes over from the previous owner."""
         shrinks, predecessor = session.config.on_lost_rank.shrinks, self._token if self._run == run else ""
         missed = max(MISSED_SECONDS, 2 * session.config.deadline_seconds) if shrinks else MISSED_SECONDS
         return Contender(run, _COMMAND, predecessor=predecessor, missed_seconds=missed, outlives=shrinks)
@@ -112,22 +113,23 @@ def _attempt(contender: Contender, run: Path) -> Ownership | None:
         ownership = contender.attempt()
     except OSError as error:
         raise CheckpointError(
-            f"The run {run} cannot be written to ({error.strerror}); make room or allow it, or train in another output."
+            f"Cannot write to the run {run} ({error.strerror}); free disk space, grant write permission, or use another output."
         ) from error
     if ownership is not None:
         for directory in (run, RunDirectory(run).checkpoints):
-            remove_left(directory, owned=True)  # the processes that began these files are dead
+            remove_left(directory, owned=True)  # the processes that wrote these files are dead
     return ownership
 
 
 class ShrinkState:
-    """A process's knowledge of its run, which outlives the ranks that are lost.
+    """State of a run in one process, which survives a loss of ranks.
 
     Attributes:
-        directory: of the run, once it has one. shrunk: ranks were lost.
-        lost: those of them not yet reported, by the numbers that they had when the run last reported a loss.
-        step: the latest that any rank had begun when they were lost; 0: none.
-        ownership: of the directory.
+        ownership: ownership of the run.
+        directory: directory of the run; None before it has one.
+        lost: lost ranks that are not reported yet, by their numbers at the last report.
+        step: latest step that any rank had begun before the loss; 0: none.
+        shrunk: whether ranks were lost.
     """
 
     def __init__(self) -> None:
@@ -140,27 +142,31 @@ class ShrinkState:
         self._numbers: tuple[int, ...] = ()
 
     def begins(self, directory: RunDirectory, position: Position) -> None:
-        """Note that the run has a directory, and begins or resumes at a position."""
+        """Record the directory of the run and its first position."""
         self.directory = directory.path
         if self._first_step is None:
             self._first_step = position.global_step
 
     def steps_left(self, steps: int, position: Position) -> int:
-        """Return how many of the requested steps are left; 0 if there is no limit, -1 if none are left."""
+        """Return the number of requested steps that remain; 0 if there is no limit, -1 if none remain."""
         if not steps or self._first_step is None:
             return steps
         left = self._first_step + steps - position.global_step
         return left if left > 0 else -1
 
     def loses(self, size: int, ranks: Sequence[int], step: int) -> None:
-        """Note that a world of `size` ranks has lost some. step: the latest that this rank had begun in it; 0: none."""
+        """Record the loss of `ranks` from a world of `size` ranks.
+
+        Args:
+            step: latest step that this rank had begun in this world; 0: none.
+        """
         numbers = self._numbers or tuple(range(size))
         self.lost = tuple(sorted((*self.lost, *(numbers[rank] for rank in ranks))))
         self._numbers = tuple(number for rank, number in enumerate(numbers) if rank not in ranks)
         self.step, self.shrunk = max(self.step, step), True
 
     def agree(self, world: Communicator) -> None:
-        """Make all ranks that are left remember the same. Collective."""
+        """Make the state equal on all remaining ranks. Collective."""
         known = world.allgather_object((self.directory, self._first_step, self.step))
         directories, first_steps, steps = zip(*known, strict=True)
         self.directory = next((directory for directory in directories if directory is not None), None)
@@ -168,20 +174,24 @@ class ShrinkState:
         self.step = max(steps)
 
     def resume(self, asked: str | None) -> str | None:
-        """Return the source to resume from: the run itself if it has a checkpoint, else the command's. Not collective."""
+        """Return the source to resume from: the run itself if it has a checkpoint, else `asked`. Not collective."""
         if self.directory is None:
             return asked
-        from hpctrain.storage import checkpoint  # loads NumPy, before which threads must be set
+        from hpctrain.storage import checkpoint  # imports NumPy, before which threads must be set
 
         return str(self.directory) if checkpoint.checkpoints(RunDirectory(self.directory).checkpoints) else asked
 
     def loss(self) -> str:
-        """Return the beginning of a sentence: who was lost, and when."""
+        """Return the beginning of a sentence that names the lost ranks and the step."""
         were = "was" if len(self.lost) == 1 else "were"
         return f"{named(self.lost)} {were} lost {f'in step {self.step}' if self.step else 'before the first step'}"
 
     def tell(self, reporter: Reporter, position: Position, ranks: int) -> None:
-        """Say and record, once, who was lost and where the run continues. ranks: that continue."""
+        """Report and record the lost ranks and the position from which the run continues, once.
+
+        Args:
+            ranks: number of remaining ranks.
+        """
         if not self.lost:
             return
         at = f"step {position.global_step}" if position.global_step else "the beginning"
@@ -194,10 +204,10 @@ class ShrinkState:
 
 
 def check_offered(config: Config, launcher: Launcher) -> None:
-    """Raise if the run is to continue without lost ranks and cannot.
+    """Raise if the configuration requires continuing without lost ranks, but the environment does not support it.
 
     Raises:
-        ConfigError: it cannot: neither MPI nor its launcher continues when a rank dies.
+        ConfigError: MPI or its launcher cannot continue after the death of a rank.
     """
     if not config.on_lost_rank.shrinks:
         return

@@ -1,8 +1,8 @@
-"""Checks that all ranks of a job start alike: same request, packages and code, same contents of everything that each rank reads.
+"""Checks that all ranks of a job start alike, with the same request, packages, code and input files.
 
-Each rank reads data files, weights, checkpoints and code by itself, by a path under which another node may have another file.
-Ranks with different inputs would train without an error, but not what any single process would. Therefore everything that ranks
-read separately is a `Subject`, and is compared before it is used.
+Each rank reads data files, weights, checkpoints and code by itself, by a path that may refer to a different file on another node.
+Ranks with different inputs would train without an error, but differently from any single process. Therefore everything that ranks
+read separately is a `Subject` and is compared before use.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from hpctrain.data.image_file import ImageFile, compared_facts
 from hpctrain.runs.directory import software_versions
 
 _PACKAGE = Path(__file__).parents[1]
-#: parts of the package that no training loads, and the commands, whose words are compared as the configuration that they give
+#: parts of the package that no training imports, and the commands, whose arguments are compared as a configuration
 _ASIDE = (
     *("bench/", "cli/", "data/convert/", "doctor/", "report/", "site/", "testing/"),
     *(f"data/{name}.py" for name in ("check", "fetch", "pictures")),
     *(f"run/{name}.py" for name in ("model_weights", "smoke", "stored_run")),
-    *(f"runs/{name}.py" for name in ("comparison", "run_record", "state")),
+    *(f"runs/{name}.py" for name in ("comparison", "results", "state")),
     *("launch/supervisor.py", "models/onnx_model.py"),
 )
-#: modules that only a rank with a GPU loads
+#: modules that only a rank with a GPU imports
 _OF_GPUS = ("backend/cuda/",)
-#: what the driver of NVIDIA's GPUs has on a node, and on Windows' Linux
+#: device files of NVIDIA's GPU driver, on Linux and on Windows Subsystem for Linux
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-#: keys that may have another value on each node
+#: keys whose values may differ between nodes
 _BY_NODE = ("threads", "flight")
 #: arguments in which ranks of a program may differ
 _PER_RANK_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
@@ -51,32 +51,37 @@ def _is_not(key: str, here: object, there: object) -> str:
 
 
 def _differs(key: str, here: object, there: object) -> str:
-    """Return the words for a file that is compared by checksum: the checksums themselves would not help a reader."""
+    """Return the text for a file that is compared by checksum.
+
+    The checksums are omitted, because they would not help the user.
+    """
     return f"{key} differs"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Something that all ranks must have alike.
+    """Facts that must be the same on all ranks.
 
     Attributes:
-        name: in an error message, after "has". mend: how to mend a difference, at the end of the message.
-        facts: of this rank, JSON-compatible; None: another rank of its node provides them.
-        words: returns the words for a difference from a fact's name, its value here, and its value on the reference ranks.
-        partial: True: a fact that a rank lacks is unknown there and is compared among the other ranks only; facts are compared
-            in their given order. False: a missing fact counts as None; facts are compared in the order of their names.
-        error: the type of the error.
+        name: name in an error message, after "has".
+        remedy: instruction how to remove a difference, at the end of the message.
+        facts: facts of this rank, JSON-compatible; None: another rank of its node provides them.
+        words: function that describes a difference, from the name of a fact, its value here, and its value on the reference
+            ranks.
+        partial: True: a fact that a rank lacks is unknown there and is compared among the other ranks only; facts are compared in
+            their given order. False: a missing fact counts as None; facts are compared in the order of their names.
+        error: type of the error.
     """
 
     name: str
-    mend: str
+    remedy: str
     facts: Mapping[Any, Any] | None
     words: Callable[[str, Any, Any], str] = _is_not
     partial: bool = False
     error: type[HpctrainError] = ConfigError
 
     def first_difference(self, facts: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Any:
-        """Return the name of the first fact that differs, or None."""
+        """Return the name of the first fact that differs; None if none does."""
         keys = [key for key in reference if key in facts] if self.partial else sorted({**reference, **facts})
         return next((key for key in keys if facts.get(key) != reference.get(key)), None)
 
@@ -84,15 +89,15 @@ class Subject:
 def check_same_start(
     world: Communicator, config: Config | None, *, leads_node: bool = True, options: Mapping[str, Any] | None = None
 ) -> None:
-    """Compare what the ranks of a configured job have started with. Collective; every rank raises the same error.
+    """Compare the configuration, options and software of the ranks of a job. Collective; every rank raises the same error.
 
     Args:
-        config: the configuration to compare; None: there is none. options: of the command, if they affect what ranks do together;
-            JSON-compatible.
-        leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
+        config: configuration to compare; None: there is none.
+        options: options of the command that affect the joint work of the ranks, JSON-compatible; None: there are none.
+        leads_node: whether this rank reads the files of hpctrain, on behalf of all ranks of its node.
 
     Raises:
-        ConfigError: names the first rank that differs from rank 0, and the first thing that does.
+        ConfigError: ranks differ; the message names the first differing rank and fact.
     """
     if world.size == 1:
         return
@@ -106,21 +111,24 @@ def check_same_start(
 def check_same_program(
     world: Communicator, arguments: Mapping[str, Any], program: Path | None, *, leads_node: bool = True
 ) -> None:
-    """Compare what the ranks of a program with its own loop have started with. Collective; every rank raises the same error.
+    """Compare the program, arguments and software of the ranks of a program with its own loop.
+
+    Collective; every rank raises the same error.
 
     Args:
-        arguments: of `hpctrain.start`, that must be alike. program: the file of the program; None: it has none.
-        leads_node: this rank reads the files of hpctrain, which are the same for all ranks of its node.
+        arguments: arguments of `hpctrain.start` that must be the same.
+        program: file of the program; None: it has none.
+        leads_node: whether this rank reads the files of hpctrain, on behalf of all ranks of its node.
 
     Raises:
-        ConfigError: as `check_same_start`.
+        ConfigError: ranks differ; the message names the first differing rank and fact.
     """
     if world.size == 1:
         return
     checksum = {} if program is None else {program.name: zlib.crc32(read_bytes(program))}
     compare(
         world,
-        Subject("other arguments of hpctrain.start", "give all ranks the same", arguments),
+        Subject("other arguments of hpctrain.start", "give all ranks the same arguments", arguments),
         Subject("another program", "give all nodes the same file", checksum, _differs),
         *_software(leads_node=leads_node),
     )
@@ -130,28 +138,36 @@ def _software(*, leads_node: bool) -> tuple[Subject, ...]:
     """Return the subjects of the software: the packages that compute, and the files of hpctrain."""
     files = package_files(_PACKAGE) if leads_node else None
     of_gpus = package_files(_PACKAGE, of_gpus=True) if leads_node and any(path.exists() for path in _DRIVERS) else None
-    mend = "install the same version of it on all nodes"
+    remedy = "install the same version of hpctrain on all nodes"
     return (
         Subject("other packages", "give all nodes the same environment", software_versions()),
-        Subject("other files of hpctrain", mend, files, _differs),
-        Subject("other files of hpctrain", mend, of_gpus, _differs),
+        Subject("other files of hpctrain", remedy, files, _differs),
+        Subject("other files of hpctrain", remedy, of_gpus, _differs),
     )
 
 
 def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
-    """Return the arguments of a method of `Job`, without objects and without arguments in which ranks may differ."""
+    """Return a subject with the arguments of a method of `Job`.
+
+    Objects and arguments in which ranks may differ are left out.
+    """
     texts = {
         name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
         for name, value in arguments.items()
         if name not in _PER_RANK_ARGUMENTS and not callable(value)
     }
-    return Subject(f"other arguments of {method}", "give all ranks the same", texts)
+    return Subject(f"other arguments of {method}", "give all ranks the same arguments", texts)
 
 
 def opened_file(key: str, file: ImageFile) -> Subject:
-    """Return the facts of an open data file. Reads a bounded number of samples. key: of the configuration, or a description."""
-    facts, mend = compared_facts(file), f"give all nodes the same {file.path}"
-    return Subject(f"another {key}", mend, facts, _data_words, partial=True, error=DataError)
+    """Return a subject with the facts of an open data file. Reads a bounded number of samples.
+
+    Args:
+        key: key of the configuration, or a description of the file.
+        file: open data file.
+    """
+    facts, remedy = compared_facts(file), f"give all nodes the same {file.path}"
+    return Subject(f"another {key}", remedy, facts, _data_words, partial=True, error=DataError)
 
 
 def _data_words(key: str, here: Any, there: Any) -> str:
@@ -176,8 +192,9 @@ def compare(world: Communicator, *subjects: Subject) -> None:
     If all ranks agree, each sends a few dozen bytes per subject, in one message. Facts are sent only if they differ.
 
     Raises:
-        HpctrainError: of the subject's type. The message names the first rank that differs from the largest group of equal ranks
-            (among groups of equal size, the one with the lowest rank), the number of such ranks, and the first differing fact.
+        HpctrainError: facts differ; the type is that of the subject. The message names the first rank outside the largest group
+            of equal ranks (of equally large groups, the one with the lowest rank), the number of such ranks, and the first
+            differing fact.
     """
     if world.size == 1:
         return
@@ -188,10 +205,11 @@ def compare(world: Communicator, *subjects: Subject) -> None:
 
 
 def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
-    """Return a checksum (CRC-32) of each module of a package that trainings may load, by its path in it.
+    """Return a CRC-32 checksum of each module of a package that a training may import, by its path in the package.
 
     Args:
-        of_gpus: those that only ranks with a GPU load, or all others: each is a file that the first rank of a node opens.
+        of_gpus: whether to return the modules that only ranks with a GPU import, or all others. Each module is a file that the
+            first rank of a node opens.
     """
     modules = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     compared = {name: path for name, path in modules.items() if not name.startswith(_ASIDE)}
@@ -203,8 +221,8 @@ def _digest(facts: Mapping[Any, Any]) -> str:
 
 
 def _raise_difference(world: Communicator, subject: Subject) -> None:
-    """Raise the first difference, unless all differences are in facts that some ranks lack."""
-    of_ranks = world.allgather_object((platform.node(), subject.mend, subject.facts))
+    """Raise the first difference. Return if all differences are in facts that some ranks lack."""
+    of_ranks = world.allgather_object((platform.node(), subject.remedy, subject.facts))
     looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
     groups: list[tuple[dict[Any, Any], list[int]]] = []
     for rank in looked:
@@ -218,20 +236,20 @@ def _raise_difference(world: Communicator, subject: Subject) -> None:
         return
     known, alike = max(groups, key=lambda group: len(group[1]))  # among equally large groups, the one with the lowest rank
     others = [rank for rank in looked if rank not in alike]
-    host, mend, facts = of_ranks[others[0]]
+    host, remedy, facts = of_ranks[others[0]]
     key = subject.first_difference(facts, known)
     where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
     words, most = subject.words(key, facts.get(key), known.get(key)), _reference_words(alike)
     if len(others) == 1:
-        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {mend}."
+        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {remedy}."
     else:
         who = f"Rank {others[0]}{where} and {len(others) - 1} more of {world.size} ranks"
-        sentence = f"{who} have {subject.name} than rank {most}: {words}; {mend}."
+        sentence = f"{who} have {subject.name} than rank {most}: {words}; {remedy}."
     raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
 
 
 def _reference_words(ranks: Sequence[int]) -> str:
-    """Return the words for the reference ranks, to follow "rank": rank 0 alone, if it is among them."""
+    """Return text for the reference ranks, to follow "rank". If rank 0 is among them, only rank 0 is named."""
     more = len(ranks) - 1 if ranks[0] else 0
     return f"{ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")
 
@@ -240,14 +258,14 @@ def check_same_code(world: Communicator) -> None:
     """Compare the code that the ranks have loaded, and the user's modules that it imports. Collective.
 
     Raises:
-        ConfigError: a rank has loaded other code than most ranks under the same name; the same error on every rank.
+        ConfigError: a rank has loaded different code than most ranks under the same name; the same error on every rank.
     """
     if world.size > 1:
-        mend = "give all nodes the same files"
-        of_references = Subject("other code", mend, user_code.digests())
-        compare(world, of_references, Subject("other code", mend, user_code.modules(), partial=True))
+        remedy = "give all nodes the same files"
+        of_references = Subject("other code", remedy, user_code.digests())
+        compare(world, of_references, Subject("other code", remedy, user_code.modules(), partial=True))
 
 
 def is_trusted(stored: Config, config: Config) -> bool:
-    """Return whether looking at `stored`, of a checkpoint, imports no code that `config` does not name."""
+    """Return whether loading the configuration `stored`, of a checkpoint, imports only code that `config` also names."""
     return all(name in names(kind) for kind, name in set(named(stored)) - set(named(config)))

@@ -1,6 +1,6 @@
-"""A started process of a job: its world, grid, progress engine and log, and the cores that its ranks may run on.
+"""Started process of a job: world, grid, progress engine, log, and the cores that its ranks may run on.
 
-A `StartedJob` has ranks, but no grid yet; a `StartedRank` has its place on the grid; a `Session` has a configuration, too.
+A `StartedJob` has ranks, but no grid yet. A `StartedRank` has a place on the grid. A `Session` has a configuration as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StartedJob:
-    """The ranks of a started job before it has a grid. threads: per rank. deadline_seconds: how long a rank waits for others."""
+    """Ranks of a started job before it has a grid.
+
+    Attributes:
+        world: all ranks.
+        threads: number of threads per rank.
+        deadline_seconds: maximum time that a rank waits for other ranks.
+    """
 
     world: Communicator
     threads: int
@@ -47,25 +53,25 @@ class StartedJob:
 
 Cpus = frozenset[int]
 
-_MOST_RANKS = 8  # of a node, written out one by one
-_MOST_PATTERNS = 4  # nodes that differ, written out
+_MOST_RANKS = 8  # maximum number of ranks of a node that are listed
+_MOST_PATTERNS = 4  # maximum number of kinds of node that are listed
 
 
 def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
-    """Return the line for all ranks. Collective over `world`.
+    """Return a line on the cores that each rank may run on. Collective over `world`.
 
     Args:
-        node_of: for each world rank, the number of its node.
+        node_of: number of the node of each world rank.
     """
     return describe_cores(world.allgather_object(frozenset(os.sched_getaffinity(0))), node_of)
 
 
 def describe_cores(cpus: Sequence[Cpus], node_of: Sequence[int]) -> str:
-    """Return one line from each rank's logical CPUs; nodes whose ranks have the same ones are reported once."""
+    """Return one line on each rank's logical CPUs. Nodes whose ranks have the same CPUs are reported once."""
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         ranks_of.setdefault(node, []).append(rank)
-    patterns: dict[tuple[Cpus, ...], list[int]] = {}  # ranks of all nodes of a kind
+    patterns: dict[tuple[Cpus, ...], list[int]] = {}  # ranks of all nodes of each kind
     for ranks in ranks_of.values():
         patterns.setdefault(tuple(cpus[rank] for rank in ranks), []).extend(ranks)
     if len(patterns) == 1:
@@ -90,7 +96,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as people write them: {0, 1, 2, 5} -> "0-2,5"."""
+    """Return numbers as ranges: {0, 1, 2, 5} -> "0-2,5"."""
     runs = []
     for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
@@ -99,10 +105,11 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
-    """Return whether on any node the threads of all ranks outnumber the cores that they may run on. Collective over `world`.
+    """Return whether on any node all ranks together have more threads than available cores. Collective over `world`.
 
     Args:
-        node: the ranks of this rank's node. threads: of this rank.
+        node: ranks of this rank's node.
+        threads: number of threads of this rank.
     """
     of_node = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
     cores = usable_cores(frozenset().union(*(mask for mask, _ in of_node)))
@@ -111,9 +118,15 @@ def oversubscribed(node: Communicator, world: Communicator, threads: int) -> boo
 
 @dataclass(frozen=True)
 class StartedRank:
-    """A started process of a job: its world, its place on the grid, and its progress engine.
+    """Started process of a job, with its place on the grid.
 
-    groups: the grid's communicators, each with one use.
+    Attributes:
+        launcher: launcher that has started the process.
+        threads: plan of its threads.
+        world: all ranks.
+        grid: place of this rank on the grid.
+        groups: communicators of the grid, one for each use.
+        progress: progress engine of the process.
     """
 
     launcher: Launcher
@@ -134,7 +147,7 @@ class StartedRank:
 
     @property
     def threads_may_communicate(self) -> bool:
-        """True if a second thread of this process may drive messages."""
+        """Whether a second thread of this process may drive messages."""
         if not self.launcher.starts_mpi:
             return True
         from hpctrain.comm import mpi
@@ -143,21 +156,24 @@ class StartedRank:
 
     @property
     def place(self) -> NodePlace:
-        """This rank among those that share its node's GPUs."""
+        """Place of this rank among the ranks that share its node's GPUs."""
         return NodePlace(self.world.size, self.grid.node.rank, self.grid.node.size)
 
     @property
     def is_root(self) -> bool:
-        """True on the rank that writes files and prints."""
+        """Whether this rank writes files and prints."""
         return self.world.rank == 0
 
 
 @dataclass(frozen=True)
 class Session(StartedRank):
-    """A started process of a configured job.
+    """Started process of a job with a configuration.
 
-    resolved: the configuration, with what was chosen for this run. revision: of the repository around the working directory, on
-    rank 0. device_messages: the outcome of this rank's trial of MPI's messages from GPUs, see `experiment.transport`.
+    Attributes:
+        resolved: configuration, including the automatic choice for this run.
+        revision: revision of the repository around the working directory, on rank 0.
+        device_messages: outcome of this rank's trial of MPI messages from GPU memory (see `run.messages.try_transport`); None:
+            there was no trial.
     """
 
     resolved: Resolved
@@ -166,7 +182,7 @@ class Session(StartedRank):
 
     @property
     def config(self) -> Config:
-        """The configuration, in which nothing is left open."""
+        """Configuration without open sections."""
         return self.resolved.config
 
     @classmethod
@@ -180,14 +196,15 @@ class Session(StartedRank):
         flight: FlightRecorder | None = None,
         device_messages: str | None = None,
     ) -> Session:
-        """Make the groups and the progress engine over a started world. Collective.
+        """Create the groups and the progress engine over a started world. Collective.
 
         Args:
-            flight: is notified of all operations and waits. device_messages: as in the session.
+            flight: recorder that is notified of all operations and waits.
+            device_messages: as in the session.
 
         Raises:
-            ShapeError: a grid that does not multiply to it.
-            ConfigError: fewer samples in a batch than ranks that share them.
+            ShapeError: the grid does not multiply to the number of ranks.
+            ConfigError: the batch has fewer samples than ranks that share them.
         """
         config = resolved.config
         assert not config.automatic, "what is open is chosen before there is a grid"
@@ -213,11 +230,13 @@ def on_grid(
     trace: Tracer | None = None,
     flight: FlightRecorder | None = None,
 ) -> tuple[ProcessGrid, ProgressEngine]:
-    """Return this rank's place on a grid of all ranks, and its progress engine; its log lines have its rank. Collective.
+    """Return this rank's place on a grid of all ranks, and its progress engine. Collective.
+
+    The log is configured to mark lines with this rank.
 
     Raises:
-        ShapeError: a grid that does not multiply to the world's size.
-        ConfigError: fewer samples in a batch than ranks that share them.
+        ShapeError: the grid does not multiply to the number of ranks.
+        ConfigError: the batch has fewer samples than ranks that share them.
     """
     log.configure(world.rank, world.size)
     raise_on_all_ranks(world, partial(_check_sizes, rows, cols, world.size, batch))
@@ -231,12 +250,14 @@ def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
 
 
 def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecorder | None = None) -> Communicator:
-    """Return MPI's world under a launcher or if HPCTRAIN_EXPECT_RANKS asks for several ranks, else one process without MPI.
+    """Return MPI's world under a launcher or if HPCTRAIN_EXPECT_RANKS requests several ranks, else one process without MPI.
 
-    flight: is notified of waits during start-up.
+    Args:
+        flight: recorder that is notified of waits during start-up.
 
     Raises:
-        LaunchError: the launcher is gone, or the world's size differs from what the launcher or HPCTRAIN_EXPECT_RANKS requested.
+        LaunchError: the launcher has ended, or the world's size differs from the number that the launcher or
+            HPCTRAIN_EXPECT_RANKS requested.
     """
     fault = environment_fault(os.environ)
     if fault is not None and launcher.starts_mpi:

@@ -32,8 +32,8 @@ from hpctrain.launch.child import fork_child, may_fork
 from hpctrain.launch.control_groups import MemoryGroup
 from hpctrain.launch.launcher import may_overlook_exit_codes, place_of, started_by
 from hpctrain.launch.process_end import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR, End
+from hpctrain.launch.process_start import HELD
 from hpctrain.launch.processes import WatchedProcess, launchers, status_of
-from hpctrain.launch.signal_mask import HELD
 
 _BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _ANNOUNCED = range(6)
 

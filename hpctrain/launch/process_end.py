@@ -6,9 +6,14 @@ lines with the rank's place, also to its log file, and by only a few ranks of a 
 
 from __future__ import annotations
 
+import array
 import contextlib
 import faulthandler
+import fcntl
 import os
+import stat
+import sys
+import termios
 import time
 from collections.abc import Sequence
 from enum import IntEnum
@@ -45,6 +50,7 @@ class End(IntEnum):
 # Time until a job ends after another rank has given up.
 _TURN_SECONDS = 1.0
 _LARGEST_SHARE = 0.25
+_POLL_SECONDS = 1e-3
 
 
 def turn_seconds(rank: int, deadline_seconds: float) -> float:
@@ -90,3 +96,25 @@ def stacks_of_threads() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
+
+
+def flush_to_reader(seconds: float = 1.0) -> None:
+    """Flush standard output and error, and wait at most `seconds` until the readers of their pipes have taken everything.
+
+    A launcher that is asked to end a job may not read what ranks wrote just before: the sentence with the reason.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it has no reader, or it is closed
+            stream.flush()
+    end = time.monotonic() + seconds
+    while any(_unread(descriptor) for descriptor in (1, 2)) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+
+
+def _unread(descriptor: int) -> int:
+    """Return the bytes in a pipe that its reader has not taken; 0 if the descriptor is no pipe."""
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return count[0]

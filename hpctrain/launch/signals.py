@@ -21,7 +21,7 @@ from hpctrain.core import log
 from hpctrain.launch import process_end
 from hpctrain.launch.launcher import place_of
 from hpctrain.launch.process_end import SIGNALLED
-from hpctrain.launch.signal_mask import OF_PROGRAMS, STACKS, STOPS, hold
+from hpctrain.launch.process_start import OF_PROGRAMS, STACKS, STOPS, hold
 
 # One request may arrive several times: from the terminal, the launcher and the parent process. A later signal is another request.
 AGAIN_SECONDS = 3.0

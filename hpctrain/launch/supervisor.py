@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.child import end_with_parent
 from hpctrain.launch.process_end import FINISHED, SIGNALLED, STOPPED, USER_ERROR
+from hpctrain.launch.process_start import HELD, STOPS, release
 from hpctrain.launch.processes import status_of
-from hpctrain.launch.signal_mask import HELD, STOPS, release
 from hpctrain.launch.signals import AGAIN_SECONDS
 
 _PROGRAM, _TRAIN, _RESUME = "hpctrain", "train", "--resume"

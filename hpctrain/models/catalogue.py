@@ -18,7 +18,9 @@ from hpctrain.nn.layers import Layer
 
 FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
 
-_A_MODEL = "a model must be a class derived from hpctrain.nn.layers.Layer, or a function that returns a layer (such as Sequential)"
+_A_MODEL = (
+    "a model must be a class derived from hpctrain.nn.layers.Layer, or a function that returns a layer (such as Sequential)"
+)
 
 #: values of options that follow from the data or from other keys, to build a model that has no defaults for them without these
 _PLACEHOLDERS: Mapping[str, object] = {

@@ -1,6 +1,6 @@
 """Price the averaging of gradients layer by layer, before any schedule exists, in proportion to the bytes of a layer.
 
-The costs follow from the strategy's declaration of what it sends (`StrategyCosts`), also for a user's own strategy.
+The costs follow from the messages that the strategy declares (`StrategyCosts`). This includes a user's own strategy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 @dataclass(frozen=True)
 class LinearSize:
-    """A linear layer's weight as a rank's group averages it. inputs, outputs: K and M of the part that the rank holds."""
+    """Size of the part of a linear layer's weight that a rank holds and averages.
+
+    Attributes:
+        inputs: number of input features, K.
+        outputs: number of output features, M.
+    """
 
     inputs: int
     outputs: int
@@ -48,7 +53,12 @@ class AveragedParts:
 
 @dataclass(frozen=True)
 class AveragingSeconds:
-    """Seconds of averaging. program: time of the rank's core for messages and updates. wire: time of its messages in sequence."""
+    """Seconds of averaging.
+
+    Attributes:
+        program: time of the rank's core for messages and updates.
+        wire: time of the rank's messages, one after another.
+    """
 
     program: float
     wire: float
@@ -88,7 +98,12 @@ class AveragingCosts:
         }
 
     def seconds(self, parts: AveragedParts, *, split: bool) -> AveragingSeconds:
-        """Return the costs of parts that all ranks hold, or (split) of those of a data group."""
+        """Return the costs of parameters.
+
+        Args:
+            parts: parameters that one rank averages.
+            split: whether they are averaged over a data group; otherwise over all ranks.
+        """
         group, item = self._groups[split], self._item_bytes
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]
         elements = parts.elements - sum(size.inputs * size.outputs for size in exchanging)
@@ -111,7 +126,13 @@ class AveragingCosts:
 
 
 class _GroupCosts:
-    """Costs of the operations of a parameter group. links: ranks that cross a link; with two levels, nodes."""
+    """Costs of the operations of a parameter group.
+
+    Attributes:
+        ranks: number of ranks.
+        links: number of ranks that exchange over a link; with two levels, number of nodes.
+        sent_share: bytes that are sent per byte of a message, after rounding.
+    """
 
     def __init__(
         self, machine: Machine, placement: GroupPlacement, strategy: StrategyCosts, total_bytes: int, item_bytes: int
@@ -129,19 +150,19 @@ class _GroupCosts:
             self._of_slice = _less(self._of_slice, self._compressed(Compression(self.links, strategy.density)))
 
     def _compressed(self, compression: Compression) -> AveragingSeconds:
-        """Return the seconds of a slice of which only the largest elements cross between nodes."""
+        """Return the seconds of a slice if only its largest elements cross between nodes."""
         kinds = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.ALLGATHER)
         chosen = _sum(self.operation(kind, self._slice_bytes, compression) for kind in kinds)
         elements = self._slice_bytes / self._item_bytes / (self.ranks // compression.nodes)
         return chosen + AveragingSeconds(self._costs.choice_seconds(elements, compression), 0.0)
 
     def averaged(self, n_bytes: float) -> AveragingSeconds:
-        """Return the seconds of `n_bytes` bytes of gradients, as a share of slices."""
+        """Return the seconds of `n_bytes` bytes of gradients, in proportion to those of a slice."""
         share = n_bytes / self._slice_bytes
         return AveragingSeconds(self._of_slice.program * share, self._of_slice.wire * share)
 
     def latency(self, messages: int) -> AveragingSeconds:
-        """Return the seconds of this many almost empty messages."""
+        """Return the seconds of `messages` almost empty messages."""
         small = _sum(self.operation(kind, 64) for kind in self._kinds)
         return AveragingSeconds(small.program * messages, small.wire * messages)
 
@@ -156,7 +177,10 @@ def _sum(several: Iterable[AveragingSeconds]) -> AveragingSeconds:
 
 
 def _less(one: AveragingSeconds, other: AveragingSeconds) -> AveragingSeconds:
-    """Return the lesser of both kinds of seconds: small parameters are sent whole, large ones in the cheaper form."""
+    """Return the smaller of both values for each kind of seconds.
+
+    Small parameters are sent whole, large ones in the cheaper form.
+    """
     return AveragingSeconds(min(one.program, other.program), min(one.wire, other.wire))
 
 

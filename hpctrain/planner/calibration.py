@@ -1,8 +1,8 @@
-"""Calibrate a machine: measure its links, memory and operator rates by the ranks of a job, within a time limit.
+"""Calibrate a machine: measure its links, memory and operator rates with the ranks of a job, within a time limit.
 
 Links are measured between pairs of ranks. Within nodes, all pairs communicate at once, as in a step. Between nodes, one pair
-measures first, alone on its network cards, and then all pairs at once, which shows how many ranks share a card. The rate of an
-operator class is work over time in steps of small networks.
+measures first, alone on its network cards. Then all pairs measure at once, which shows how many ranks share a card. The rate of
+an operator class is its work divided by its time in steps of small networks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _linear() -> Layer:
     return Sequential([Flatten(), Linear(12 * 12 * 3, 4096), Linear(4096, 1024), Linear(1024, 100)])
 
 
-#: convolutions of usual shapes and what lies between them; large linear layers
+#: networks with convolutions of usual shapes, and with large linear layers
 _LARGE = (RateTask(lambda: catalogue.build("resnet18", {}), 4, 112), RateTask(_linear, 32, 12))
-#: operators so small that a call is all that they take
+#: network of operators so small that they take only the time of a call
 _SMALL = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
 
-#: (its work, seconds)
+#: (work of an operator, seconds)
 Timing = tuple[OperatorWork, float]
 
 
@@ -55,7 +55,7 @@ def measure_rates_of(
     """Measure the rates of one rank with `threads` threads.
 
     Args:
-        before: called before each step: a barrier, if several ranks are to compute at the same time.
+        before: callback before each step: a barrier if several ranks are to compute at the same time.
     """
     clock = clock_of(threads)
     call_seconds = median(seconds for _, seconds in _timings(_SMALL, kernels, clock, before))
@@ -64,7 +64,10 @@ def measure_rates_of(
 
 
 def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
-    """Return work over time without calls: operations of convolutions and products, bytes of memory-bound operators."""
+    """Return the rates of operator classes: work divided by time, without the time of calls.
+
+    Work is operations for convolutions and products, and bytes for memory-bound operators.
+    """
     memory = _ratio([(work.bytes, seconds) for work, seconds in timings if work.kind is OperatorClass.MEMORY], call_seconds)
     flops = {
         kind: _ratio([(work.flops, seconds) for work, seconds in timings if work.kind is kind], call_seconds)
@@ -93,13 +96,13 @@ def _timings(task: RateTask, kernels: KernelSet, clock: Callable[[], float], bef
     return timings
 
 
-# Used if nothing can be measured: shared memory of current processors; 10 Gb/s Ethernet.
+# Used if a link cannot be measured: shared memory of current processors, and 10 Gb/s Ethernet.
 _USUAL_WITHIN = Link((LinkSegment(0, 2e-6, 2e-10, None, 0), LinkSegment(16 << 10, 5e-6, 1.5e-10, None, 1)), 1e-5, 1e-10, 3e-10)
 _USUAL_BETWEEN = Link((LinkSegment(0, 3e-5, 8e-10, None, 0), LinkSegment(64 << 10, 1e-4, 8e-10, None, 1)), 2e-5, 2e-10, 3e-10)
-# Share of the time limit for the two kinds of link; if there is only one kind, it gets all of it.
+# Share of the time limit for both kinds of link together; if the job has only one kind, for this one.
 _LINKS_SHARE = 0.6
 
-#: measures the rates of this rank; it calls its argument before each step
+#: function that measures the rates of this rank, and calls its argument before each step
 MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]
 
 
@@ -108,9 +111,9 @@ class RankFacts:
     """Facts about a rank's node.
 
     Attributes:
-        cores: cores on which it may run, shared with others of its node or not.
-        memory_bytes: memory of its node.
-        processor: model of its processor.
+        cores: cores on which the rank may run, exclusive or shared with other ranks.
+        memory_bytes: memory of the node.
+        processor: model of the processor.
     """
 
     cores: frozenset[int]
@@ -120,7 +123,12 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The ranks of the job on their nodes. node_of: node of each rank. local: number of each rank on its node."""
+    """Nodes of the ranks of the job.
+
+    Attributes:
+        node_of: node of each rank.
+        local: number of each rank on its node.
+    """
 
     node_of: tuple[int, ...]
     local: tuple[int, ...]
@@ -145,15 +153,16 @@ def calibrate(
     seconds: float = 60.0,
     physical_cores: Callable[[frozenset[int]], int] = len,
 ) -> Machine:
-    """Measure the machine on which the job runs; the same on every rank. Collective.
+    """Measure the machine on which the job runs. Collective over `comm`; return the same machine on every rank.
 
     Args:
         comm: all ranks.
-        measure_rates: measures operators of this rank.
+        facts: facts about this rank's node.
+        measure_rates: function that measures the operators of this rank.
         name: name of the machine.
-        when: the date, for sources.
+        when: date, for the sources of the numbers.
         seconds: time limit of the whole measurement.
-        physical_cores: returns the number of physical cores among logical ones.
+        physical_cores: function from logical cores to the number of physical cores among them.
     """
     node = comm.split_shared_memory("calibration on a node")
     layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
@@ -179,14 +188,16 @@ def calibrate(
         description=f"{layout.nodes} nodes of {layout.ranks_per_node} ranks, {facts.processor}",
         sources={
             **dict.fromkeys(("nodes", "ranks_per_node"), f"the job that calibrated on {when}"),
-            **dict.fromkeys(("cores_per_rank", "memory_bytes"), f"the operating system on {when}, ranks of a node sharing alike"),
+            **dict.fromkeys(
+                ("cores_per_rank", "memory_bytes"), f"the operating system on {when}, in equal shares for the ranks of a node"
+            ),
             **within_source,
             **sources,
             "rates": f"{source}, all ranks of a node computing",
-            "concurrency": f"{source}" if layout.ranks_per_node > 1 else "one rank a node, so nothing slows it down",
+            "concurrency": f"{source}" if layout.ranks_per_node > 1 else "one rank per node, so nothing slows it down",
         },
     )
-    # Parsed as `read` parses its file, so that every number has its source.
+    # Parsing the text gives every number its source, as reading the file does.
     answer: Machine = comm.broadcast_object(machine_file.parse(machine_file.text(machine)))
     return answer
 
@@ -194,7 +205,7 @@ def calibrate(
 def _rates(
     comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
 ) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
-    """Return the rates of the slowest rank while all compute, and the slowdown compared with rank 0 alone."""
+    """Return the rates of the slowest rank while all ranks compute, and the slowdown compared with rank 0 alone."""
 
     def meet() -> None:
         progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
@@ -223,7 +234,7 @@ def _within(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
 ) -> tuple[Link, dict[str, str]]:
     if layout.ranks_per_node == 1:
-        return _USUAL_WITHIN, {"within": "not measured: one rank a node; some current processor's shared memory"}
+        return _USUAL_WITHIN, {"within": "not measured: one rank per node; shared memory of a current processor"}
     color = _number(layout, comm.rank, lambda node, local: (node, local // 2))
     pair = comm.split(color, comm.rank, "calibration within nodes")
     points = LinkProbe(comm, pair, progress).measure(SIZES, budget_seconds=budget_seconds)
@@ -233,7 +244,7 @@ def _within(
 def _between(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
 ) -> tuple[Link, int, dict[str, str]]:
-    """Return the link, the number of ranks that share a card, and the sources of both."""
+    """Return the link, the number of ranks that share a network card, and the sources of both."""
     if layout.nodes == 1:
         reason = "not measured: one node"
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
@@ -242,7 +253,7 @@ def _between(
     points = LinkProbe(comm, alone, progress).measure(SIZES, budget_seconds=budget_seconds)
     sources = {"between": f"{source}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
-        return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank a node"}
+        return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank per node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
     sizes = [point.n_bytes for point in points[-2:]]
     pair = comm.split(color, comm.rank, "calibration of cards")
@@ -257,7 +268,10 @@ def _between(
 
 
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:
-    """Return the ranks of a node on one card, a divisor of all, from the slowdown of large messages when all ranks send."""
+    """Return the number of ranks of a node per network card, a divisor of the ranks of a node.
+
+    It is the divisor nearest to the slowdown of large messages when all ranks send.
+    """
     seconds = {point.n_bytes: _both(point) for point in alone}
     slowed = sum(map(_both, at_once)) / max(1e-9, sum(seconds[point.n_bytes] for point in at_once))
     divisors = [count for count in range(1, ranks_per_node + 1) if ranks_per_node % count == 0]
@@ -265,11 +279,11 @@ def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ran
 
 
 def _both(point: MessagePoint) -> float:
-    """Return the seconds of two messages posted together, which is less sensitive to disturbances than their difference."""
+    """Return the seconds of two messages posted together, which disturbances affect less than their difference."""
     return point.seconds + point.next_seconds
 
 
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
-    """Return the index of the rank's pair among all pairs, ordered by their keys; None if it has no partner."""
+    """Return the index of the rank's pair among all pairs in the order of their keys; None if the rank has no partner."""
     keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
     return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None

@@ -1,23 +1,23 @@
-"""Costs of collectives on a machine: where groups of ranks lie, and the stages that a collective consists of there.
+"""Costs of collectives on a machine: where groups of ranks are placed, and the stages of a collective there.
 
-The algorithms are those that MPICH (and Cray's MPI, which comes from it) takes for nonblocking collectives on plain arrays,
-after Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the
-size of the whole buffer in bytes, P the number of ranks:
+The algorithms are those of MPICH (and of Cray's MPI, which derives from it) for nonblocking collectives on plain arrays, after
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the size of the
+whole buffer in bytes, P the number of ranks:
 
     reduce-scatter      below 512 KiB recursive halving: ceil(log2 P) rounds, the first with half of n to the farthest rank;
-                        from there on pairwise: P - 1 rounds of n / P, in round d to the d-th next rank
-    allgather           below 512 KiB recursive doubling, to the nearest rank first, where P is a power of two; below 80 KiB
-                        Bruck's for any other P, with as many rounds; from there on a ring: P - 1 rounds of n / P
-    allreduce           up to 2 KiB recursive doubling: ceil(log2 P) rounds of n; from there on halving and then doubling
+                        otherwise pairwise: P - 1 rounds of n / P, in round d to the d-th next rank
+    allgather           below 512 KiB recursive doubling, to the nearest rank first, if P is a power of two; below 80 KiB
+                        Bruck's algorithm for any other P, with as many rounds; otherwise a ring: P - 1 rounds of n / P
+    allreduce           up to 2 KiB recursive doubling: ceil(log2 P) rounds of n; otherwise halving, then doubling
     all-to-all          all messages at once, one to each rank that receives anything
     in two levels       as comm/two_level.py does: each level is a collective by itself
 
-Ranks that halve or double in numbers that are no power of two send whole buffers to a partner first, and receive them at the
-end. `MessageCosts` prices the operations of an averager: whole, rounded to 16 bits, or the largest elements across nodes.
-Their work (rounding, adding up, choosing) is expressed as bytes of memory that take as long on one core. Rounding and
-choosing were measured relative to a copy; the machine's rate of memory turns them into seconds.
+If P is not a power of two, halving and doubling begin and end with a message of the whole buffer between two partners.
+`MessageCosts` prices the operations of an averager: whole, rounded to 16 bits, or only the largest elements across nodes. The
+work of rounding, adding and selecting is expressed as a number of memory bytes that take the same time on one core. It was
+measured relative to a copy; the machine's memory rate turns it into seconds.
 
-Pure functions; the same on every rank.
+All functions are pure and return the same on every rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacem
 
 
 def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
-    """Return the placements on a grid of Pr x Pc. For split and data groups, take the group on the most nodes."""
+    """Return the placements of the groups on a grid of Pr x Pc ranks.
+
+    For split and data groups, it is the placement of the group that extends over the largest number of nodes.
+    """
     size = rows * cols
     return GridPlacements(
         GroupPlacement(size, machine.nodes_of(size), min(size, machine.ranks_per_node)),
@@ -57,11 +60,11 @@ def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
     )
 
 
-#: the strings are for tasks that are no operation of a schedule: all-to-all of the split group, batch statistics, step message
+#: kinds of collectives; strings for those outside schedules: all-to-all of the split group, batch statistics, step message
 Kind = OperationKind | Literal["exchange", "merge", "message"]
 
-_LONG_BYTES = 512 << 10  # of a reduce-scatter and an allgather
-_BRUCK_BYTES = 80 << 10  # of an allgather among ranks that are no power of two
+_LONG_BYTES = 512 << 10  # smallest buffer of a long reduce-scatter or allgather
+_BRUCK_BYTES = 80 << 10  # largest buffer of Bruck's allgather, plus 1
 _SHORT_ALLREDUCE_BYTES = 2 << 10
 
 _REDUCTIONS = (OperationKind.ALLREDUCE, OperationKind.NORMS, "message")
@@ -72,21 +75,22 @@ _LEVELLED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKin
 
 @dataclass(frozen=True)
 class CollectiveStage:
-    """A stage of a collective. It begins when the previous stage is complete, on all ranks of the group together.
+    """Stage of a collective. It begins when the previous stage is complete, on all ranks of the group together.
 
     Attributes:
-        between: whether the network cards of nodes limit it; otherwise a rank's own copies through the memory of its node do.
-        latency_seconds: latency of all its rounds.
+        between: whether the network cards of nodes limit the stage; otherwise, each rank's copies through the memory of its node
+            do.
+        latency_seconds: latency of all rounds.
         wire_bytes: bytes that one rank sends through the limiting resource, mean over ranks.
         beta_seconds_per_byte: time per byte on that resource without other traffic.
-        cpu_seconds: time of each rank's core; part of the stage's time if the rank waits for it, otherwise in addition to
-            what the rank computes.
-        rounds: number of consecutive rounds; the program has to poll once for each.
-        sharers: ranks whose wire_bytes pass through the same card when all groups of this kind communicate at once; 1 within
-            a node.
-        unattended_bytes: the part of wire_bytes that moves between two polls of the rank; None: all of a round.
-        polls: polls that each round needs before its first byte moves.
-        yields: whether shorter messages of a rank to the same ranks overtake its own.
+        cpu_seconds: time of each rank's core. It is part of the stage's time if the rank waits for the stage; otherwise it adds
+            to the rank's computation.
+        rounds: number of consecutive rounds; the program has to poll once per round.
+        sharers: number of ranks whose wire_bytes pass through the same card when all groups of this kind communicate at once; 1
+            within a node.
+        unattended_bytes: share of wire_bytes that moves between two polls of the rank; None: all bytes of a round.
+        polls: number of polls that each round needs before its first byte moves.
+        yields: whether shorter messages of the rank to the same ranks overtake those of the stage.
     """
 
     between: bool
@@ -107,16 +111,15 @@ class CollectiveStage:
 
     @property
     def seconds(self) -> float:
-        """Time of the stage when all ranks wait for it and all groups of this kind communicate at once, and nothing else."""
+        """Time of the stage when all ranks wait for it and all groups of this kind communicate at once, without other traffic."""
         return max(self.latency_seconds + self.wire_seconds, self.cpu_seconds)
 
 
 def unhindered_seconds(stages: Iterable[CollectiveStage], burst_seconds: float = 0.0) -> float:
-    """Return the time of an operation of these stages when all ranks only wait for it.
+    """Return the time of an operation with these stages when all ranks only wait for it.
 
     Args:
-        burst_seconds: time that a pause before the operation saves on the cards of nodes (`Link.burst_seconds`); 0: there is
-            no pause before it.
+        burst_seconds: time that a pause before the operation saves on the cards of nodes (`Link.burst_seconds`); 0: no pause.
     """
     seconds = 0.0
     for stage in stages:
@@ -134,14 +137,15 @@ def stages(
     levels: Levels | None = None,
     peers: int | None = None,
 ) -> tuple[CollectiveStage, ...]:
-    """Return the consecutive stages of one operation; none if there is one rank or nothing to move.
+    """Return the consecutive stages of one operation; an empty tuple if there is only one rank or nothing to send.
 
     Args:
-        n_bytes: bytes of the whole buffer, as comm/link.py counts: what every rank sends in a reduction, what is gathered,
-            and the largest buffer with its own piece in an all-to-all of all ranks. With `peers`: bytes to other ranks.
-        placement: placement of the group's ranks. Those of a node are neighbours, unless `levels` orders them otherwise.
+        n_bytes: bytes of the whole buffer, as comm/link.py counts: the bytes that every rank sends in a reduction, the gathered
+            bytes, and in an all-to-all of all ranks the largest buffer including the rank's own piece. With `peers`: bytes to
+            other ranks.
+        placement: placement of the group's ranks. The ranks of a node are neighbours, unless `levels` defines another order.
         levels: levels of the group's streams; None: one level.
-        peers: number of ranks with which a rank exchanges, nearest ones first, in an all-to-all with some ranks; None: all.
+        peers: number of ranks with which a rank exchanges in an all-to-all, nearest ranks first; None: all ranks.
     """
     ranks = placement.ranks
     if ranks == 1 or n_bytes == 0 or peers == 0:
@@ -164,7 +168,11 @@ def stages(
 def _in_two_levels(
     machine: Machine, kind: Kind, n_bytes: float, placement: GroupPlacement, levels: Levels
 ) -> tuple[CollectiveStage, ...]:
-    """Return a reduction within nodes, then across them; a gather in the reverse order. Across nodes, each rank has its share."""
+    """Return the stages of a collective in two levels.
+
+    A reduction runs within nodes first, then across nodes; a gather runs in the reverse order. Across nodes, each rank exchanges
+    its share of the node's buffer.
+    """
     within = stages(machine, kind, n_bytes, within_nodes(placement, levels.per_node))
     across = stages(machine, kind, n_bytes / levels.per_node, across_nodes(placement, levels.nodes, levels.per_node))
     return (*within, *across) if kind is OperationKind.REDUCE_SCATTER else (*across, *within)
@@ -179,22 +187,23 @@ def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupP
     """Return the placement of the ranks with the same local number on all nodes, while all local numbers communicate at once.
 
     Args:
-        per_node: number of local numbers.
+        nodes: number of nodes.
+        per_node: number of ranks of the group on each node.
     """
     return GroupPlacement(nodes, nodes, 1, placement.alike * per_node)
 
 
 @dataclass(frozen=True)
 class _Round:
-    """Messages of `n_bytes` from every rank.
+    """Messages of `n_bytes` bytes from every rank.
 
     Attributes:
-        distance: distance in ranks to the receiver.
-        count: number of such rounds.
+        distance: distance to the receiver, in ranks.
+        count: number of equal rounds.
         ring: whether each rank sends to the next rank; otherwise two ranks exchange.
         peers: number of messages of a rank, to the nearest ranks on both sides; 0: one message.
-        at_once: whether its messages do not wait for each other.
-        sums: whether arriving data are added up.
+        at_once: whether all messages are posted at once.
+        sums: whether the receiver adds up the data.
     """
 
     n_bytes: float
@@ -217,7 +226,7 @@ class _Round:
         """Return the share of the messages that cross between nodes.
 
         Args:
-            spread: whether neighbours are on different nodes, as in the order of levels.
+            spread: whether consecutive ranks are on different nodes, as in the order of levels.
         """
         if placement.nodes == 1:
             return 0.0
@@ -269,7 +278,7 @@ def _allreduce(n_bytes: float, ranks: int) -> list[_Round]:
 
 
 def _halving(n_bytes: float, power: int, *, sums: bool = False) -> list[_Round]:
-    """Return the rounds of halving: half of the buffer to the farthest rank, then a quarter to one half as far, ..."""
+    """Return the rounds of halving: half of the buffer to the farthest rank, then a quarter to one at half the distance, etc."""
     return [_Round(n_bytes * distance / power, distance, sums=sums) for distance in reversed(_powers(power))]
 
 
@@ -284,7 +293,7 @@ def _power_below(ranks: int) -> int:
 
 
 def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacement, spread: bool) -> tuple[CollectiveStage, ...]:
-    """Return a stage for each run of consecutive rounds that all have, or all lack, messages between nodes."""
+    """Return a stage for each series of consecutive rounds that all cross between nodes, or all stay within them."""
     runs: list[list[tuple[_Round, float]]] = []
     for one in rounds:
         crossing = one.crossing(placement, spread)
@@ -296,7 +305,12 @@ def _priced(machine: Machine, rounds: Sequence[_Round], placement: GroupPlacemen
 
 
 def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: GroupPlacement, *, posts: bool) -> CollectiveStage:
-    """Return the stage of rounds, each with its share of messages between nodes; the shares are all 0 or all positive."""
+    """Return the stage of a series of rounds.
+
+    Args:
+        run: rounds, each with its share of messages between nodes; the shares are all 0 or all positive.
+        posts: whether the stage includes the cost of posting the collective.
+    """
     rounds = [one for one, _ in run]
     sent = sum(one.messages * one.n_bytes for one in rounds)
     crossing = sum(one.messages * one.n_bytes * share for one, share in run)
@@ -351,23 +365,24 @@ def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> fl
     return max(1.0, using / min(cards, max(1.0, using * crossing)))
 
 
-#: bytes by element: to round it, and to read a rounded one (and add it to a sum)
+#: memory bytes per element: to round it, and to read a rounded element (and add it to a sum)
 _ROUNDING_BYTES: Mapping[Wire, tuple[int, int]] = {"float32": (0, 0), "bfloat16": (28, 13), "float16": (68, 42)}
-#: bytes by element of a part, to add its residual, choose the largest ones and take these out
+#: memory bytes per element of a part: to add its residual, to select the largest elements and to remove them
 _SELECTION_BYTES = 36
-#: bytes by element and position that arrive, to add it where it belongs
+#: memory bytes per received pair of element and position: to add the element at the position
 _PAIR_BYTES = 84
 
 
 @dataclass(frozen=True)
 class MessageCosts:
-    """Prices the operations of one parameter group.
+    """Costs of the operations of one parameter group.
 
     Attributes:
+        machine: machine on which the group communicates.
         placement: placement of the group's ranks.
-        levels: levels of the group's streams.
+        levels: levels of the group's streams; None: one level.
         item_bytes: bytes of an element.
-        rounding: rounding of its messages; None: none.
+        rounding: rounding of the messages; None: no rounding.
     """
 
     machine: Machine
@@ -406,11 +421,11 @@ class MessageCosts:
         return self.memory_seconds(elements * self.item_bytes + _PAIR_BYTES * pairs)
 
     def choice_seconds(self, elements: float, compression: Compression) -> float:
-        """Return the seconds of selection and sum together."""
+        """Return the seconds of selecting elements and adding those of all nodes."""
         return self.selection_seconds(elements) + self.scatter_seconds(elements, compression)
 
     def memory_seconds(self, n_bytes: float) -> float:
-        """Return the seconds of a core for bytes read and written."""
+        """Return the seconds of a core to read and write `n_bytes` bytes in total."""
         rate = self.machine.rates.get(OperatorClass.MEMORY)
         return n_bytes / rate.bytes_per_second if rate is not None else 0.0
 
@@ -428,7 +443,7 @@ class MessageCosts:
     def _exchange(
         self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None
     ) -> tuple[CollectiveStage, ...]:
-        """Return the stages of rounded parts that are sent to their owners, who add them up."""
+        """Return the stages of sending rounded parts to their owners, who add them up."""
         exchanged = stages(self.machine, OperationKind.INPUTS, self._sent(n_bytes), placement or self.placement)
         return self._working(exchanged, work_bytes)
 
@@ -444,7 +459,8 @@ class MessageCosts:
         """Return the stages of a sum whose parts and results are sent rounded.
 
         Args:
-            write, read: work of rounding the buffer once, and of reading it.
+            write: work of rounding the buffer once, in bytes.
+            read: work of reading the rounded buffer once, in bytes.
         """
         two, kind = self.levels, OperationKind.ALLGATHER
         if two is None:
@@ -457,7 +473,7 @@ class MessageCosts:
         return (*self._reduce(n_bytes, write + read), *self._working(gathered, work), *within)
 
     def _compressed(self, kind: OperationKind, n_bytes: float, compression: Compression) -> tuple[CollectiveStage, ...]:
-        """Return stages of sums and parameters within nodes, or of values and positions across them."""
+        """Return the stages of a sum or gather within nodes, or of the exchange of values and positions across nodes."""
         nodes = compression.nodes
         per_node = self.placement.ranks // nodes
         if kind is not OperationKind.SPARSE:
@@ -467,7 +483,7 @@ class MessageCosts:
         return stages(self.machine, OperationKind.ALLGATHER, nodes * elements * (self.item_bytes + INDEX_BYTES), across)
 
     def _working(self, stages_of: tuple[CollectiveStage, ...], work_bytes: float) -> tuple[CollectiveStage, ...]:
-        """Return the stages, with work of a core added to the first of them."""
+        """Return the stages with a core's work added to the first stage."""
         if not stages_of:
             return ()
         seconds, first = self.memory_seconds(work_bytes), stages_of[0]

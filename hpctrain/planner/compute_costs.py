@@ -1,6 +1,6 @@
 """Price the computation of one rank: the protocol `ComputeCosts` and its implementations.
 
-`RateCosts` uses only the rates of a machine. `MeasuredCosts` uses measured times, and rates where no time was measured.
+`RateCosts` uses only the rates of a machine. `MeasuredCosts` uses measured times, and rates for operators that were not measured.
 `SampledCosts` uses times from a few steps of a run, so that a prediction adds only messages and waits.
 """
 
@@ -27,43 +27,46 @@ class ComputeCosts(Protocol):
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
         """Return the seconds of an operator's phase (FORWARD, PARAMETERS, INPUT, RECOMPUTE, COPY); 0 for BEGIN and FREE.
 
-        The time of a move is packing and unpacking alone, in the phase in which it ends; `move_traffic` has the shares.
+        The time of a move is that of packing and unpacking only, in the phase in which the move ends; `move_traffic` has the
+        shares.
 
         Args:
-            memory: `plan.memory[k]` of the step: which gradients are requested and added to, and what is in place. Without
-                it, the gradients of all inputs are written.
+            step: planned operator.
+            action: phase.
+            memory: `plan.memory[k]` of the operator: requested gradients, gradients that are added to, and arrays that share
+                memory. None: the gradients of all inputs are written.
         """
         ...
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the seconds of a weight gradient from exchanged inputs and errors, for all of its elements."""
+        """Return the seconds of computing a whole weight gradient from exchanged inputs and errors."""
         ...
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of the optimiser's update of `elements` elements, and of the check whether they are finite."""
+        """Return the seconds of the optimiser's update of `elements` elements, including the check that they are finite."""
         ...
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of a step without operators and updates: copy of the input, loss, sums, the program itself."""
+        """Return the seconds of a step other than operators and updates: input copy, loss, sums, and the program's own work."""
         ...
 
     def measured_share(self) -> float:
-        """Return the share, 0 .. 1, of the seconds requested so far that comes from measured times."""
+        """Return the share, in [0, 1], of the seconds requested so far that comes from measured times."""
         ...
 
 
-# Elements of parameters' size that an update with momentum reads (weight, gradient, momentum, and the weight once more for the
-# look at finite numbers) and writes (weight, momentum).
+# Accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of
+# finite values; writes of weight and momentum.
 _UPDATE_ACCESSES = 6
-# Calls in a step with about the cost of an operator's call: loss, sums, message, learning rate, input.
+# Number of calls in a step that cost about as much as an operator's call: loss, sums, message, learning rate, input.
 _CALLS_OF_A_STEP = 20
 
 
 class RateCosts:
-    """`ComputeCosts` by flops, bytes and the rates of the machine's operator classes.
+    """`ComputeCosts` from operations, bytes and the rates of the machine's operator classes.
 
     Args:
-        machine: its rates are those of one rank while all ranks of a node compute.
+        machine: machine, with the rates of one rank while all ranks of a node compute.
         dtype: dtype of parameters.
     """
 
@@ -71,23 +74,23 @@ class RateCosts:
         self._rates, self._item_bytes = dict(machine.rates), item_bytes(dtype)
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return call_seconds + max(flops / flops_per_second, bytes / bytes_per_second); 0 if nothing is done."""
+        """Return call_seconds + max(flops / flops_per_second, bytes / bytes_per_second); 0 if the action does no work."""
         work = work_of(step, action, memory)
         if work.is_nothing:
             return 0.0
         return self._call_seconds(work)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the seconds of the product by its operations and bytes."""
+        """Return the seconds of the product from its operations and bytes."""
         return self._call_seconds(OperatorWork(OperatorClass.PRODUCT, product.flops, product.bytes(self._item_bytes)))
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update with momentum of `elements` elements, with the check for finite values."""
+        """Return the seconds of an update of `elements` elements with momentum, including the check that they are finite."""
         rate = self._rates[OperatorClass.MEMORY]
         return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of the copy of the input and of some calls; calls of operators count in `seconds`."""
+        """Return the seconds of the copy of the input and of a fixed number of calls; calls of operators count in `seconds`."""
         rate = self._rates[OperatorClass.MEMORY]
         return _CALLS_OF_A_STEP * rate.call_seconds + 2 * input_bytes / rate.bytes_per_second
 
@@ -101,7 +104,7 @@ class RateCosts:
 
 
 class _CountedCosts:
-    """Counts the requested seconds that come from measured times."""
+    """Base of costs that count how many of the requested seconds come from measured times."""
 
     def __init__(self) -> None:
         self._measured_seconds = self._all_seconds = 0.0
@@ -117,12 +120,12 @@ class _CountedCosts:
 
 
 def product_key(product: FactorProduct) -> OperatorKey:
-    """Return the key of a weight gradient from exchanged inputs and errors."""
+    """Return the key of the product that computes a weight gradient from exchanged inputs and errors."""
     return OperatorKey(f"product {product.outputs}", (product.samples, product.inputs, 1))
 
 
 def update_key(elements: int) -> OperatorKey:
-    """Return the key of the update of `elements` parameters, with the check of finite values."""
+    """Return the key of the update of `elements` parameters, including the check that they are finite."""
     return OperatorKey("update", (elements, 1, 1))
 
 
@@ -132,17 +135,17 @@ def input_key(n_bytes: int) -> OperatorKey:
 
 
 def others_key(operators: int) -> OperatorKey:
-    """Return the key of loss, sums and statistics of a step of this many operators."""
+    """Return the key of loss, sums and statistics of a step with `operators` operators."""
     return OperatorKey("others", (operators, 1, 1))
 
 
 class MeasuredCosts(_CountedCosts):
-    """`ComputeCosts` by measured times first, then interpolated ones, then rates.
+    """`ComputeCosts` from measured times, otherwise interpolated times, otherwise rates.
 
     Args:
-        times: measured while as many ranks of a node compute as in the job.
-        rates: costs of everything else.
-        speed: compute speed relative to that of the measurement; `rates` already include it.
+        times: times measured while as many ranks of a node compute as in the job.
+        rates: costs of work without a measured time.
+        speed: compute speed relative to the speed at the measurement; `rates` already include it.
     """
 
     def __init__(self, times: OperatorTimes, rates: RateCosts, speed: float = 1.0) -> None:
@@ -150,31 +153,35 @@ class MeasuredCosts(_CountedCosts):
         self._times, self._rates, self._speed = times, rates, speed
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return measured or interpolated seconds, or those by rates; 0 if nothing is done."""
+        """Return the measured or interpolated seconds, or those from rates; 0 if the action does no work."""
         by_rate = self._rates.seconds(step, action, memory)
         if action in (Action.BEGIN, Action.FREE):
             return 0.0
         return self._either(self._times.seconds(operator_key(step, action, memory)), by_rate)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return measured or interpolated seconds, or those by rates."""
+        """Return the measured or interpolated seconds, or those from rates."""
         return self._either(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update, at the rate of the measured one with the nearest size."""
+        """Return the seconds of an update, at the rate of the measured update of the nearest size."""
         if not elements:
             return 0.0
         return self._either(self._scaled(update_key(elements)), self._rates.update_seconds(elements))
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of the input's copy at the nearest measured rate, and of the rest as in the most similar step."""
+        """Return the seconds of a step other than operators and updates.
+
+        The copy of the input has the nearest measured rate; the rest takes as long as in the measured step with the nearest
+        number of operators.
+        """
         copy = self._scaled(input_key(input_bytes)) if input_bytes else 0.0
         nearest = self._times.nearest(others_key(operators))
         measured = None if copy is None or nearest is None else copy + nearest[1]
         return self._either(measured, self._rates.step_seconds(input_bytes, operators))
 
     def _scaled(self, key: OperatorKey) -> float | None:
-        """Return interpolated seconds, or those at the rate of the nearest size at any distance."""
+        """Return the interpolated seconds, or the seconds at the rate of the nearest measured size; None if there are none."""
         seconds = self._times.seconds(key)
         nearest = self._times.nearest(key)
         if seconds is not None or nearest is None or not nearest[0]:
@@ -190,7 +197,12 @@ _PHASES = {Category.FORWARD: Action.FORWARD, Category.PARAMETERS: Action.PARAMET
 
 @dataclass(frozen=True)
 class SampledTimes:
-    """Medians of a rank's times, in seconds. operators: by phase and name. others: by name, for named work outside operators."""
+    """Medians of a rank's times, in seconds.
+
+    Attributes:
+        operators: seconds by (phase, name of the operator).
+        others: seconds of named work outside operators, by name.
+    """
 
     operators: Mapping[tuple[Action, str], float]
     others: Mapping[str, float]
@@ -199,7 +211,7 @@ class SampledTimes:
     def of(cls, events: Events) -> SampledTimes:
         """Return the medians of the events of some steps, as `TracingHooks` records them.
 
-        If steps are recorded as well, only events inside them count.
+        If the events include steps, only events inside steps count.
         """
         events = _within_steps(events)
         phases = {
@@ -211,7 +223,7 @@ class SampledTimes:
 
 
 def _within_steps(events: Events) -> Events:
-    """Return the events that begin in a step; all events if there are no steps."""
+    """Return the events that begin in a step; all events if no steps are recorded."""
     steps = events.of(Category.STEP)
     if not len(steps):
         return events
@@ -229,8 +241,8 @@ def _medians(events: Events, category: Category) -> dict[str, float]:
 class SampledCosts(_CountedCosts):
     """`ComputeCosts` of a run's ranks: the times of a sampled rank, scaled by other costs for ranks with other sizes.
 
-    A sampled time contains all work of a rank between two hooks, so recomputed outputs count with the operator after them.
-    Operators that wait for other ranks inside (moves, merged batch statistics) are not taken from samples.
+    A sampled time contains all work of a rank between two hooks, so recomputed outputs count with the next operator. Operators
+    that wait for other ranks (moves, merged batch statistics) are not taken from samples.
 
     Args:
         plan: plan of the sampled rank, with its micro-batch.
@@ -254,28 +266,28 @@ class SampledCosts(_CountedCosts):
         self._usual_factor = sampled_sum / planned_sum if planned_sum > 0 else 1.0
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return the sampled seconds, scaled to the size; without a sample, the other costs times the samples' mean ratio."""
+        """Return the sampled seconds, scaled to the size; without a sample, the other costs times the mean ratio of samples."""
         by_cost = self._costs.seconds(step, action, memory)
         factor = self._factors.get((action, step.name))
         return self._counted(by_cost * (self._usual_factor if factor is None else factor), measured=factor is not None)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the other costs, because no sample contains only a product."""
+        """Return the seconds by the other costs, because no sample contains only a product."""
         return self._counted(self._costs.product_seconds(product), measured=False)
 
     def update_seconds(self, elements: int) -> float:
-        """Return the other costs, because no sample contains only an update."""
+        """Return the seconds by the other costs, because no sample contains only an update."""
         return self._counted(self._costs.update_seconds(elements), measured=False)
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the sampled seconds of all named work outside of operators; the other costs if there are none."""
+        """Return the sampled seconds of all named work outside operators; the seconds by the other costs if there is none."""
         if not self._others_seconds:
             return self._counted(self._costs.step_seconds(input_bytes, operators), measured=False)
         return self._counted(self._others_seconds, measured=True)
 
 
 def _spans(plan: ExecutionPlan, actions: Actions, times: SampledTimes) -> Iterator[list[tuple[Action, int]]]:
-    """Yield the actions of a pass in groups, each of which ends with a sampled action."""
+    """Yield the actions of a pass in groups; each group ends with a sampled action."""
     stretch: list[tuple[Action, int]] = []
     for action, k in actions:
         stretch.append((action, k))
@@ -290,9 +302,13 @@ def _waits(step: PlannedStep) -> bool:
 
 
 def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClass, OperatorRate]:
-    """Return the rates of a rank's sampled operators, which scale times between sizes if nothing else is known.
+    """Return the rates of a rank's sampled operators, which scale times between sizes if nothing better is known.
 
-    A class without operators has the rate of all other operators together. plan: plan of the sampled rank.
+    A class without operators gets the rate of all operators together.
+
+    Args:
+        plan: plan of the sampled rank.
+        times: times of that rank.
     """
     works = []
     for members in (*_spans(plan, plan.forward, times), *_spans(plan, plan.backward, times)):
@@ -305,7 +321,10 @@ def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClas
 
 
 def _rate(works: list[tuple[OperatorWork, float]], call_seconds: float) -> OperatorRate:
-    """Return the rates of the operators with the most operations and the most bytes, in which calls matter least."""
+    """Return an operator class's rates: those of the operators with the largest numbers of operations and bytes.
+
+    The call overhead matters least in these operators.
+    """
     flops = max(((work.flops, seconds) for work, seconds in works), default=(1, 1.0))
     n_bytes = max(((work.bytes, seconds) for work, seconds in works), default=(1, 1.0))
     return OperatorRate(max(1, flops[0]) / max(flops[1], 1e-9), max(1, n_bytes[0]) / max(n_bytes[1], 1e-9), call_seconds)

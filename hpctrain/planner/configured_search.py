@@ -1,9 +1,9 @@
 """Search and simulate for a configuration: costs, the search for grid, plan and averager, and simulated scaling.
 
-Computation costs measured times if there are any, otherwise the rates of the machine. The best candidate becomes keys of the
-configuration, with which `train` runs it. A scaling study simulates one step on several numbers of ranks and needs neither
-MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) if each rank
-has a batch of its own (weak scaling), R0 T(R0) / (R T(R)) if all share one (strong scaling).
+Costs of computation are measured times if there are any, otherwise they follow from the rates of the machine. The best candidate
+becomes keys of a configuration, with which `train` runs it. A scaling study simulates one step on several numbers of ranks and
+needs neither MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) for
+weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling (a constant batch of all ranks).
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ from hpctrain.trace.chrome import ChromeTrace
 
 
 def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -> ComputeCosts:
-    """Return the costs of a job's operators: measured times from the user's cache on this machine, otherwise its rates.
+    """Return the costs of a job's operators.
+
+    They are measured times from the user's cache if the machine is this one, otherwise they follow from its rates.
 
     Args:
         machine: the machine, not scaled.
+        task: the job.
         compute: speed of computation relative to the machine's.
     """
     rates = RateCosts(machine.scaled(compute=compute), task.config.dtype)
@@ -49,13 +52,16 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
 
 
 def is_here(machine: Machine) -> bool:
-    """Return whether the machine's rates were measured on a processor of this model, so that times of this machine are valid."""
+    """Return whether the machine's rates were measured on a processor of this model, so that times from this machine apply."""
     sources = [source for key, source in machine.sources.items() if key.startswith("rates")]
     return any(source.startswith("measured") and processor_model() in source for source in sources)
 
 
 def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
-    """Return the setting of a rank: configured threads, or one per core, while all ranks of its node compute."""
+    """Return the setting in which a rank's operators are timed: its threads, and the number of ranks that compute on its node.
+
+    The threads are the configured ones, or one per core.
+    """
     configured = task.config.threads
     threads = max(1, int(machine.cores_per_rank)) if configured == "auto" else configured
     return setting_here(task.kernels, threads, min(task.plan.rows * task.plan.cols, machine.ranks_per_node))
@@ -63,13 +69,16 @@ def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """A search for a configuration.
+    """Search for a configuration.
 
     Attributes:
+        config: configuration.
+        ranks: number of ranks.
         machine: the machine, not scaled.
-        factors: keywords of `Machine.scaled`.
-        keep: sections of the configuration that stay as they are.
-        image, classes: (H, W, C) and number of classes; None as in `prepare`.
+        factors: keyword arguments of `Machine.scaled`.
+        keep: sections of the configuration that are not searched.
+        image: (H, W, C) of the images; None as in `prepare`.
+        classes: number of classes; None as in `prepare`.
     """
 
     config: Config
@@ -83,7 +92,11 @@ class SearchTask:
 
 @dataclass(frozen=True)
 class PlannedSearch:
-    """A search and its result. job: the job on an arbitrary possible grid."""
+    """Search with its result.
+
+    Attributes:
+        job: the job on an arbitrary possible grid.
+    """
 
     task: SearchTask
     job: PlannedRun
@@ -91,7 +104,7 @@ class PlannedSearch:
 
 
 def job_of(task: SearchTask) -> PlannedRun:
-    """Return the job on some grid on which it can be planned, without the configured values of the searched sections.
+    """Return the job on any grid on which it can be planned, with default values in the searched sections.
 
     Raises:
         HpctrainError: configuration and data do not agree.
@@ -103,10 +116,10 @@ def job_of(task: SearchTask) -> PlannedRun:
 
 
 def run_search(task: SearchTask) -> PlannedSearch:
-    """Search.
+    """Search for the best grid, plan and averager of a task.
 
     Raises:
-        ConfigError: no grid has work for each rank, or the job fits in no plan.
+        ConfigError: no grid has work for each rank, or the job fits in memory with no plan.
     """
     job = job_of(task)
     costs = configured_costs(task.machine, job, task.factors.get("compute", 1.0))
@@ -116,10 +129,10 @@ def run_search(task: SearchTask) -> PlannedSearch:
 
 
 def with_best(task: SearchTask) -> Config:
-    """Return the configuration with the best values by a search in the sections that it leaves open (auto), if any.
+    """Return the configuration with its open sections (auto) filled in by a search; unchanged if it has none.
 
     Raises:
-        ConfigError: as `run_search`.
+        ConfigError: `run_search` raises it.
     """
     return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
 
@@ -128,9 +141,10 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
     """Return the configuration that a job with this number of ranks would run on a machine, without starting the job.
 
     Args:
-        ranks: None: the size of the configured grid.
-        machine: a file or a name; None: the configured one.
-        image, classes: as `prepare` takes them.
+        ranks: number of ranks; None: the size of the configured grid.
+        machine: file or name of a machine; None: the configured one.
+        image: (H, W, C) of the images, see `prepare`.
+        classes: number of classes, see `prepare`.
 
     Raises:
         ConfigError: a section is left open, and ranks or a machine are missing; or no plan fits.
@@ -153,17 +167,19 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
 
 Mode = Literal["weak", "strong"]
 
-_MOST_LEVEL_LABELS = 6  # labels of an axis; more are rotated
+_MOST_LEVEL_LABELS = 6  # labels of an axis are rotated if there are more
 
 
 @dataclass(frozen=True)
 class SimulatedPoint:
-    """The simulated step on a number of ranks.
+    """Simulated step on a number of ranks.
 
     Attributes:
-        averager: its label.
+        averager: label of the averager.
+        ranks: number of ranks.
         batch: samples of a step over all ranks.
         grid: (Pr, Pc).
+        prediction: result of the simulation.
     """
 
     averager: str
@@ -189,7 +205,11 @@ class SimulatedPoint:
         return (self.images_per_second / self.ranks) / (base.images_per_second / base.ranks)
 
     def facts(self, base: SimulatedPoint) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Return the point as plain data.
+
+        Args:
+            base: point to which the efficiency is relative.
+        """
         return {
             "averager": self.averager,
             "ranks": self.ranks,
@@ -207,14 +227,17 @@ class SimulatedPoint:
 
 @dataclass(frozen=True)
 class SimulatedStudy:
-    """The jobs of a study.
+    """Jobs of a scaling study.
 
     Attributes:
-        configs: by label, one for each averager.
-        mode: "weak": the configured batch is that of each rank, as in `bench scaling`.
+        configs: configuration of each averager, by label.
+        ranks: numbers of ranks.
+        mode: "weak" or "strong"; if weak, the configured batch is that of each rank, as in `bench scaling`.
         machine: the machine, not scaled.
-        factors: keywords of `Machine.scaled`.
-        image, classes: (H, W, C) and number of classes; None as in `prepare`.
+        factors: keyword arguments of `Machine.scaled`.
+        options: options of the simulation.
+        image: (H, W, C) of the images; None as in `prepare`.
+        classes: number of classes; None as in `prepare`.
     """
 
     configs: Mapping[str, Config]
@@ -228,7 +251,7 @@ class SimulatedStudy:
 
     @property
     def title(self) -> str:
-        """Model, machine and mode, labelled as simulated."""
+        """Model, machine and mode, marked as simulated."""
         model = next(iter(self.configs.values())).model.name
         changed = "".join(f", {name} x {factor:g}" for name, factor in self.factors.items() if factor != 1)
         return f"simulated: {model} on {self.machine.name}{changed}, {self.mode} scaling"
@@ -237,7 +260,7 @@ class SimulatedStudy:
         """Yield the label and the plan of each job.
 
         Raises:
-            HpctrainError: a number of ranks on which it cannot run.
+            HpctrainError: the job cannot run on one of the numbers of ranks.
         """
         for label in self.configs:
             for ranks in self.ranks:
@@ -245,7 +268,7 @@ class SimulatedStudy:
                 yield label, prepare(with_best(search), ranks, self.image, self.classes)
 
     def search_task(self, label: str, ranks: int) -> SearchTask:
-        """Return the search for the sections that a label's configuration leaves open (auto), on `ranks` ranks."""
+        """Return the search for the sections that the configuration of a label leaves open (auto), on `ranks` ranks."""
         config = self.configs[label]
         batch = config.batch * ranks if self.mode == "weak" else config.batch
         keep = kept_sections(config)
@@ -256,8 +279,12 @@ class SimulatedStudy:
 def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -> list[SimulatedPoint]:
     """Simulate all points, averager by averager.
 
+    Args:
+        study: the jobs.
+        say: callback with a line of progress before each point.
+
     Raises:
-        HpctrainError: a number of ranks on which it cannot run; raised before anything is simulated.
+        HpctrainError: the job cannot run on one of the numbers of ranks; raised before the first simulation.
     """
     machine = study.machine.scaled(**study.factors)
     points = []
@@ -271,7 +298,7 @@ def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -
 
 
 def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, Any]:
-    """Return everything as plain data. Efficiency compares with the first point of the same averager."""
+    """Return the study as plain data. Efficiency is relative to the first point of the same averager."""
     return {
         "simulated": True,
         "machine": study.machine.name,
@@ -282,7 +309,7 @@ def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, 
 
 
 def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
-    """Write the simulated step of a point, with a process of the file for each class of ranks, and return the path.
+    """Write the simulated step of a point as a trace file with one process per class of ranks, and return the path.
 
     Raises:
         OSError: the file cannot be written.
@@ -307,20 +334,15 @@ def by_averager(points: Sequence[SimulatedPoint]) -> dict[str, list[SimulatedPoi
 
 
 def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | None:
-    """Plot images per second and step time over ranks, with a line for each averager. Return None without matplotlib.
+    """Plot images per second and step time over ranks, with a line for each averager. Return the path; None without matplotlib.
 
     Raises:
         OSError: the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    figure = new_figure(10, 4.2)
+    if figure is None:
         return None
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # otherwise a $ in a name would start a formula
-    from matplotlib import pyplot
-
-    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    rates, times = figure.subplots(1, 2)
     ranks = sorted({point.ranks for point in points})
     ideal = [points[0].images_per_second * count / points[0].ranks for count in ranks]
     rates.plot(ranks, ideal, "--", color="0.6", label="ideal")
@@ -336,22 +358,46 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
         axes.set_xlabel("ranks")
         axes.legend(fontsize="small")
     figure.suptitle(title, fontsize="medium")
+    return save_figure(path, figure)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure, which needs no display; None without matplotlib.
+
+    Args:
+        width: width in inches.
+        height: height in inches.
+    """
+    try:
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    rcParams["text.parse_math"] = False  # otherwise a $ in a name would start a formula
+    return Figure((width, height), layout="constrained")
+
+
+def save_figure(path: Path, figure: Any) -> Path:
+    """Write a figure as PNG, and return the path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, format="png")
-    pyplot.close(figure)
     write_bytes(path, picture.getvalue())
     return path
 
 
 def _draw(axes: Any, points: Sequence[SimulatedPoint], value: Callable[[SimulatedPoint], float], style: str, suffix: str) -> None:
-    """Draw a line for each averager, with the same colours in all styles. Omit zeros, because the axis is logarithmic."""
+    """Draw a line for each averager, in the same colour in all styles. Omit zeros, because the axis is logarithmic."""
     for number, (name, line) in enumerate(by_averager(points).items()):
         numbers = [point.ranks for point in line], [value(point) or float("nan") for point in line]
         axes.plot(*numbers, style, color=f"C{number}", markersize=4, label=f"{name}{suffix}")
 
 
 def keys_of(candidate: Candidate) -> dict[str, Any]:
-    """Return the sections grid, plan and averager, and micro_batches, as plain data."""
+    """Return the sections grid, plan, averager and micro_batches of a candidate as plain data."""
     plan = candidate.plan
     return {
         "grid": _grid(plan),
@@ -376,17 +422,17 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
 
 
 def overrides(candidate: Candidate) -> tuple[str, ...]:
-    """Return the keys as overrides of a command line, one word each: "grid={rows: 2, cols: 4}"."""
+    """Return the candidate's keys as command-line overrides, one word each: "grid={rows: 2, cols: 4}"."""
     return tuple(f"{key}={flow(value)}" for key, value in keys_of(candidate).items())
 
 
 def command_line(file: str, words: tuple[str, ...], ranks: int) -> str:
-    """Return the command that trains a configuration on `ranks` ranks, quoted for a shell."""
+    """Return the command that trains a configuration file with overrides on `ranks` ranks, quoted for a shell."""
     start = f"mpiexec -n {ranks} python -m mpi4py -m hpctrain train"
     return " ".join((start, *(shlex.quote(word) for word in (file, *words))))
 
 
 def written(config: Config, candidate: Candidate, head: tuple[str, ...]) -> str:
-    """Return the whole configuration with the candidate's keys as YAML, after lines of comments."""
+    """Return the whole configuration with the candidate's keys as YAML, preceded by `head` as comment lines."""
     comments = "".join(f"# {line}\n" for line in head)
     return comments + dump(with_candidate(config, candidate))

@@ -1,7 +1,7 @@
-"""Estimate lower bounds of a step's time for all grids, uses, averagers and micro-batches, without a simulation.
+"""Estimate lower bounds of the step time for all grids, uses, averagers and micro-batches, without a simulation.
 
 For each grid and averager, the uses of the layers are a shortest path through the network's segments; see `shortest_path`.
-`patterns` turns the use of each layer into the few patterns of a plan, which a configuration can hold.
+`patterns` turns the use of each layer into the few patterns of a plan in a configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, lower_boun
 
 
 def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:
-    """Return (default, pattern -> use) of a `ParallelPlan` with these uses by dotted name; few patterns, general ones first."""
+    """Return (default, pattern -> use) of a `ParallelPlan` with these uses by dotted name: few patterns, general ones first."""
     default = _most_frequent(list(uses.values()))
     rules: dict[str, Parallelism] = {}
     _add(rules, uses, list(uses), (), default)
@@ -47,7 +47,15 @@ def _add(
     prefix: tuple[str, ...],
     inherited: Parallelism,
 ) -> None:
-    """Add rules for the names that begin with a prefix, which have the use `inherited` so far."""
+    """Add rules for the names that begin with a prefix.
+
+    Args:
+        rules: rules so far, extended in place.
+        uses: use of each layer, by dotted name.
+        names: names of layers.
+        prefix: leading parts of the names.
+        inherited: use of the layers by the rules so far.
+    """
     children: dict[str, list[str]] = {}
     for name in names:
         children.setdefault(name.split(".")[len(prefix)], []).append(name)
@@ -76,7 +84,7 @@ def _most_frequent(uses: Sequence[Parallelism]) -> Parallelism:
     return max(Parallelism, key=lambda use: counted[use])
 
 
-#: a segment's use; None: that of the fixed plan
+#: use of a segment; None: the fixed plan's
 SegmentUse = Parallelism | None
 
 _START: Hashable = "images"  # the state before the first segment
@@ -87,7 +95,7 @@ _ALTERNATIVES = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with a lower bound of its step time and the approximate memory of a rank."""
+    """Candidate with a lower bound of its step time and the approximate memory of a rank."""
 
     candidate: Candidate
     seconds: float
@@ -98,7 +106,9 @@ class GridEstimates:
     """Estimates on one grid with one number of micro-batches.
 
     Args:
-        memory_factor: bytes of a step's arena per byte of activations that are kept for backward.
+        shape: (Pr, Pc).
+        micro_batches: number of micro-batches.
+        memory_factor: bytes of a step's arena per byte of activations kept for backward.
     """
 
     def __init__(
@@ -145,10 +155,11 @@ class GridEstimates:
         return self._prices.cost(self._segments[number], layout, self._space.fixed_plan.use_of)
 
     def best(self, choice: AveragerChoice, incumbent_seconds: float = math.inf) -> list[Estimate]:
-        """Return the uses with the lowest bounds for one averager, the best first, without those that fit no rank's memory.
+        """Return the uses with the lowest bounds for one averager, best first, without uses that exceed the memory of a rank.
 
         Args:
-            incumbent_seconds: step time of a known candidate; uses that cannot come near it are left out.
+            choice: averager.
+            incumbent_seconds: step time of a known candidate; uses whose bound is far above it are left out.
         """
         limit = self._machine.memory_bytes
         for with_memory in (False, True):
@@ -160,7 +171,7 @@ class GridEstimates:
         return sorted(fitting, key=lambda estimate: estimate.seconds)[:_ALTERNATIVES]
 
     def _promising(self, choice: AveragerChoice, paths: Sequence[ShortestPath[SegmentUse]]) -> Sequence[ShortestPath[SegmentUse]]:
-        """Return the fastest paths, only those that fit if their memory is known."""
+        """Return the fastest paths; if their memory is known, only those that fit."""
 
         def seconds(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
             too_large = len(path.costs) == 3 and path.costs[2] > self._machine.memory_bytes
@@ -169,12 +180,12 @@ class GridEstimates:
         return sorted(paths, key=seconds)[:_ALTERNATIVES]
 
     def leanest(self, choice: AveragerChoice) -> Estimate:
-        """Return the uses with the least memory."""
+        """Return the estimate of the uses that need the least memory."""
         paths = self._paths(choice, math.inf, with_memory=True)
         return min((self.of_uses(choice, path.choices) for path in paths), key=lambda one: (one.memory_bytes, one.seconds))
 
     def of_uses(self, choice: AveragerChoice, uses: Sequence[SegmentUse]) -> Estimate:
-        """Return the estimate of given uses, one for each segment."""
+        """Return the estimate of the given uses, one per segment."""
         layout: Layout | None = None
         program, wire, memory = self._base_seconds(), 0.0, 0.0
         averaging = self._averaging(choice)
@@ -195,7 +206,7 @@ class GridEstimates:
         averaging = self._averaging(choice)
         length = 3 if with_memory else 2
         edges: dict[tuple[int, Hashable], list[Edge[SegmentUse, Hashable]]] = {}
-        known: dict[int, Costs] = {}  # segments of a kind have the same cost, and hashing it would take longer
+        known: dict[int, Costs] = {}  # by identity: equal segments share a cost object, and hashing its values would take longer
         for (number, state), priced in self._edges.items():
             of_state = edges.setdefault((number, state), [])
             for use, cost in priced:
@@ -226,7 +237,7 @@ class GridEstimates:
         )
 
     def _criteria(self, cost: SegmentCost, choice: AveragerChoice, averaging: AveragingCosts) -> tuple[float, float, float]:
-        """Return (seconds of the program, seconds of averaging's messages, bytes) of a segment."""
+        """Return (seconds of the program, seconds of the averaging's messages, bytes) of a segment."""
         whole, split = averaging.seconds(cost.whole, split=False), averaging.seconds(cost.split, split=True)
         seconds = whole + split
         memory = self._memory_factor * cost.memory_bytes
@@ -236,7 +247,7 @@ class GridEstimates:
         return cost.seconds + seconds.program, seconds.wire, memory
 
     def _base_seconds(self) -> float:
-        """Return the seconds of a step without operators and averaging."""
+        """Return the seconds of a step other than operators and averaging."""
         graph = self._prices.graph
         return self._costs.step_seconds(graph.tensors[0].bytes // self._grid.rows, len(graph.nodes))
 
@@ -253,7 +264,7 @@ class GridEstimates:
 
 
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
-    """Return the grid with the fixed options of a plan, and without split layers if each rank has samples of its own."""
+    """Return a plan with this grid and the options of the fixed plan, if there is one and the grid splits layers."""
     rows, cols = shape
     if rows == 1 or space.fixed_plan is None:
         return ParallelPlan(rows, cols)
@@ -261,7 +272,7 @@ def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
 
 
 def memory_factor(job: Job, machine: Machine, costs: ComputeCosts, ranks: int) -> float:
-    """Return the bytes of the arena per byte of activations kept for backward, for pure batch on `ranks` ranks."""
+    """Return the bytes of the arena per byte of activations kept for backward, for pure data parallelism on `ranks` ranks."""
     samples = max(1, min(8, -(-job.batch // ranks)))
     graph = job.graph_of(samples)
     prices = SegmentCosts(replace(job, batch=samples), machine, costs, ParallelPlan(1, 1))

@@ -1,6 +1,6 @@
 """Plan the averaging of a job's gradients as data: strategy, ranks and schedule of each parameter group.
 
-The schedules determine the bytes that ranks exchange, and the pinned memory for messages between devices that pass through
+The schedules determine the bytes that ranks exchange, and the pinned memory for messages between devices that are staged through
 the host (`mirror_bytes`).
 """
 
@@ -28,14 +28,17 @@ from hpctrain.planner.job import Candidate, Job
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """The operations that the averager of one parameter group posts.
+    """Operations that the averager of one parameter group posts.
 
     Attributes:
-        split_ranks: the ranks of a split group that post them.
-        schedule: None for a strategy without a schedule, which posts one allreduce of all gradients after backward.
+        group: name of the parameter group.
+        split_ranks: ranks of a split group whose averagers post these operations.
+        ranks: number of ranks of the group.
+        elements: number of elements of the group's gradients on one rank.
         samples: samples of the step, by rank of the group.
-        order: the group's ranks in the order of the schedule; None: their own order.
-        rounding: rounding of the strategy's messages, also without a schedule.
+        schedule: the schedule; None for a strategy without one, which posts one allreduce of all gradients after backward.
+        order: ranks of the group in the order of the schedule; None: by rank.
+        rounding: rounding of the strategy's messages, with or without a schedule.
     """
 
     group: str
@@ -49,11 +52,15 @@ class GroupSchedule:
 
     @property
     def exchanged(self) -> tuple[int, ...]:
-        """Elements that each rank of the group exchanges in a step; an element with its position counts as two."""
+        """Number of elements that each rank of the group exchanges in a step; an element with its position counts as two."""
         return exchanged(self.schedule, self.elements, self.samples, self.order)
 
     def exchanged_bytes(self, item_bytes: int) -> tuple[int, ...]:
-        """Return the bytes that each rank of the group exchanges in a step. item_bytes: bytes of an element."""
+        """Return the bytes that each rank of the group exchanges in a step.
+
+        Args:
+            item_bytes: bytes of an element.
+        """
         return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes, self.rounding)
 
     def owned(self, piece: Slice) -> tuple[int, ...]:
@@ -63,7 +70,13 @@ class GroupSchedule:
 
 @dataclass(frozen=True)
 class GroupStrategy:
-    """The strategy of a parameter group on ranks with equal parts. samples: samples of the step, by rank of the group."""
+    """Strategy of a parameter group on ranks that hold equal parts.
+
+    Attributes:
+        group: name of the parameter group.
+        split_ranks: ranks of a split group that use the strategy.
+        samples: samples of the step, by rank of the group.
+    """
 
     group: str
     split_ranks: tuple[int, ...]
@@ -86,7 +99,7 @@ class GroupStrategy:
 def exchanged(
     schedule: CollectiveSchedule | None, elements: int, samples: Sequence[int], order: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the elements that each rank of a group exchanges in a step; see `GroupSchedule`."""
+    """Return the number of elements that each rank of a group exchanges in a step; see `GroupSchedule`."""
     if schedule is None:
         return tuple(2 * (elements - share) for share in counts_over(elements, len(samples)))
     in_order = samples if order is None else [samples[rank] for rank in order]
@@ -120,10 +133,13 @@ def exchanged_bytes(
 def group_schedules(
     job: Job, candidate: Candidate, link: LinkModel, ranks_per_node: int | None = None
 ) -> tuple[GroupSchedule, ...]:
-    """Return the schedules of all averagers' first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+    """Return the schedules of all averagers' first steps over a link, computed from sizes only.
+
+    Args:
+        ranks_per_node: number of ranks per node; None: all ranks on one node.
 
     Raises:
-        ConfigError: an averager that a run would refuse.
+        ConfigError: the averager cannot run this job.
     """
     ranks_of: dict[GroupSchedule, list[int]] = {}  # equal schedules are listed once, with all split ranks that post them
     for of_group in group_strategies(job, candidate, ranks_per_node):
@@ -136,10 +152,10 @@ def group_schedules(
 def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None = None) -> tuple[GroupStrategy, ...]:
     """Return the strategies of all parameter groups.
 
-    Ranks of a split group have a common strategy if their parts have equal sizes and their groups lie on nodes in the same way.
+    Ranks of a split group share a strategy if their parts have equal sizes and their groups have the same placement on nodes.
 
     Raises:
-        ConfigError: an averager that a run would refuse.
+        ConfigError: the averager cannot run this job.
     """
     plan, counts = candidate.plan, counts_over(job.batch, candidate.ranks, candidate.plan.rows)
     strategies: list[GroupStrategy] = []
@@ -147,7 +163,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
         several_groups = any(interval is not None for interval in kind.intervals)
         for name, layout in kind.layouts(job).items():
             if name == ALL and strategies and strategies[0].group == ALL:
-                continue  # all ranks hold unsplit parameters alike
+                continue  # all ranks hold the same unsplit parameters
             for split_ranks, nodes in _places(name, plan, kind.split_ranks, ranks_per_node):
                 group = PlannedGroup(
                     layout,
@@ -169,7 +185,13 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
 
 
 def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: int, item_bytes: int) -> tuple[int, ...]:
-    """Return the bytes that each position exchanges in a step to average gradients, without norms. split_size: Pr."""
+    """Return the bytes that each position exchanges in a step to average gradients, without norms.
+
+    Args:
+        split_size: number of ranks of a split group, Pr.
+        ranks: number of ranks of the grid.
+        item_bytes: bytes of an element.
+    """
     total = np.zeros((ranks // split_size, split_size), np.int64)  # (c, r)
     for schedule in schedules:
         bytes_by_rank = np.array(schedule.exchanged_bytes(item_bytes), np.int64)
@@ -181,23 +203,28 @@ def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: 
 
 
 def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:
-    """Return a partitioned graph with the parts of split parameters; None if nothing can be split."""
+    """Return a partitioned graph that contains the parts of split parameters; None if the plan splits none."""
     if plan.rows == 1:
         return None
-    # Shards depend on the plan and the layers alone, so any samples will do.
+    # Shards depend only on the plan and the layers, so the numbers of samples are arbitrary.
     return partition_graph(job.graph_of(1), plan, (1, *(0,) * (plan.rows - 1)))
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Ranks of a split group with equal sizes of their parts of split parameters. intervals: by parameter, one such part."""
+    """Ranks of a split group whose parts of split parameters have equal sizes.
+
+    Attributes:
+        shards: parts of the first of these ranks, by parameter.
+        intervals: interval of the first of these ranks in each parameter; None: not split.
+    """
 
     split_ranks: tuple[int, ...]
     shards: Mapping[str, Shard]
     intervals: tuple[Interval | None, ...]
 
     def layouts(self, job: Job) -> dict[str, GroupLayout]:
-        """Return the parameter groups of such a rank."""
+        """Return the parameter groups of such a rank, by name."""
         members: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in job.trained_specs.items():
             shard = self.shards.get(name)
@@ -226,7 +253,7 @@ def _kinds(job: Job, plan: ParallelPlan) -> list[_Kind]:
 def _places(
     group: str, plan: ParallelPlan, split_ranks: Sequence[int], ranks_per_node: int | None
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (split ranks, the node of each rank of their group). Nodes contain consecutive ranks, numbered in their order."""
+    """Yield (split ranks, node of each rank of their group). Nodes contain consecutive ranks and are numbered in their order."""
     per_node = ranks_per_node or plan.rows * plan.cols
     if group == ALL:
         yield tuple(range(plan.rows)), tuple(position // per_node for position in range(plan.rows * plan.cols))
@@ -241,7 +268,7 @@ def _places(
 
 
 def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
-    """Reorder numbers from the order of a schedule to the order of the ranks."""
+    """Reorder numbers from the order of a schedule to rank order."""
     if order is None:
         return tuple(by_place)
     numbers = dict(zip(order, by_place, strict=True))
@@ -249,11 +276,11 @@ def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int,
 
 
 def mirror_bytes(group: GroupSchedule, item_bytes: int) -> tuple[int, ...] | None:
-    """Return the bytes of the mirrors of each rank of a group, in one level.
+    """Return the bytes of pinned mirrors on each rank of a group, for operations in one level.
 
-    Each array that is sent has one: for an allreduce, the slice; if owners update, the slice's gradient, the sum of the owned
-    part and the slice's parameters. None if the schedule does not determine them: if inputs and errors of layers, or selected
-    elements, are sent.
+    Each array that is sent has a mirror: for an allreduce, the slice; if owners update, the slice's gradient, the sum of the
+    owned part and the slice's parameters. None if the schedule does not determine the sizes, because inputs and errors of layers
+    or selected elements are sent.
 
     Args:
         item_bytes: bytes of an element of gradients and parameters.

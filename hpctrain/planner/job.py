@@ -1,4 +1,4 @@
-"""The job to plan, and a candidate for how to run it, as data. No configuration, no ranks, no arrays."""
+"""The job to plan and a candidate for running it, as data, without configuration, ranks or arrays."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A training whose grid, plan and averager may still be open.
+    """Training whose grid, plan and averager may still be open.
 
     Attributes:
         model: name of the model.
-        graph_of: returns the model lowered for a number of samples, with batch norms as in the training.
-        specs: all parameters by full name.
-        kernels: the kernel set that computes.
+        graph_of: function from a number of samples to the lowered model, with batch norms as in training.
+        specs: all parameters, by full name.
+        kernels: kernel set that computes.
         dtype: dtype of activations and parameters.
         image_shape: (H, W, C).
         batch: samples of a step over all ranks.
         norms_needed: norms that the optimiser needs, for LARS and clipping.
-        strategy: (name, options, group) -> the averaging strategy; raises ConfigError if they do not fit.
+        strategy: function from (name, options, group) to the averaging strategy; raises ConfigError if they do not fit.
         momentum: momentum of the optimiser; 0 without momentum.
-        state_arrays: elements of optimiser state, and of averaged weights if there are any, per parameter element.
+        state_arrays: number of elements of optimiser state and of averaged weights, per parameter element.
     """
 
     model: str
@@ -53,19 +53,19 @@ class PlannedJob:
         return {name: spec for name, spec in self.specs.items() if name in trained}
 
 
-Job = PlannedJob  # short for use in the planner; `hpctrain.api` has another `Job`, which runs
+Job = PlannedJob  # short name inside the planner; `Job` of `hpctrain.api` is a job that runs
 
 
 @dataclass(frozen=True)
 class AveragerChoice:
-    """An averager and its options, as a configuration names them."""
+    """Averager and its options, as in a configuration."""
 
     name: str = "sharded"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def costs(self) -> StrategyCosts:
-        """The strategy's declaration of what it sends."""
+        """Costs that the strategy declares."""
         return strategy_costs(self.name, self.options)
 
     def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:
@@ -78,7 +78,7 @@ class AveragerChoice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a job on the ranks of its plan's grid."""
+    """Plan, averager and number of micro-batches with which a job can run."""
 
     plan: ParallelPlan
     averager: AveragerChoice = AveragerChoice()

@@ -1,9 +1,9 @@
 """Cut a network into segments, and compute the seconds and memory of a segment on a grid for one use of its layers.
 
-A segment is a part of a graph with one use. A chain is cut before each layer with weights; the layers after it (batch norm,
-ReLU, pooling) belong to its segment. A residual block is one segment, because a cut needs a point with a single tensor. Layouts
-follow the sharding rules. Operators are priced at the blocks of one rank, one with two neighbours if there are three or
-more. No plan is compiled and no schedule is made, so a segment is priced within milliseconds.
+A segment is a part of a graph whose layers have the same use. A chain is cut before each layer with weights; the following layers
+without weights (batch norm, ReLU, pooling) belong to its segment. A residual block is one segment, because a cut needs a point
+with a single tensor. Layouts follow the sharding rules. Operators are priced at the blocks of one rank; with three or more ranks,
+of one that has two neighbours. Neither a plan is compiled nor a schedule made, so pricing a segment takes milliseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ from hpctrain.planner.operator_work import is_move
 
 @dataclass(frozen=True)
 class NetworkSegment:
-    """Neighbouring nodes of a graph. start, stop: their positions. source, output: its only input tensor and output tensor."""
+    """Consecutive nodes of a graph with a single input tensor and a single output tensor.
+
+    Attributes:
+        start: position of the first node.
+        stop: position after the last node.
+        source: input tensor.
+        output: output tensor.
+    """
 
     start: int
     stop: int
@@ -46,12 +53,12 @@ class NetworkSegment:
     output: int
 
     def nodes(self, graph: Graph) -> tuple[Node, ...]:
-        """Return the nodes in this graph, or in the graph of the same model for another number of samples."""
+        """Return the nodes in `graph`, which is the segment's graph or that of the same model for another number of samples."""
         return graph.nodes[self.start : self.stop]
 
 
 def segments(graph: Graph) -> tuple[NetworkSegment, ...]:
-    """Return the segments of a graph in forward order; together they contain all of its nodes."""
+    """Return the segments of a graph in forward order; together they contain all nodes."""
     merged: list[NetworkSegment] = []
     for piece in _pieces(graph):
         weighted = any(map(_is_weighted, piece.nodes(graph)))
@@ -68,7 +75,7 @@ def _is_weighted(node: Node) -> bool:
 
 
 def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
-    """Yield the shortest ranges of nodes that end where a single tensor is still needed."""
+    """Yield the shortest ranges of nodes after which a single tensor is still needed."""
     last_reader: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         for tensor in node.inputs:
@@ -83,14 +90,14 @@ def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """The cost of a segment for one rank in one step.
+    """Cost of a segment for one rank in one step.
 
     Attributes:
-        seconds: time of its operators, and exposed time of moves and merged statistics.
+        seconds: time of the operators, plus exposed time of moves and merged statistics.
         memory_bytes: bytes of activations that backward needs.
         whole: parameters that all ranks hold.
-        split: parts of split parameters.
-        output: layout of its output.
+        split: this rank's parts of split parameters.
+        output: layout of the output.
     """
 
     seconds: float
@@ -101,10 +108,10 @@ class SegmentCost:
 
 
 class SegmentCosts:
-    """Prices the segments of a job on a grid, each kind of segment once.
+    """Costs of the segments of a job on a grid; equal segments are priced once.
 
     Args:
-        plan: the grid, with tiles and overlapped layers; uses are given by segment.
+        plan: grid, tiles and overlapped layers; the uses of layers are arguments of `cost`.
         micro_batches: number of passes into which a rank splits a step.
     """
 
@@ -121,7 +128,12 @@ class SegmentCosts:
         self._output = self.graph.output
 
     def cost(self, segment: NetworkSegment, incoming: Layout | None, use_of: Callable[[str], Parallelism]) -> SegmentCost:
-        """Return the cost of a segment. incoming: layout of its source; None: the images, which are read as needed."""
+        """Return the cost of a segment.
+
+        Args:
+            incoming: layout of the segment's input; None: the images, which each rank reads as needed.
+            use_of: function from a layer's name to its use.
+        """
         nodes = segment.nodes(self.graph)
         uses = tuple(use_of(node.name) for node in nodes)
         source = None if incoming is None else layout_key(incoming)
@@ -137,7 +149,7 @@ class SegmentCosts:
         seconds, hides = 0.0, 0.0
         for position, step in reversed(list(enumerate(steps.steps))):
             if step.node is None:
-                continue  # copies between layouts count for the whole network, not here
+                continue  # copies between layouts count for the whole network, not per segment
             if is_move(step.operator):
                 seconds += self._move(step, steps, position, hides)
                 continue
@@ -151,7 +163,11 @@ class SegmentCosts:
         return SegmentCost(seconds * self._micro_batches, memory, whole, split, lowering.output)
 
     def _move(self, step: PlannedStep, steps: Steps, position: int, hides: float) -> float:
-        """Return the seconds of a move and its adjoint, packing and waits. hides: computation of the reader at the same time."""
+        """Return the seconds of a move and its adjoint: packing and waits.
+
+        Args:
+            hides: seconds of computation that overlap the backward exchange.
+        """
         spec: Any = step.operator.spec
         item_bytes = step.operator.inputs[0].item_bytes
         summed = isinstance(spec, ReduceScatterSpec)
@@ -170,10 +186,12 @@ class SegmentCosts:
 
     def _exchange(self, n_bytes: int, peers: int) -> float:
         exchange = stages(self._machine, "exchange", n_bytes, self.placements.split, peers=peers)
-        return unhindered_seconds(exchange, self._machine.between.burst_seconds)  # layers that compute lie between exchanges
+        return unhindered_seconds(
+            exchange, self._machine.between.burst_seconds
+        )  # computation separates exchanges, so there is a pause before each
 
     def _merges(self, step: PlannedStep) -> float:
-        """Return the seconds of the waits for merged batch statistics, forward and backward."""
+        """Return the seconds of waiting for merged batch statistics, forward and backward."""
         spec = getattr(step.operator, "spec", None)
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised:
             return 0.0
@@ -200,11 +218,11 @@ class SegmentCosts:
 
 
 class _Lowering:
-    """Lowers a segment for one rank.
+    """Lowering of a segment for one rank.
 
     Attributes:
-        shardings: after `run`, those of the nodes with trained parameters.
-        output: after `run`, the layout of the output.
+        shardings: nodes with trained parameters and their shardings; set by `run`.
+        output: layout of the output; set by `run`.
     """
 
     def __init__(self, graph: Graph, segment: NetworkSegment, context: SplitContext, rank: int, group: SplitGroup) -> None:
@@ -216,7 +234,7 @@ class _Lowering:
         self.output: Layout
 
     def run(self, incoming: Layout | None, uses: Sequence[Parallelism]) -> Graph:
-        """Return the local graph."""
+        """Return the segment's graph on this rank."""
         nodes, dtype = self._segment.nodes(self._graph), self._graph.tensors[0].dtype
         if incoming is None:
             samples = layout.samples(self._graph.tensors[0].shape, self._context.counts)
@@ -273,17 +291,20 @@ class _Lowering:
 
 
 def layout_key(of_tensor: Layout) -> Hashable:
-    """Return a hashable key of a tensor's layout on one grid; first and last box identify it among the layouts of the rules."""
+    """Return a hashable key of a tensor's layout on one grid.
+
+    Kind, first box and last box distinguish the layouts of the sharding rules.
+    """
     return of_tensor.kind, of_tensor.boxes[0], of_tensor.boxes[-1]
 
 
 def parameter_memory_bytes(parts: AveragedParts, item_bytes: int, owners: int, state_arrays: int) -> float:
-    """Return the bytes of values, gradients, and the optimiser's state of the part that a rank updates."""
+    """Return the bytes of parameters, their gradients, and the optimiser's state of the part that a rank updates."""
     return parts.elements * item_bytes * (2 + state_arrays / owners)
 
 
 def parameter_item_bytes(job: Job) -> int:
-    """Return the bytes of one element of a parameter."""
+    """Return the bytes of an element of a parameter."""
     return dtypes.item_bytes(dtypes.parameter_dtype(job.dtype))
 
 
@@ -307,4 +328,4 @@ def _kept_bytes(step: PlannedStep) -> int:
 
 
 def _never(code: int) -> None:
-    raise AssertionError(f"a group that is only used for planning was ended with code {code}")
+    raise AssertionError(f"a group for planning was aborted with code {code}")

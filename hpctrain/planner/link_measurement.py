@@ -1,8 +1,8 @@
 """Measure one link between two ranks, and fit a `Link` to the measured points.
 
 `LinkProbe` posts, polls and waits for messages of several sizes, as averagers do. Each time is the minimum of several
-measurements, because other work on the machine only lengthens them. The fit joins neighbouring sizes by straight lines, and
-derives the bytes that move between two polls and the bytes that pass at once after a pause.
+measurements, because other work on the machine only increases times. The fit joins neighbouring sizes by straight lines. It also
+derives the bytes that move between two polls, and the bytes that pass at once after a pause.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.planner.machine import Link, LinkSegment
 
-#: bytes of one message, in each direction; dense where transports change their protocol, which may move far more between polls
+#: bytes of a message in each direction; closer together near the sizes at which transports change their protocol
 SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 20, 4 << 20, 8 << 20)
 _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
 _POLLED_REPEATS = 2
 _MOST_PASSES = 8
-# After such a pause a link has its full burst; smaller messages do not show it.
+# Pause after which a link has its full burst, before long messages; shorter messages do not show a burst.
 _PAUSE_SECONDS = 0.03
 _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# A step sends data that were written some layers ago and are in no cache: write this many bytes before a message.
+# In a step, the data of a message were written some layers ago and are in no cache: write this many bytes before a message.
 _CACHE_BYTES = 128 << 20
-# A message that takes longer than this is measured less often, ...
+# A message that takes longer is measured fewer times.
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
-# ... and if one takes longer than this, its size is the last one.
+# If a message takes longer, larger sizes are not measured.
 _MOST_MESSAGE_SECONDS = 0.3
 _PURPOSE = "measurement of a link"
 
 
 @dataclass(frozen=True)
 class MessagePoint:
-    """A message of `n_bytes` to a partner and one of the same size from it, in one allgather of two ranks.
+    """Times of an allgather of two ranks, each of which sends `n_bytes` bytes to the other.
 
     Attributes:
+        n_bytes: bytes of the message in each direction.
         seconds: time after a pause.
-        next_seconds: additional time of another message that is posted at the same time.
-        polls: polls until it is complete, with `gap_seconds` of computation between them; 0 if not measured.
-        core_seconds: time in posting and polls.
-        summing_core_seconds: the same for a reduce-scatter.
+        next_seconds: additional time of a second operation posted at the same time.
+        polls: number of polls until completion, with `gap_seconds` of computation between them; 0 if not measured.
+        gap_seconds: seconds of computation between two polls.
+        core_seconds: time of the core for posting and polling.
+        summing_core_seconds: time of the core for posting and polling a reduce-scatter.
     """
 
     n_bytes: int
@@ -64,7 +66,17 @@ class MessagePoint:
 
 
 class _Raw(NamedTuple):
-    """Measurements of one size in one pass. one, two: seconds of one message, and of two messages posted together."""
+    """Measurements of one size in one pass.
+
+    Attributes:
+        n_bytes: bytes of the message in each direction.
+        one: seconds of one operation.
+        two: seconds of two operations posted together.
+        polls: number of polls until completion.
+        gap: seconds of computation between two polls.
+        core: seconds of the core for an allgather.
+        summing_core: seconds of the core for a reduce-scatter.
+    """
 
     n_bytes: int
     one: float
@@ -84,14 +96,15 @@ def _point(passes: Sequence[_Raw]) -> MessagePoint:
 
 
 class LinkProbe:
-    """Two ranks that exchange messages.
+    """Measurement of messages between two ranks.
 
-    All ranks of `all_ranks` call `measure` at the same time; those without a partner (`pair` None) wait for the others.
+    All ranks of `all_ranks` call `measure` at the same time; ranks without a partner (`pair` is None) wait for the others.
 
     Args:
-        all_ranks: the ranks that decide together.
-        progress: the progress engine; its queues must be idle.
-        at_once: all ranks with partners, if they are to begin together; None: each pair by itself.
+        all_ranks: communicator of the ranks that decide together.
+        pair: communicator of this rank and its partner; None: no partner.
+        progress: progress engine; its queues must be idle.
+        at_once: communicator of all ranks with partners if they begin together; None: each pair begins by itself.
     """
 
     def __init__(
@@ -109,14 +122,19 @@ class LinkProbe:
     def measure(
         self, sizes: Sequence[int] = SIZES, *, polls: bool = True, budget_seconds: float = math.inf
     ) -> list[MessagePoint]:
-        """Return a point for each size: medians over the ranks that have partners. Collective.
+        """Return a point for each size: medians over the ranks with partners. Collective over `all_ranks`.
 
-        Repeats passes over all sizes, at least two, within the time budget of rank 0: a disturbance rarely lasts for two passes.
-        Larger sizes are left out once a message takes too long; at least two sizes are measured.
+        Passes over all sizes are repeated, at least twice, within the time budget of rank 0, because a disturbance rarely lasts
+        for two passes. If a message takes too long, larger sizes are omitted; at least two sizes are measured.
+
+        Args:
+            sizes: bytes of messages, ascending.
+            polls: whether polls are counted.
+            budget_seconds: time budget of all passes.
         """
         begin = self._progress.now()
         if self._pair is not None:
-            self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # connections are made at first use
+            self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # because connections are made at their first use
         passes: list[list[_Raw]] = []
         while len(passes) < _MOST_PASSES and self._go_on(begin, len(passes), budget_seconds):
             passes.append(self._pass(sizes, polls, math.inf if passes else begin + budget_seconds))
@@ -128,7 +146,12 @@ class LinkProbe:
         return bool(self._all_ranks.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
 
     def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
-        """Measure each size; stop early if a size takes too long or the time is over."""
+        """Measure each size; stop early if a size takes too long or the time is up.
+
+        Args:
+            polls: whether polls are counted.
+            end: time at which the pass stops.
+        """
         numbers: list[_Raw] = []
         for n_bytes in sizes:
             of_all = self._all_ranks.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
@@ -180,12 +203,12 @@ class LinkProbe:
             begin = self._progress.now()
             self._progress.wait([self._queue.post(post, _PURPOSE) for post in posts])
             times.append(self._progress.now() - begin)
-        # A late rank measures too little, because its partner's message has arrived already; take the longer time.
+        # A late rank measures too short a time, because its partner's message has already arrived; take the longer time.
         least: float = min(max(of_both) for of_both in zip(*self._pair.allgather_object(times[1:]), strict=True))
         return least
 
     def _polls(self, post: Callable[[], Handle], gap_seconds: float) -> int:
-        """Return the number of polls until an operation is complete, with computation between them."""
+        """Return the number of polls until an operation completes, with computation between them."""
         assert self._queue is not None
         self._meet()
         _busy(gap_seconds / 3)
@@ -200,7 +223,11 @@ class LinkProbe:
         return polls
 
     def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
-        """Return the time in posting and polls of an operation, between computation. cold: its data are in no cache."""
+        """Return the core's time for posting and polling an operation, with computation between polls.
+
+        Args:
+            cold: whether the caches are overwritten first.
+        """
         assert self._queue is not None
         if cold:
             self._written += 1.0
@@ -220,28 +247,32 @@ class LinkProbe:
 
 
 def _busy(seconds: float) -> None:
-    """Keep the core busy for this time."""
+    """Keep the core busy for `seconds` seconds."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
 
 
-# Messages move in chunks, one between two polls, if they take this many polls more than their time explains.
+# Messages move in chunks, one between two polls, if they need this many polls more than their time explains.
 _CHUNKED_POLLS = 7
-# Largest share by which a second message of the largest size may take longer than the first, because a pause saves time; of
-# smaller messages that is a larger share.
+# Largest share by which a second message of the largest size may take longer than the first, because a pause saves time. The
+# share is larger for smaller messages.
 _LONGER = 0.1
-# Messages from this share of the largest on have the rate of large ones; the rate follows from pairs this far apart.
+# Messages of at least this share of the largest size are large; their rate follows from pairs of sizes this far apart.
 _LARGE, _APART = 0.25, 0.5
 # A burst is a little larger than measured, because its bytes take time as well.
 _COVERED = 1.25
-# Bytes that seem to pass at once count only from this share of all bytes on.
+# Bytes that seem to pass at once count as a burst only if they are at least this share of all bytes.
 _LEAST_BURST = 0.2
-_BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, and of larger ones a burst is a small share
+_BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, and a burst is only a small share of larger ones
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
-    """Fit a link to points of ascending size, at least two. bursts: whether bytes may pass at once after a pause."""
+    """Fit a link to at least two points in ascending order of size.
+
+    Args:
+        bursts: whether bytes may pass at once after a pause.
+    """
     burst_bytes = burst(points) if bursts else 0
     first, large = points[0], points[-3:]
     return Link(
@@ -250,16 +281,16 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
         byte_seconds=median(
             max(0.0, point.core_seconds - first.core_seconds) / (2 * point.n_bytes) for point in large if point is not first
         ),
-        # what a reduce-scatter takes in addition to an allgather
+        # time of a reduce-scatter in addition to that of an allgather
         sum_seconds=median(max(0.0, point.summing_core_seconds - point.core_seconds) / point.n_bytes for point in large),
         burst_bytes=burst_bytes,
     )
 
 
 def burst(points: Sequence[MessagePoint]) -> int:
-    """Return the bytes that pass at once after a pause, relative to the rate of large messages; 0 if none do.
+    """Return the bytes that pass at once after a pause, compared with the rate of large messages; 0 if none do.
 
-    Take the maximum over the points, because other work only reduces them.
+    It is the maximum over the points, because other work on the machine only reduces them.
     """
     beta = _large_beta(points)
     most = 0.0
@@ -272,12 +303,12 @@ def burst(points: Sequence[MessagePoint]) -> int:
 
 
 def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[LinkSegment, ...]:
-    """Return lines through neighbouring points, each from its smaller point on.
+    """Return lines through neighbouring points; each line begins at its smaller point.
 
-    The last line continues without limit, the first begins at 0 bytes. On a link with a burst, every byte has the rate of large
+    The first line begins at 0 bytes, and the last one has no end. On a link with a burst, every byte has the rate of large
     messages, and alpha is the time of a message after a pause without the bytes that exceed the burst.
     """
-    # Times do not decrease with the size: a smaller message that seems slower was disturbed.
+    # Times do not decrease with size: if a smaller message seems slower, it was disturbed.
     times = [min(point.seconds for point in points[position:]) for position in range(len(points))]
     rate = _large_beta(points)
     made: list[LinkSegment] = []
@@ -289,13 +320,13 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
         else:
             beta = (times[high] - times[low]) / (second - first)
             alpha = times[low] - beta * first
-            if alpha < 0:  # another protocol begins between them; the line continues up to its begin
+            if alpha < 0:  # another protocol begins between the points; assume a line through the origin
                 alpha, beta = 0.0, times[low] / first
         unattended, polls = _between_polls(points[low])
         chunk, _ = _between_polls(points[high])
         if (
             chunk is not None and abs(points[low].polls - 1 - first / chunk) < 1
-        ):  # it fits into a few chunks of the neighbouring size
+        ):  # the message consists of a few chunks of the neighbouring size
             unattended, polls = chunk, 1
         made.append(LinkSegment(0 if position == 0 else first, alpha, beta, unattended, polls))
     last, (unattended, polls) = points[-1], _between_polls(points[-1])
@@ -311,7 +342,7 @@ def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: i
 
 
 def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
-    """Return (bytes that move between two polls, None: all; polls before the first byte moves)."""
+    """Return (bytes that move between two polls; None: all bytes, number of polls before the first byte moves)."""
     if not point.polls:
         return None, 0
     explained = point.seconds / point.gap_seconds if point.gap_seconds else 0.0
@@ -321,7 +352,7 @@ def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
 
 
 def _large_beta(points: Sequence[MessagePoint]) -> float:
-    """Return the time per byte of large messages: the median slope between them (Theil and Sen), which is robust to outliers."""
+    """Return the time per byte of large messages: the median slope between them (Theil and Sen), robust to outliers."""
     largest = points[-1].n_bytes
     large = [point for point in points if point.n_bytes >= _LARGE * largest]
     totals = [(point.n_bytes, point.seconds) for point in large]

@@ -1,4 +1,4 @@
-"""The machine of a plan as data: nodes, cores, memory, links and rates. Pure; the same on every rank."""
+"""The machine of a plan as data: nodes, cores, memory, links and rates. Its functions are pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class OperatorClass(StrEnum):
-    """A class of operators with a common rate."""
+    """Class of operators with a common rate."""
 
     CONVOLUTION = "convolution"
     PRODUCT = "product"  # linear layers
@@ -18,7 +18,7 @@ class OperatorClass(StrEnum):
 
 @dataclass(frozen=True)
 class OperatorRate:
-    """The rate of a class of operators on one rank while all ranks of a node compute.
+    """Rate of a class of operators on one rank while all ranks of a node compute.
 
     A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second).
     """
@@ -30,11 +30,13 @@ class OperatorRate:
 
 @dataclass(frozen=True)
 class LinkSegment:
-    """Cost of messages of at least `from_bytes`: alpha_seconds + n beta_seconds_per_byte, up to the begin of the next segment.
+    """Cost of messages of at least `from_bytes` bytes, up to the beginning of the next segment.
+
+    A message of n bytes takes alpha_seconds + n beta_seconds_per_byte.
 
     Attributes:
-        unattended_bytes: bytes of such a message that move between two polls; None: all.
-        polls: polls before the first byte moves, as in a handshake.
+        unattended_bytes: bytes of a message that move between two polls; None: all bytes.
+        polls: number of polls before the first byte moves, as in a handshake.
     """
 
     from_bytes: int
@@ -46,14 +48,15 @@ class LinkSegment:
 
 @dataclass(frozen=True)
 class Link:
-    """A level of the network: the cost of a rank's messages there.
+    """Cost of a rank's messages on one level of the network.
 
     Attributes:
-        segments: by size of a message, the first from 0 bytes on (eager and rendezvous protocols differ).
-        operation_seconds: time of a core to post one operation and to complete it.
+        segments: cost per range of message sizes, the first from 0 bytes on (eager and rendezvous protocols differ).
+        operation_seconds: time of a core to post one operation and complete it.
         byte_seconds: time of a core per byte that a rank sends or receives; 0 if a card moves them.
         sum_seconds: additional time of a core per byte that a reduction adds up.
-        burst_bytes: bytes that pass at once after a pause, before the link's rate limits; a pause restores them at that rate.
+        burst_bytes: bytes that pass at once after a pause, before the rate of the link limits messages; a pause restores them at
+            that rate.
     """
 
     segments: tuple[LinkSegment, ...]
@@ -63,41 +66,42 @@ class Link:
     burst_bytes: int = 0
 
     def segment(self, n_bytes: float) -> LinkSegment:
-        """Return the segment of messages of `n_bytes`."""
+        """Return the segment that contains messages of `n_bytes` bytes."""
         return max((one for one in self.segments if one.from_bytes <= n_bytes), key=lambda one: one.from_bytes)
 
     def is_passed(self, segment: LinkSegment) -> bool:
         """Return whether shorter messages overtake messages of `segment`.
 
-        They do if a segment of shorter messages moves in chunks, and this one does not.
+        This is the case if a segment of shorter messages moves in chunks and this one does not.
         """
         chunked = [one.from_bytes for one in self.segments if one.unattended_bytes is not None]
         return segment.unattended_bytes is None and segment.polls > 0 and min(chunked, default=math.inf) < segment.from_bytes
 
     @property
     def burst_seconds(self) -> float:
-        """Maximum time on the wire that a pause saves."""
+        """Maximum time on the wire that a pause saves, in seconds."""
         return self.burst_bytes * self.segments[-1].beta_seconds_per_byte
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes with equal numbers of ranks.
+    """Machine: nodes with equal numbers of ranks, links and rates.
 
     Attributes:
-        name, description: for display.
+        name: name for display.
         nodes: number of nodes.
-        ranks_per_node: ranks of a job on each node.
-        cores_per_rank: below 1 if ranks share a core.
+        ranks_per_node: number of ranks of a job on each node.
+        cores_per_rank: number of cores of a rank; below 1 if ranks share a core.
         memory_bytes: memory of a rank.
-        within: the link between ranks of a node.
-        between: the link of a rank to other nodes, while it has the card of its node to itself.
-        ranks_per_card: ranks of a node that share one network card and its rate.
-        rates: by class, of one rank.
-        concurrency: by class, slowdown of an operator while all ranks of the node compute, compared with one rank alone;
-            `rates` include it.
-        sources: by dotted key ("between.segments"), "measured" with date and processor, or the origin of the number. All keys
-            have one.
+        within: link between ranks of a node.
+        between: link of a rank to other nodes, if no other rank uses the card of its node.
+        ranks_per_card: number of ranks of a node that share one network card and its rate.
+        rates: rates of one rank, by class of operators.
+        concurrency: slowdown of operators while all ranks of the node compute, compared with one rank alone, by class; `rates`
+            include it.
+        description: description for display.
+        sources: source of each number by dotted key ("between.segments"): "measured" with date and processor, or the origin of
+            the number.
     """
 
     name: str
@@ -118,7 +122,7 @@ class Machine:
         return -(-ranks // self.ranks_per_node)
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, compute: float = 1.0) -> Machine:
-        """Return the machine with bandwidth and latency of its links, and rates of its operators, multiplied by these factors."""
+        """Return the machine with the bandwidth and latency of links and the rates of operators multiplied by these factors."""
         rates = {
             name: OperatorRate(rate.flops_per_second * compute, rate.bytes_per_second * compute, rate.call_seconds / compute)
             for name, rate in self.rates.items()

@@ -1,7 +1,7 @@
-"""Read and write machine files: YAML in which every number has its source.
+"""Read and write machine files: YAML in which every number has a source.
 
-A number is {value: ..., source: ...}, or belongs to a section with a common source. The classes state the fields of a file with
-their units and ranges. `read` and `parse` return a `Machine`, and report each fault in one sentence with its line.
+A number is {value: ..., source: ...}, or belongs to a section with a common source. The classes declare the fields of a file with
+units and ranges. `read` and `parse` return a `Machine`, and report each fault in one sentence with its line.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from hpctrain.storage.atomic_write import write_text
 
 
 class SegmentFields(Section):
-    """Cost of messages of a range of sizes."""
+    """Cost of messages in a range of sizes."""
 
-    from_bytes: Integer = Field(ge=0, description="Least size of such messages, in bytes.")
+    from_bytes: Integer = Field(ge=0, description="Smallest size of these messages, in bytes.")
     alpha_seconds: Number = Field(ge=0, description="Time of a message without its bytes, in seconds.")
     beta_seconds_per_byte: Number = Field(ge=0, description="Time of a byte, in seconds.")
     unattended_bytes: Integer | None = Field(
-        default=None, ge=0, description="Number of bytes of such a message that move between two polls; null for all of them."
+        default=None, ge=0, description="Number of bytes of a message that move between two polls; null: all bytes."
     )
-    polls: Integer = Field(default=0, ge=0, description="Number of polls that such a message needs before its first byte moves.")
+    polls: Integer = Field(default=0, ge=0, description="Number of polls before the first byte of a message moves.")
 
 
 class LinkFields(Section):
     """Cost of the messages of one rank."""
 
     segments: tuple[SegmentFields, ...] = Field(
-        min_length=1, description="List of ranges of sizes, the first from 0 bytes on, each with alpha and beta."
+        min_length=1, description="List of ranges of message sizes, each with alpha and beta; the first begins at 0 bytes."
     )
-    operation_seconds: Number = Field(ge=0, description="Time of a core to post an operation and to see it complete, in seconds.")
-    byte_seconds: Number = Field(ge=0, description="Time of a core for a byte that is sent or received, in seconds.")
-    sum_seconds: Number = Field(ge=0, description="Time of a core for a byte that a reduction adds up, in seconds.")
+    operation_seconds: Number = Field(ge=0, description="Time of a core to post an operation and complete it, in seconds.")
+    byte_seconds: Number = Field(ge=0, description="Time of a core per byte sent or received, in seconds.")
+    sum_seconds: Number = Field(ge=0, description="Time of a core per byte that a reduction adds up, in seconds.")
     burst_bytes: Integer = Field(ge=0, description="Number of bytes that pass at once after a pause.")
 
     @field_validator("segments")
@@ -55,9 +55,9 @@ class LinkFields(Section):
     def _rise(cls, segments: tuple[SegmentFields, ...]) -> tuple[SegmentFields, ...]:
         begins = [segment.from_bytes for segment in segments]
         if begins[0] != 0:
-            raise PydanticCustomError("segments", "must begin with a segment from 0 bytes on; the nearest legal from_bytes is 0")
+            raise PydanticCustomError("segments", "must begin at 0 bytes; the nearest legal value of the first from_bytes is 0")
         if sorted(set(begins)) != begins:
-            raise PydanticCustomError("segments", "must rise in from_bytes from each segment to the next")
+            raise PydanticCustomError("segments", "must be in ascending order of from_bytes")
         return segments
 
     def link(self) -> Link:
@@ -67,10 +67,10 @@ class LinkFields(Section):
 
 
 class RateFields(Section):
-    """The rate of a class of operators on one rank while all ranks of its node compute."""
+    """Rate of a class of operators on one rank while all ranks of its node compute."""
 
-    flops_per_second: Number = Field(gt=0, description="Number of floating-point operations in a second.")
-    bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written in a second.")
+    flops_per_second: Number = Field(gt=0, description="Number of floating-point operations per second.")
+    bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written per second.")
     call_seconds: Number = Field(ge=0, description="Time of a call without its work, in seconds.")
 
     def rate(self) -> OperatorRate:
@@ -83,7 +83,7 @@ class RatesFields(Section):
 
     convolution: RateFields = Field(description="Rate of convolutions.")
     product: RateFields = Field(description="Rate of linear layers.")
-    memory: RateFields = Field(description="Rate of operators that memory bounds: batch norm, pooling, copies, updates.")
+    memory: RateFields = Field(description="Rate of memory-bound operators: batch norm, pooling, copies, updates.")
 
 
 class ConcurrencyFields(Section):
@@ -91,21 +91,21 @@ class ConcurrencyFields(Section):
 
     convolution: Number = Field(default=1.0, gt=0, description="Factor for convolutions.")
     product: Number = Field(default=1.0, gt=0, description="Factor for linear layers.")
-    memory: Number = Field(default=1.0, gt=0, description="Factor for operators that memory bounds.")
+    memory: Number = Field(default=1.0, gt=0, description="Factor for memory-bound operators.")
 
 
 class MachineFields(Section):
-    """A machine file without its sources."""
+    """Content of a machine file, without the sources."""
 
-    name: Text = Field(description="Name of the machine, for people.")
-    description: str = Field(default="", description="Description of the machine, for people.")
-    nodes: Integer = Field(ge=1, description="Number of nodes that there are.")
+    name: Text = Field(description="Name of the machine for display.")
+    description: str = Field(default="", description="Description of the machine for display.")
+    nodes: Integer = Field(ge=1, description="Number of nodes.")
     ranks_per_node: Integer = Field(ge=1, description="Number of ranks of a job on each node.")
     cores_per_rank: Number = Field(gt=0, description="Number of cores of a rank; below 1 if ranks share a core.")
     memory_bytes: Integer = Field(ge=1, description="Memory of a rank, in bytes.")
     ranks_per_card: Integer = Field(ge=1, description="Number of ranks of a node that share one network card.")
-    within: LinkFields = Field(description="Messages among ranks of a node.")
-    between: LinkFields = Field(description="Messages of a rank to other nodes, while it has the card to itself.")
+    within: LinkFields = Field(description="Cost of messages between ranks of a node.")
+    between: LinkFields = Field(description="Cost of a rank's messages to other nodes if no other rank uses the card.")
     rates: RatesFields = Field(description="Rates of operators.")
     concurrency: ConcurrencyFields = Field(default_factory=ConcurrencyFields, description="Slowdown while all ranks compute.")
 
@@ -136,7 +136,7 @@ class MachineFields(Section):
 
 
 _FOLDER = "configs/machines/"
-_WORDS = ("name", "description")  # need no source
+_WORDS = ("name", "description")  # keys without a source
 
 
 def names() -> list[str]:
@@ -145,35 +145,38 @@ def names() -> list[str]:
 
 
 def read(path: str | Path) -> Machine:
-    """Read a machine from a file, or an installed one.
+    """Read a machine from a file, or read an installed one.
 
     Args:
         path: path of a file, or the name of an installed machine, such as "xc40".
 
     Raises:
-        ConfigError: one sentence for each fault, with its file and line.
+        ConfigError: the machine does not exist or is invalid; one sentence per fault, with file and line.
     """
     file = Path(path)
     if not file.exists():
         if str(path) not in names():
-            raise ConfigError(f"There is no machine file {str(path)!r}; of installed machines, {choices(file.stem, names())}.")
+            raise ConfigError(f"There is no machine file {str(path)!r}; among installed machines, {choices(file.stem, names())}.")
         file = examples.path_of(f"{_FOLDER}{path}.yaml")
     try:
         return parse(read_text(file, TEXT_BYTES), str(path))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
+        raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: The machine file cannot be read: {error.strerror}.") from None
+        raise ConfigError(
+            f"Cannot read the machine file {path} ({error.strerror}); grant read permission, or give another file."
+        ) from None
 
 
 def parse(text: str, label: str = "machine") -> Machine:
     """Parse the text of a machine file.
 
     Args:
-        label: the file's path, for messages.
+        text: content of the file.
+        label: path of the file, for messages.
 
     Raises:
-        ConfigError: one sentence for each fault.
+        ConfigError: the text is invalid; one sentence per fault.
     """
     data, places = read_yaml(text, label)
     reader = _Reader(places)
@@ -184,8 +187,8 @@ def parse(text: str, label: str = "machine") -> Machine:
         fields = MachineFields.model_validate(values)
     except ValidationError as error:
         faults = list(_faults(error))
-    # Missing sources are reported once all numbers are right.
-    how = 'write {value: ..., source: ...} with "measured" or the origin, or give its section a source.'
+    # Missing sources are reported only if all numbers are valid.
+    how = 'write {value: ..., source: ...} with source "measured" or the origin of the number, or add a source to its section.'
     faults = faults or [(path, f"{dotted(path)} has no source; {how}") for path in reader.without_source]
     if faults:
         raise ConfigError("\n".join(str(source.error(reader.place(path), sentence)) for path, sentence in faults))
@@ -214,7 +217,7 @@ def text(machine: Machine) -> str:
 
 
 def source_of(machine: Machine, key: str) -> str:
-    """Return the source of a number, or that of the nearest section around it; "not said" if there is none."""
+    """Return the source of a number or of the nearest section around it; "not said" if there is none."""
     while key:
         if key in machine.sources:
             return machine.sources[key]
@@ -223,10 +226,10 @@ def source_of(machine: Machine, key: str) -> str:
 
 
 class _Reader:
-    """Separates values and sources.
+    """Separation of values and sources.
 
     Attributes:
-        sources: by dotted key of a number, its source.
+        sources: source of each number, by dotted key.
         without_source: paths of numbers without a source.
     """
 
@@ -237,7 +240,10 @@ class _Reader:
         self._wrapped: set[KeyPath] = set()
 
     def section(self, schema: type[BaseModel], data: Any, path: KeyPath, source: str) -> Any:
-        """Return the values of a section by its schema, without its own and all inner sources; non-mappings are unchanged."""
+        """Return the values of a section by its schema, without the section's source and all inner sources.
+
+        Data other than mappings are returned unchanged.
+        """
         if not isinstance(data, Mapping):
             return data
         values = dict(data)
@@ -261,7 +267,7 @@ class _Reader:
         return data
 
     def place(self, path: KeyPath) -> KeyPath:
-        """Return the path in the file of the value at a path of the schema."""
+        """Return the path in the file that corresponds to a path of the schema."""
         for length in range(1, len(path) + 1):
             if path[:length] in self._wrapped:
                 return (*path[:length], "value", *path[length:])
@@ -279,7 +285,7 @@ def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _schema_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the section of the schema at a path; items of lists have the type of their list."""
+    """Return the section of the schema at a path; None if there is none. Items of a list have the type of their list."""
     kind: Any = MachineFields
     for key in path:
         if isinstance(key, int):
@@ -291,7 +297,7 @@ def _schema_at(path: KeyPath) -> type[BaseModel] | None:
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (path, sentence) for each fault; a missing key next to a misspelt one counts as one fault."""
+    """Yield (path, sentence) for each fault. A misspelt key and the missing key count as one fault."""
     items = error.errors(include_url=False)
     paths = [tuple(item["loc"]) for item in items]
     meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
@@ -311,7 +317,7 @@ def _sentence(item: Mapping[str, Any], path: KeyPath) -> str:
     if item["type"] == "ranks_per_card":
         return f"ranks_per_card {item['msg']}."
     if not path:
-        return f"A machine file must be a mapping of keys such as name, nodes, within; it is {show(item['input'])}."
+        return f"A machine file must be a mapping with keys such as name, nodes and within, but it is {show(item['input'])}."
     context = item.get("ctx", {})
     bound = context.get("ge")
     hint = "" if bound is None else f"; the nearest legal value is {show(bound)}"
@@ -325,7 +331,7 @@ def _meant(path: KeyPath) -> KeyPath | None:
 
 
 def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: Machine, prefix: str) -> dict[str, Any]:
-    """Return values with their sources: the most frequent source at the section, all others next to their numbers."""
+    """Return values with their sources: the most frequent source at the section, other sources next to their numbers."""
     leaves = {
         key: source_of(machine, prefix + key) for key in values if not _section_in(schema, key) and (prefix or key not in _WORDS)
     }
@@ -345,14 +351,14 @@ def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: M
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with tuples as lists at all levels, because YAML has no tuples."""
+    """Return the value with tuples converted to lists at all levels, because YAML has no tuples."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a mapping without inner mappings on one line."""
+    """YAML dumper that writes the segments of links on one line each."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         node = super().represent_mapping(tag, mapping, flow_style)

@@ -1,23 +1,21 @@
-"""Measure for plans: a machine by the ranks of a job, and times of operators by ranks or by separate processes.
+"""Measure for plans: a machine, with the ranks of a job, and times of operators, with ranks or separate processes.
 
-`run_calibration` is the job of `hpctrain calibrate`. A job measures its whole machine if it chooses its plan at the start,
-and only its links, within two seconds, for the prediction at the end. Times of operators are read from the user's cache; missing
-ones are measured by as many processes at once as a node has ranks, so that caches, memory and cores are as busy as in a step.
-The processes of `plan search --measure` synchronise by barriers and need no MPI.
+`run_calibration` is the job of `hpctrain calibrate`. A job that chooses its plan at the start measures its whole machine. Other
+jobs measure only their links, within two seconds, for the prediction at their end. Times of operators are read from the user's
+cache. Missing times are measured by as many processes at once as a node has ranks, so that caches, memory and cores are as busy
+as in a step. The processes of `plan search --measure` synchronise by barriers and need no MPI.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressEngine
@@ -29,98 +27,40 @@ from hpctrain.planner import calibration, configured_search, machine_file, plann
 from hpctrain.planner.calibration import MeasureRates, RankFacts, calibrate
 from hpctrain.planner.configured_search import SearchTask, job_of
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import Link, Machine, OperatorClass
+from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.program_timing import Coverage, ensure_measured, processor_model, setting_here
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
 from hpctrain.storage.atomic_write import check_target
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_COLUMNS = 80  # without a terminal, as under mpiexec
 
 
-def run_calibration(world: Communicator, threads: int, seconds: float, out: Path, deadline_seconds: float) -> Machine:
-    """Measure the machine, write its file and print a summary. Collective over `world`.
+def run_calibration(
+    world: Communicator, kernels: KernelSet, threads: int, seconds: float, out: Path, deadline_seconds: float
+) -> Machine:
+    """Measure the machine and write its file on rank 0. Collective over `world`; return the machine on every rank.
 
     Args:
-        threads: threads of this rank.
+        kernels: kernel set of this rank.
+        threads: number of threads of this rank.
         seconds: time limit of the measurement.
-        deadline_seconds: longest time of one wait.
+        out: path of the machine file.
+        deadline_seconds: maximum duration of one wait.
 
     Raises:
-        OSError: the file cannot be written; raised before anything is measured.
+        OSError: the file cannot be written; raised before the measurement.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
-    backend = make_backend("auto", place=NodePlace(world.size))
-    begin = time.perf_counter()
-    machine = measured(world, backend.kernels, threads, deadline_seconds, seconds, out.stem)
+    machine = measured(world, kernels, threads, deadline_seconds, seconds, out.stem)
     if world.rank == 0:
         machine_file.write(out, machine)
-        print_machine(machine)
-        print(f"{out}: calibrated in {time.perf_counter() - begin:.0f} s with kernels {backend.kernels.name}")
     return machine
 
 
 def facts_here() -> RankFacts:
-    """Return the cores on which this process may run, its node's memory, and its processor's name."""
+    """Return the cores on which this process may run, the memory of its node, and the name of its processor."""
     return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), processor_model())
-
-
-def print_machine(machine: Machine) -> None:
-    """Print a table of every number of a machine and its source; a source that repeats is printed once."""
-    from rich.table import Table  # imported here, because trainings use this module without it
-
-    from hpctrain.core.console import PlainConsole
-
-    table = Table(title=f"{machine.name}: {machine.description}", title_justify="left", box=None)
-    for heading in ("number", "value", "source"):
-        table.add_column(heading, overflow="fold")
-    previous = ""
-    for key, value in _lines(machine):
-        source = _source(machine, key)
-        table.add_row(key, value, "" if source == previous else source)
-        previous = source
-    PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else _COLUMNS).print(table)
-
-
-def _source(machine: Machine, key: str) -> str:
-    """Return the source of a number, or the first source in a section."""
-    below = (name for name in machine.sources if name.startswith(f"{key}."))
-    return machine_file.source_of(machine, next(below, key))
-
-
-def _lines(machine: Machine) -> list[tuple[str, str]]:
-    lines = [
-        ("nodes", f"{machine.nodes}"),
-        ("ranks_per_node", f"{machine.ranks_per_node}"),
-        ("cores_per_rank", f"{machine.cores_per_rank:g}"),
-        ("memory_bytes", f"{machine.memory_bytes / 1e9:.1f} GB"),
-        ("ranks_per_card", f"{machine.ranks_per_card}"),
-    ]
-    for name, link in (("within", machine.within), ("between", machine.between)):
-        lines += [(f"{name}.{key}", value) for key, value in _link_lines(link)]
-    for kind in OperatorClass:
-        rate = machine.rates[kind]
-        slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
-        speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{slowed}"
-        lines.append((f"rates.{kind}", speed))
-    return lines
-
-
-def _link_lines(link: Link) -> list[tuple[str, str]]:
-    lines = []
-    for one in link.segments:
-        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time per byte"
-        unattended = "" if one.unattended_bytes is None else f", {one.unattended_bytes / 1024:.0f} KiB between polls"
-        polls = f", {one.polls} polls before" if one.polls else ""
-        begin = f"{one.from_bytes / 1024:g} KiB"
-        lines.append(("segments", f"from {begin}: {one.alpha_seconds * 1e6:.1f} us, {rate}{unattended}{polls}"))
-    lines.append(("operation_seconds", f"{link.operation_seconds * 1e6:.0f} us"))
-    lines.append(("byte_seconds", f"{link.byte_seconds * 1e12:.0f} ps"))
-    lines.append(("sum_seconds", f"{link.sum_seconds * 1e12:.0f} ps"))
-    lines.append(("burst_bytes", f"{link.burst_bytes / 1024:.0f} KiB"))
-    return lines
 
 
 def _memory_bytes() -> int:
@@ -137,7 +77,7 @@ def _memory_bytes() -> int:
 NAME = "measured at the run"
 
 _WHOLE_SECONDS = 60.0
-# Rates are known then, and links get a part of the time.
+# Time limit if the rates are known; links get a share of it.
 _HASTE_SECONDS = 3.0
 
 
@@ -149,14 +89,14 @@ def measured(
     seconds: float = _WHOLE_SECONDS,
     name: str = NAME,
 ) -> Machine:
-    """Measure links, memory and rates within `seconds`. Collective; the result is the same on every rank."""
+    """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank."""
     return _calibrated(
         world, lambda before: calibration.measure_rates_of(kernels, threads, before), seconds, deadline_seconds, name
     )
 
 
 def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float) -> Machine:
-    """Measure links with a few sizes of messages, in two seconds; rates are known. Collective; the same on every rank."""
+    """Measure links with a few message sizes in two seconds, using known rates. Collective; return the same on every rank."""
     return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
 
 
@@ -186,13 +126,13 @@ def measured_times(
     budget_seconds: float,
     deadline_seconds: float,
 ) -> OperatorTimes:
-    """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective.
+    """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective over `world`.
 
     Args:
-        threads: threads of a rank.
+        threads: number of threads of a rank.
         memory_bytes: memory of a rank; candidates that need more are not measured.
         budget_seconds: time budget; no measurement starts after it.
-        deadline_seconds: longest wait of a rank for the others.
+        deadline_seconds: maximum time that a rank waits for the others.
 
     Raises:
         ConfigError: no grid fits batch and ranks.
@@ -204,7 +144,7 @@ def measured_times(
     )
     candidates = list(_likely(job, space, world.size))
     left = budget_seconds
-    for some in (candidates[:1], candidates[1:]):  # the choice is always compared with it
+    for some in (candidates[:1], candidates[1:]):  # first the one with which the choice is always compared
         coverage = ensure_measured(
             job,
             some,
@@ -238,16 +178,16 @@ def _keep(times: OperatorTimes) -> None:
     try:
         times.save()
     except OSError as error:
-        _log.warning("The operator times cannot be kept (%s); they are measured again the next time.", error.strerror)
+        _log.warning("Cannot store the operator times (%s); the next job measures them again.", error.strerror)
 
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_PATIENCE_SECONDS = 600.0  # longest wait for other processes, which may have failed
+_PATIENCE_SECONDS = 600.0  # maximum wait for other processes, which may have failed
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of each process, in a form that can be pickled."""
+    """Work of each process, as an object that can be pickled."""
 
     task: SearchTask
     candidates: tuple[Candidate, ...]
@@ -256,27 +196,30 @@ class _Work:
 
 
 def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: float) -> Coverage:
-    """Measure the operators of the candidates that the user's cache lacks, for about `budget_seconds`, and store the times there.
+    """Measure the candidates' operators that are missing in the user's cache, and store their times there.
+
+    Args:
+        budget_seconds: approximate duration of the measurement.
 
     Raises:
-        ConfigError: the machine is not this one.
+        ConfigError: the machine is not the one on which this process runs.
         OSError: the cache cannot be written.
     """
     if not configured_search.is_here(task.machine):
         raise ConfigError(
             f"--measure measures this processor, {processor_model()}, but machine {task.machine.name} was not measured on it; "
-            f"measure this machine with `hpctrain calibrate`, or leave --measure out."
+            f"measure this machine with `hpctrain calibrate`, or omit --measure."
         )
     setting = configured_search.configured_setting(task.machine, job_of(task))
     return _in_processes(_Work(task, tuple(candidates), setting, budget_seconds), setting.concurrency)
 
 
 def _in_processes(work: _Work, processes: int) -> Coverage:
-    """Run the work in this many processes, and return the result of the first of them."""
+    """Run the work in `processes` processes, and return the result of the first one."""
     context = multiprocessing.get_context("spawn")
     barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
     before = {name: os.environ.get(name) for name in _THREADS}
-    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read them when they start
+    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read the variables when they start
     try:
         members = [
             context.Process(target=_measure, args=(work, number, barrier, decision, results), daemon=True)
@@ -292,13 +235,13 @@ def _in_processes(work: _Work, processes: int) -> Coverage:
             if value is not None:
                 os.environ[name] = value
     if any(member.exitcode for member in members):
-        raise ConfigError("Measuring the operators failed (see above); leave --measure out.")
+        raise ConfigError("Cannot measure the operators (see the errors above); omit --measure.")
     coverage: Coverage = results.get()
     return coverage
 
 
 def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """Do the work of one process. On failure, break the barrier, which ends the waits of the others."""
+    """Do the work of one process. On failure, break the barrier, which ends the waits of the other processes."""
     try:
         _measure_with_others(work, number, barrier, decision, results)
     except BaseException:
@@ -307,7 +250,7 @@ def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any
 
 
 def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """Measure together with the other processes; the first process decides for all when to stop, and stores the times."""
+    """Measure together with the other processes. The first process decides for all when to stop, and stores the times."""
 
     def agree(go_on: bool) -> bool:
         if number == 0:

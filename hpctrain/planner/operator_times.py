@@ -1,8 +1,8 @@
 """Store measured times of operators between runs.
 
-The key of a time contains everything that changes it: operation, channels, layouts, use of memory and extents, but no names,
-purposes or random seeds. Times at neighbouring sizes of the same operator are interpolated; a size far from all measured
-ones has no time.
+The key of a time contains everything that affects it: operation, channels, layouts, use of memory and extents, but not names,
+purposes or random seeds. Times at neighbouring sizes of the same operator are interpolated. A size far from all measured sizes
+has no time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec
 from hpctrain.planner.operator_work import is_move, transfer_of
 from hpctrain.storage import atomic_write
 
-# Fields of specs that no time depends on.
+# Fields of specs that do not affect the time.
 _IRRELEVANT = frozenset({"layer", "seed", "first_sample", "origin", "unsplit_shape", "merge", "epsilon", "elements", "padding"})
 
 
 @dataclass(frozen=True)
 class OperatorKey:
-    """An operator's work in one phase.
+    """Work of an operator in one phase.
 
     Attributes:
-        family: operation, channels, layouts and use of memory; operators of one family differ only in their extents.
+        family: operation, channels, layouts and use of memory; operators of a family differ only in their extents.
         extents: (N, H, W) of the first input; H and W are 1 without images.
-        details: other differences with little effect on the time: padding, and the pieces of a move.
+        details: differences with little effect on the time: padding, and the pieces of a move.
     """
 
     family: str
@@ -43,7 +43,11 @@ class OperatorKey:
 
 
 def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = None) -> OperatorKey:
-    """Return the key of a step's phase. memory: see `ComputeCosts.seconds`."""
+    """Return the key of an operator's phase.
+
+    Args:
+        memory: use of memory, see `ComputeCosts.seconds`.
+    """
     operator = step.operator
     spec = getattr(operator, "spec", None) if step.node is not None else None
     inputs = operator.inputs
@@ -65,7 +69,11 @@ def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = 
 
 
 def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
-    """Return letters: gradients that are written (w), added to (a), summed by the program (s); i: the output is in place."""
+    """Return the operator's use of memory as letters.
+
+    One letter per input gradient: written (w), added to (a), summed by the program (s), not requested (-). i: the output is in
+    place; c: the gradient is copied.
+    """
     if memory is None:
         return "w" * len(step.inputs)
     summed = {number for number, _, _ in memory.sums}
@@ -78,7 +86,7 @@ def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a spec as text, with only the type of values that are no data."""
+    """Return a spec as text; values that are not data are represented by their type."""
     if is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in fields(value) if field.name not in _IRRELEVANT)
         return f"{type(value).__name__}({','.join(f'{name}={_text(getattr(value, name))}' for name in names)})"
@@ -102,20 +110,20 @@ def _paddings(value: Any) -> Iterator[str]:
 _log = get_logger(__name__)
 
 FORMAT = 1
-#: largest ratio of sizes over which a time is derived from the rate at a measured size
+#: largest ratio between a size and a measured size whose rate determines its time
 REACH = 2.0
 _DIMS = 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting in which times are valid.
+    """Setting in which times are valid.
 
     Attributes:
         processor: model and instruction sets.
         kernels: name of the kernel set, with versions.
-        threads: threads of a rank.
-        concurrency: number of ranks that compute at the same time on the node, this one included.
+        threads: number of threads of a rank.
+        concurrency: number of ranks that compute at the same time on the node, including this one.
     """
 
     processor: str
@@ -128,7 +136,7 @@ class Setting:
 
 
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file in the user's cache directory, below XDG_CACHE_HOME or ~/.cache. None if the home is unknown."""
+    """Return the file in the user's cache directory, below XDG_CACHE_HOME or ~/.cache; None if the home directory is unknown."""
     directory = user_directory("XDG_CACHE_HOME", ".cache", environment)
     return None if directory is None else directory / "operator-times.json"
 
@@ -137,8 +145,8 @@ class OperatorTimes:
     """Seconds of operators' phases in one setting.
 
     Args:
-        setting: the setting in which they are valid.
-        path: path of the file that keeps them; None: they are kept in memory alone.
+        setting: setting in which the times are valid.
+        path: file that stores the times; None: in memory only.
     """
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
@@ -153,21 +161,24 @@ class OperatorTimes:
         return len(self._exact)
 
     def put(self, key: OperatorKey, seconds: float) -> None:
-        """Store a time; it replaces the previous one of the same key."""
+        """Store a time, replacing an earlier one with the same key."""
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def take_less(self, others: OperatorTimes) -> None:
-        """Keep the lesser of both times for everything that another measurement has timed too, because it was disturbed less."""
+        """Adopt the times of another measurement that are smaller than those stored here, because they were disturbed less."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))
 
     def measured(self, key: OperatorKey) -> bool:
-        """Return whether an operator with these extents was measured, with any details."""
+        """Return whether an operator with these extents was measured; details may differ."""
         return key.extents in self._families.get(key.family, {})
 
     def seconds(self, key: OperatorKey) -> float | None:
-        """Return the measured time, or one derived from other extents in one dimension, N before H before W; None if unknown."""
+        """Return the measured time, or one derived from operators that differ in one extent; None if unknown.
+
+        Differences in N are tried before those in H, and those in H before those in W.
+        """
         if key in self._exact:
             return self._exact[key]
         samples = self._families.get(key.family)
@@ -191,10 +202,10 @@ class OperatorTimes:
         return min(points, key=lambda point: abs(point[0] - key.extents[0]), default=None)
 
     def save(self) -> None:
-        """Write the file, merged with what others have written there in the meantime. One process at a time.
+        """Write the file, merged with times that other processes have stored since it was read. One process at a time.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if self._path is None:
             return
@@ -208,9 +219,9 @@ class OperatorTimes:
 
 
 def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None:
-    """Return the seconds at a size from sorted (size, seconds): piecewise linear, and at the rate of the nearest point outside.
+    """Return the seconds at a size from sorted (size, seconds) points; None if there is no point within a factor of `REACH`.
 
-    None if there are no points, or none within a factor of `REACH`.
+    Between points, the time is piecewise linear; outside, it follows from the rate of the nearest point.
     """
     if not points:
         return None
@@ -224,23 +235,23 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
     if not (min(size, nearest) > 0 and max(size, nearest) <= REACH * min(size, nearest)):
         return None
     slope = seconds / nearest
-    if len(points) > 1:  # a call has a fixed cost, so each unit adds at most the rate, and at least 0
+    if len(points) > 1:  # calls have a fixed cost, so the slope lies between 0 and the mean rate
         other, other_seconds = points[1] if place == 0 else points[-2]
         slope = min(slope, max(0.0, (seconds - other_seconds) / (nearest - other)))
     return seconds + slope * (size - nearest)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the file's content; empty, with a warning, if it is not a file of times."""
+    """Return the content of a file of times; empty, with a warning, if the file is invalid."""
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _log.warning("The operator times in %s cannot be read, and are measured again (%s).", path, error)
+        _log.warning("Cannot read the operator times in %s (%s); they are measured again.", path, error)
         return {}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("times"), dict):
-        _log.warning("The operator times in %s are not of format %d and are measured again.", path, FORMAT)
+        _log.warning("The operator times in %s do not have format %d; they are measured again.", path, FORMAT)
         return {}
     return content
 

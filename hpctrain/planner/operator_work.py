@@ -1,7 +1,7 @@
-"""Count the work of an operator's phase: floating-point operations, and bytes of memory read and written once each.
+"""Count the work of an operator's phase: floating-point operations, and bytes of memory read and written.
 
-Three kinds of work: kernels (`work_of`); moves between layouts, which pack, copy and unpack (`move_traffic`); and products of
-exchanged inputs and errors, which make the weight gradient of a linear layer at its owners over all samples
+There are three kinds of work: kernels (`work_of`); moves between layouts, which pack, copy and unpack (`move_traffic`); and
+products of exchanged inputs and errors, with which its owners compute a linear layer's weight gradient over all samples
 (`FactorProduct`).
 """
 
@@ -22,12 +22,12 @@ from hpctrain.planner.machine import OperatorClass
 
 @dataclass(frozen=True)
 class MoveTraffic:
-    """Bytes read and written on one rank.
+    """Bytes that a move reads and writes on one rank.
 
     Attributes:
-        packing: before the messages are posted.
-        copying: while the messages are in flight.
-        unpacking: after the messages have arrived.
+        packing: bytes before the messages are posted.
+        copying: bytes while the messages are in flight.
+        unpacking: bytes after the messages have arrived.
     """
 
     packing: int
@@ -40,21 +40,21 @@ class MoveTraffic:
 
 
 def is_move(operator: Operator) -> bool:
-    """Return whether the operator exchanges messages with its split group."""
+    """Return whether the operator exchanges messages within its split group."""
     return isinstance(getattr(operator, "spec", None), RedistributeSpec | ReduceScatterSpec)
 
 
 def transfer_of(operator: Operator) -> Transfer:
-    """Return the share of a move on its rank."""
+    """Return this rank's messages and local copy in a move."""
     assert isinstance(operator, RedistributeOperator | ReduceScatterOperator)
     return operator.share
 
 
 def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False) -> MoveTraffic:
-    """Return the traffic of a move's phase FORWARD, INPUT or RECOMPUTE; zero for all others.
+    """Return the traffic of a move in phase FORWARD, INPUT or RECOMPUTE; zero in all other phases.
 
     Args:
-        accumulate: whether the input gradient is added to.
+        accumulate: whether the input gradient is added to an existing one.
     """
     item_bytes, share = operator.inputs[0].item_bytes, transfer_of(operator)
     owned, wanted = operator.inputs[0].size, operator.output.size
@@ -75,13 +75,22 @@ def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False
 
 
 def _forward(share: Transfer, wanted: int, *, keeps: bool) -> tuple[int, int, int]:
-    """Return elements read and written. wanted: size of the local target. keeps: received elements are copied a second time."""
+    """Return the elements read and written for packing, copying and unpacking.
+
+    Args:
+        wanted: size of the local target.
+        keeps: whether received elements are copied a second time.
+    """
     zeroed = wanted if share.gaps else 0
     return 2 * share.send_size, 2 * _local_size(share) + zeroed, (2 + 2 * keeps) * share.receive_size
 
 
 def _adjoint(share: Transfer, owned: int, *, accumulate: bool) -> tuple[int, int, int]:
-    """Return elements read and written. owned: size of the local source, to which received gradients are added."""
+    """Return the elements read and written for packing, copying and unpacking in the adjoint of a move.
+
+    Args:
+        owned: size of the local source, to which received gradients are added.
+    """
     zeroed = owned if share.spare and not accumulate else 0
     return 2 * share.receive_size, (2 + accumulate) * _local_size(share) + zeroed, 3 * share.send_size
 
@@ -129,7 +138,11 @@ def products_of(plan: ExecutionPlan, samples: int) -> list[FactorProduct]:
 def time_product(
     product: FactorProduct, dtype: str, steps: int, clock: Callable[[], float], before: Callable[[], None] = lambda: None
 ) -> float:
-    """Return the median time of `steps` products in seconds, after two that warm up. before: see `TimedProgram.measure`."""
+    """Return the median time of `steps` products in seconds, after two warm-up products.
+
+    Args:
+        before: callback before each product, see `TimedProgram.measure`.
+    """
     random = np.random.default_rng(0)
     inputs, errors = (
         random.standard_normal((product.samples, width), np.float32).astype(dtype) for width in (product.inputs, product.outputs)
@@ -150,7 +163,13 @@ _PHASES = (*_FORWARD, Action.PARAMETERS, Action.INPUT)
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """The work of one call. flops: a multiply-add counts two."""
+    """Work of one call.
+
+    Attributes:
+        kind: class of the operator.
+        flops: number of floating-point operations; a multiply-add counts as two.
+        bytes: bytes read and written.
+    """
 
     kind: OperatorClass
     flops: int
@@ -163,7 +182,7 @@ class OperatorWork:
 
 
 def class_of(spec: Spec | None) -> OperatorClass:
-    """Return the class of an operation; a copy between layouts (None) is memory-bound."""
+    """Return the class of an operation; a copy between layouts (None) belongs to the memory-bound class."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     if isinstance(inner, Conv2dSpec):
         return OperatorClass.CONVOLUTION
@@ -171,9 +190,12 @@ def class_of(spec: Spec | None) -> OperatorClass:
 
 
 def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None) -> OperatorWork:
-    """Return the work of a step's phase. memory: see `ComputeCosts.seconds`.
+    """Return the work of an operator's phase.
 
-    For products, the gradients of the parameters and of each input take about as many operations as the forward pass.
+    For products, the gradients of the parameters and of each input need about as many operations as the forward pass.
+
+    Args:
+        memory: use of memory, see `ComputeCosts.seconds`.
     """
     operator = step.operator
     spec = operator.spec if step.node is not None else None
@@ -199,7 +221,7 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
 def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
     operator = step.operator
     n_bytes = sum(x.bytes for x in operator.inputs) + operator.output.bytes + _parameter_bytes(step, spec)
-    if isinstance(spec, BatchNormSpec):  # once for the moments, once to normalise, and the sum is added in place
+    if isinstance(spec, BatchNormSpec):  # read for the moments, and again to normalise; the sum is added in place
         n_bytes += operator.inputs[0].bytes + (2 * operator.output.bytes if spec.add else 0)
     return n_bytes
 
@@ -207,13 +229,13 @@ def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
 def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
     operator = step.operator
     read = operator.inputs[0].bytes + operator.output.bytes
-    if step.joint_backward:  # both sums first, then the input's gradient
+    if step.joint_backward:  # computes both sums, then the input's gradient
         read += _input_bytes(step, spec, memory)
     return read + _parameter_bytes(step, spec)
 
 
 def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
-    """Return the bytes of an input's phase.
+    """Return the bytes of the phase that computes input gradients.
 
     It reads the output's gradient and the values that backward needs. It writes gradients, or reads and writes them if it adds.
     """
@@ -230,14 +252,14 @@ def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None
 
 
 def _asked(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]:
-    """Return, by input, whether its gradient is requested."""
+    """Return whether the gradient of each input is requested."""
     if memory is None:
         return (True,) * len(step.inputs)
     return tuple(region is not None for region in memory.input_grads)
 
 
 def _parameter_bytes(step: PlannedStep, spec: Spec | None) -> int:
-    """Return the bytes of the parameters (float32 at least), from the spec: steps contain only their names."""
+    """Return the bytes of the parameters (at least float32), computed from the spec because steps contain only their names."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     size = 0
     if isinstance(inner, Conv2dSpec | LinearSpec):

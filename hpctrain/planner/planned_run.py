@@ -1,7 +1,7 @@
-"""Plan a configuration as a job, without MPI and without the images of its data.
+"""Plan a configuration as a job, without MPI and without reading images.
 
-`prepare` puts a configuration on a grid, with everything that plans follow from. `job` and `candidate` are the same in the
-planner's terms; `description`, `group_schedules` and `pinned_memory` state what it means on each rank.
+`prepare` puts a configuration on a grid and determines everything from which plans follow. `job` and `candidate` convert the
+result to the planner's terms. `description`, `group_schedules` and `pinned_memory` return its consequences for each rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.graph import Graph, GraphBuilder
@@ -48,12 +48,17 @@ Image = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration on a grid.
+    """Configuration on a grid.
 
     Attributes:
-        image_shape: (H, W, C) as the network sees it.
+        config: configuration.
+        plan: grid and use of each layer.
+        image_shape: (H, W, C) of the network's input.
         counts: samples of a step by position.
-        assumption: a sentence that states what the plan assumes because the data do not exist yet; empty if it assumes nothing.
+        graph_of: function from a number of samples to the lowered model.
+        specs: all parameters, by full name.
+        kernels: kernel set that computes.
+        assumption: sentence with the assumptions of the plan if the data do not exist yet; otherwise empty.
     """
 
     config: Config
@@ -67,7 +72,7 @@ class PlannedRun:
 
 
 def job(task: PlannedRun) -> Job:
-    """Return the training, independent of its grid, plan and averager."""
+    """Return the job without its grid, plan and averager."""
     config = task.config
     optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
     averages = config.ema.decay is not None
@@ -100,7 +105,7 @@ def _job(
 
 
 def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
-    """Return the elements that an optimiser keeps per parameter element; binds it to a parameter of one element.
+    """Return the number of elements that an optimiser keeps per parameter element; binds it to a parameter of one element.
 
     Args:
         averages: whether an average of the weights is kept as well.
@@ -121,16 +126,19 @@ def of_network(
     optimizer: Optimizer,
     averages: bool = False,
 ) -> Job:
-    """Return the training of a network that was made in Python.
+    """Return the job that trains a network written in Python.
 
     Args:
+        model: the network.
+        image_shape: (H, W, C) of its input.
+        kernels: kernel set that computes.
         dtype: dtype of activations.
         batch: samples of a step over all ranks.
-        optimizer: an optimiser that belongs to no replica.
+        optimizer: optimiser that is not in use by a replica.
         averages: whether an average of the weights is kept.
 
     Raises:
-        ShapeError: layers that do not fit each other or the images.
+        ShapeError: the layers do not fit each other or the images.
     """
 
     def graph_of(samples: int) -> Graph:
@@ -142,39 +150,42 @@ def of_network(
 
 
 def candidate(task: PlannedRun) -> Candidate:
-    """Return the configured grid, plan and averager."""
+    """Return the configured plan, averager and number of micro-batches."""
     averager = task.config.averager
     return Candidate(task.plan, AveragerChoice(averager.name, averager.options), task.config.micro_batches)
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
-    """Return the configured plan on `ranks` ranks; None: the size of the configured grid.
+    """Return the configured plan on `ranks` ranks; None: on the configured grid.
 
     Raises:
-        ConfigError: grid.cols is unknown, or the batch cannot be shared.
-        ShapeError: a grid that does not multiply to the ranks; the message contains the nearest one that does.
+        ConfigError: grid.cols is unknown, or the ranks cannot share the batch.
+        ShapeError: the grid does not multiply to the number of ranks; the message contains the nearest grid that does.
     """
     if config.automatic:
         raise ConfigError(
             f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, so there is no plan yet; "
-            f"give values, or let `hpctrain plan search` or `hpctrain plan show --machine` choose them."
+            f"give values, or choose them with `hpctrain plan search` or `hpctrain plan show --machine`."
         )
     cols = config.grid.cols
     if ranks is not None:
         cols = grid.columns(config, ranks)
         check_grid(config.grid.rows, cols, ranks)
     if cols is None:
-        raise ConfigError("grid.cols is null, so the number of ranks is not known; give --ranks, or set grid.cols.")
+        raise ConfigError("grid.cols is null, so the number of ranks is unknown; give --ranks, or set grid.cols.")
     grid.check_batch(config.batch, config.grid.rows, cols)
     return grid.parallel_plan(config, cols)
 
 
 def prepare(config: Config, ranks: int | None, image: Image | None = None, classes: int | None = None) -> PlannedRun:
-    """Put a configuration on a grid, with everything that plans follow from.
+    """Put a configuration on a grid, and determine everything from which plans follow.
 
     Args:
-        image, classes: (H, W, C) of the images as the network sees them, and number of classes; None: from the header of the
-            configured training file, or the model's own if there is no such file.
+        config: configuration.
+        ranks: number of ranks; None: the size of the configured grid.
+        image: (H, W, C) of the network's input; None: from the header of the training file, or the model's default without a
+            file.
+        classes: number of classes; None: from the header of the training file, or the model's default without a file.
 
     Raises:
         HpctrainError: configuration, file and grid do not agree.
@@ -198,7 +209,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
     grid.check_overlap(config, sample, plan)
-    if plan.rows == 1:  # then a run splits no layers
+    if plan.rows == 1:  # no layer is split
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
@@ -206,7 +217,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 
 
 def _header(config: Config) -> tuple[Image, int]:
-    """Return the shape after augmentation, and the number of classes; reads no image."""
+    """Return the image shape after augmentation and the number of classes, without reading images."""
     file = open_images(config, "train")
     steps = [(step.name, step.options) for step in config.data.augment]
     pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
@@ -214,13 +225,13 @@ def _header(config: Config) -> tuple[Image, int]:
 
 
 def _of_the_model(config: Config) -> tuple[Image, int]:
-    """Return the model's default images after the configured augmentations, and its number of classes."""
+    """Return the shape of the model's default images after the configured augmentations, and its number of classes."""
     options = catalogue.check(config.model.name, config.model.options)
     height, width, channels = catalogue.image_shape(config.model.name)
     shape = (height, width, int(options.get("channels_in", channels)))
     steps = [(step.name, step.options) for step in config.data.augment]
     flat = np.zeros(shape[2])
-    with suppress(ShapeError):  # crops that need larger images than the model's keep the model's own shape
+    with suppress(ShapeError):  # if crops need larger images than the model's default, keep the default
         pipeline = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype)
         shape = of_largest(config, pipeline).output_shape(*shape)
     return shape, int(options.get("classes", 1))
@@ -229,28 +240,31 @@ def _of_the_model(config: Config) -> tuple[Image, int]:
 def _assumption(config: Config, image: Image, classes: int) -> str:
     height, width, channels = image
     return (
-        f"There is no {config.data.train} yet, so this assumes images of {height} x {width} x {channels} and {classes} classes "
-        f"(the model's own, unless --image and --classes are given); the values of the file are used once it exists."
+        f"{config.data.train} does not exist yet, so this assumes images of {height} x {width} x {channels} and {classes} "
+        f"classes (the model's defaults, unless --image and --classes are given); once the file exists, its values are used."
     )
 
 
 def description(task: PlannedRun) -> PlanReport:
-    """Return the owners of parameters and activations, the exchanged bytes and the memory."""
+    """Return a report of the owners of parameters and activations, the exchanged bytes and the memory."""
     shapes = {name: spec.shape for name, spec in task.specs.items()}
     return report_plan(task.graph_of, task.plan, micro_counts(task), shapes, task.kernels)
 
 
 def micro_counts(task: PlannedRun) -> tuple[int, ...]:
-    """Return the samples of the first micro-batch, which is the largest, by position."""
+    """Return the samples of the first and largest micro-batch, by position."""
     parts = task.config.micro_batches
     return tuple(-(-count // parts) for count in task.counts)
 
 
 def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
-    """Return the schedules of all averagers' first steps over a link, from sizes alone. ranks_per_node: None: all on one node.
+    """Return the schedules of all averagers' first steps over a link, computed from sizes only.
+
+    Args:
+        ranks_per_node: number of ranks per node; None: all ranks on one node.
 
     Raises:
-        ConfigError: an averager that a run would refuse.
+        ConfigError: the averager cannot run this job.
     """
     return schedules.group_schedules(job(task), candidate(task), link, ranks_per_node)
 
@@ -262,22 +276,24 @@ def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple
 
 
 def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int, int, int], ...]:
-    """Return (r, c, node) by world rank, with consecutive ranks on nodes; None: all on one node."""
+    """Return (r, c, node) by world rank, with consecutive ranks on the same node.
+
+    Args:
+        ranks_per_node: number of ranks per node; None: all ranks on one node.
+    """
     size = plan.rows * plan.cols
     node_of = tuple(rank // (ranks_per_node or size) for rank in range(size))
     return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
 
 
-# Averagers whose messages differ from the slices of their schedule, and change from step to step.
-_OTHER_MESSAGES = ("lazy", "sparse")
-
-
 @dataclass(frozen=True)
 class PlannedPinnedMemory:
-    """Pinned memory in bytes, by position. messages: mirrors for messages between devices. images: batches of stored pixels.
+    """Pinned memory in bytes, by position; None if only a run can determine it.
 
-    None if only a run can determine it: `messages` with several nodes of several ranks, split layers, exchanged inputs and
-    errors, the averagers lazy and sparse, and other transports than staged; `images` if the data files do not exist yet.
+    Attributes:
+        messages: mirrors of messages between devices. None with several nodes of several ranks, split layers, exchanged inputs
+            and errors, averagers whose messages vary (lazy and sparse), or a transport other than staged.
+        images: batches of stored pixels. None if the data files do not exist yet.
     """
 
     messages: tuple[int, ...] | None
@@ -288,7 +304,7 @@ def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Planne
     """Return the pinned memory of a run; None if it computes in host memory.
 
     Raises:
-        HpctrainError: data files that cannot be read.
+        HpctrainError: a data file cannot be read.
     """
     if task.kernels.arithmetic.on_host:
         return None
@@ -298,7 +314,8 @@ def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Planne
 def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[int, ...] | None:
     in_levels = any(group.order is not None for group in averaged)
     by_device = task.config.transport in ("mpi", "nccl")
-    if task.plan.rows > 1 or in_levels or by_device or task.config.averager.name in _OTHER_MESSAGES:
+    varies = getattr(AVERAGERS.find(task.config.averager.name), "messages_vary", False)
+    if task.plan.rows > 1 or in_levels or by_device or varies:
         return None
     item = item_bytes(parameter_dtype(task.config.dtype))
     of_groups = [mirror_bytes(group, item) for group in averaged]
@@ -308,7 +325,7 @@ def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[i
 
 
 def _of_images(task: PlannedRun) -> tuple[int, ...] | None:
-    """Return the memory of batches of training and of evaluation, which share it."""
+    """Return the pinned memory of image batches by position; training and evaluation share it."""
     config = task.config
     splits = [("train", config.data.train), *([("test", config.data.test)] if config.data.test is not None else [])]
     if any(path != SYNTHETIC and not Path(str(path)).exists() for _, path in splits):
@@ -326,7 +343,12 @@ def _of_images(task: PlannedRun) -> tuple[int, ...] | None:
 
 
 def _of_batches(task: PlannedRun, file: ImageFile, pipeline: Pipeline, batch: int, parts: int) -> list[int]:
-    """Return, by position, the memory of batches of a file in this many parts."""
+    """Return the pinned memory of batches of a file by position.
+
+    Args:
+        batch: samples of a batch over all ranks.
+        parts: number of micro-batches.
+    """
     of_ranks = counts(min(batch, len(file)), len(task.counts), task.plan.rows)
     if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.kernels, PixelInput):
         return [0] * len(of_ranks)

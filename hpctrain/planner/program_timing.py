@@ -1,8 +1,8 @@
-"""Time the operators of a rank's program in the order of a step, because the caches change the time of an operator alone.
+"""Time the operators of a rank's program in the order of a step, because the state of the caches affects each operator's time.
 
-`TimedProgram` runs one rank's step, with a clock between its actions. A `FakeSplitGroup` replaces the other ranks of its split
-group: it sends nothing, and its messages are complete at once with arbitrary values. Packing, copies and unpacking take
-their usual time. `ensure_measured` times the operators of candidates that have no time yet.
+`TimedProgram` runs one rank's step with a clock between its actions. A `FakeSplitGroup` replaces the other ranks of the split
+group: it sends nothing, and its messages complete at once with arbitrary values. Packing, copying and unpacking take their usual
+time. `ensure_measured` times the operators of candidates that were not measured before.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from hpctrain.version import __version__
 
 
 class _CompleteHandle:
-    """The handle of an operation that is complete from the beginning."""
+    """Handle of an operation that is complete from the beginning."""
 
     def test(self) -> bool:
         return True
 
 
 class FakeSplitGroup(SplitGroup):
-    """A split group of `size` ranks in which only this rank exists."""
+    """Split group of `size` ranks in which only this rank exists."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
@@ -59,7 +59,7 @@ class FakeSplitGroup(SplitGroup):
     def alltoall(
         self, send: np.ndarray, recv: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str
     ) -> Ticket:
-        """Return a complete ticket; nothing is sent."""
+        """Return a complete ticket without sending anything."""
         return self._done
 
     def wait(self, ticket: Ticket) -> None:
@@ -67,54 +67,54 @@ class FakeSplitGroup(SplitGroup):
 
 
 class FakeStatisticsMerger:
-    """A `StatisticsMerger` of `ranks` ranks that all have the values of this rank."""
+    """`StatisticsMerger` for `ranks` ranks that all have this rank's values."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank only, so that nothing is merged."""
+        """Whether there is only one rank, so that nothing is merged."""
         return self._ranks == 1
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        """Merge as many copies of the moments as there are ranks, and return the total count."""
+        """Merge one copy of the moments per rank in place, and return the total count."""
         counts = np.full(self._ranks, float(count))
         means, m2s = (np.broadcast_to(values, (self._ranks, values.size)) for values in (mean.copy(), m2.copy()))
         total, mean[...], m2[...] = merge_moments(counts, means, m2s)
         return total
 
     def sum(self, values: np.ndarray) -> None:
-        """Add up as many copies as there are ranks."""
+        """Add up one copy of the values per rank, in place."""
         np.multiply(values, self._ranks, out=values)
 
 
 def _begin_nothing() -> Handle:
-    raise AssertionError("an operation of a stand-in is never begun")
+    raise AssertionError("an operation of a fake group must not begin")
 
 
 def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
-    """Return the mergers of a rank of a split group of `split` ranks and a data group of `data`, by `BatchNormSpec.merge`."""
+    """Return mergers by `BatchNormSpec.merge` for a rank in a split group of `split` ranks and a data group of `data` ranks."""
     return {"all": FakeStatisticsMerger(split * data), "split": FakeStatisticsMerger(split), "data": FakeStatisticsMerger(data)}
 
 
-_LEARNING_RATE = 0.0  # weights do not change, and so stay finite
+_LEARNING_RATE = 0.0  # so that weights do not change and stay finite
 _WARM_UP = 2
-# Message buffers contain arbitrary numbers, as nothing is received: they may overflow.
+# Nothing is received, so message buffers contain arbitrary numbers and may overflow.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 _FILL = {"running_mean": 0.0, "running_var": 1.0}
 
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """An undisturbed step, estimated from several timed steps, in seconds.
+    """Times of an undisturbed step in seconds, estimated from several timed steps.
 
     Attributes:
-        actions: by (action, position) of the plan; an exchange that begins early counts in the phase in which it ends.
-        input: copy of the images.
-        update: update of all parameters, with the check for finite values.
-        others: loss, sums and statistics.
-        step: whole steps without a clock between actions; 0 if none were run.
+        actions: time by (action, position in the plan); an exchange that begins early counts in the phase in which it ends.
+        input: time to copy the images.
+        update: time to update all parameters, including the check that they are finite.
+        others: time of loss, sums and statistics.
+        step: time of a whole step without a clock between actions; 0 if not measured.
     """
 
     actions: Mapping[tuple[Action, int], float]
@@ -125,24 +125,24 @@ class ProgramTimes:
 
     @property
     def sum(self) -> float:
-        """The sum of all times of a step."""
+        """Sum of the times of all parts of a step."""
         return sum(self.actions.values()) + self.input + self.update + self.others
 
 
 class TimedProgram:
-    """A rank's graph with synthetic parameters and images, and steps of it without communication.
+    """Program of one rank with synthetic parameters and images, which runs steps without communication.
 
     Args:
         graph: graph of one rank, made with a `FakeSplitGroup`.
-        kernels: the kernel set that computes.
-        specs: specs of the model's parameters, whole; those that the graph does not use are ignored.
-        shards: the parts of parameters that the rank has; others are whole.
+        kernels: kernel set that computes.
+        specs: whole parameters of the model; parameters that the graph does not use are ignored.
+        shards: this rank's parts of split parameters; all other parameters are whole.
         mergers: mergers of batch statistics, by group.
         dtype: dtype of activations.
-        clock: returns seconds.
+        clock: function that returns seconds.
 
     Attributes:
-        plan: the execution plan.
+        plan: execution plan.
         parameters: number of updated elements.
     """
 
@@ -188,7 +188,7 @@ class TimedProgram:
         self._images = random.standard_normal(shape, np.float32).astype(held)
         samples, classes = self.plan.tensors[self.plan.output].shape
         self._labels = random.integers(0, classes, samples)
-        # Operators with random numbers by sample read the ids of the whole split group.
+        # Operators with random numbers per sample read the ids of the whole split group.
         first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
         ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
         self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
@@ -201,11 +201,11 @@ class TimedProgram:
 
     @_without_warnings
     def measure(self, steps: int, before: Callable[[], None] = lambda: None, *, wholes: bool = False) -> ProgramTimes:
-        """Return the times of an undisturbed step from `steps` steps with a clock between actions, after two warm-up steps.
+        """Return the times of an undisturbed step, from `steps` steps with a clock between actions after two warm-up steps.
 
         Args:
-            before: called before each step: a barrier, if several ranks measure at the same time.
-            wholes: also run as many steps without that clock, alternating with the others.
+            before: callback before each step: a barrier if several ranks measure at the same time.
+            wholes: whether the same number of steps also runs without that clock, alternating with the others.
         """
         laps, whole_seconds = [], []
         for number in range(-_WARM_UP, steps):
@@ -235,9 +235,9 @@ class TimedProgram:
         return ProgramTimes(actions, laps[0], look + update, loss + sums, step)
 
     def _run(self, *, stepwise: bool) -> list[float]:
-        """Run one step as a training does, and return the seconds of its laps.
+        """Run one step as in training, and return the seconds of its laps.
 
-        Laps: input, forward's actions, loss, check of finite values, backward's actions, sums, update.
+        The laps are: input, each action of forward, loss, check for finite values, each action of backward, sums, update.
         """
         program, arithmetic, data = self._program, self._kernels.arithmetic, self._group.data
         self._marks = [self._clock()]
@@ -272,9 +272,9 @@ class TimedProgram:
 def typical(laps: np.ndarray) -> np.ndarray:
     """Return the seconds of each lap (L,) in an undisturbed step, estimated from several steps (steps, L).
 
-    They add up to the duration of the fastest step: other work on the machine only lengthens steps, by half and more for
-    seconds at a time, so the minimum is reproducible. The sum of each lap's minimum would be too small, because most steps are
-    disturbed somewhere.
+    They add up to the duration of the fastest step. Other work on the machine only lengthens steps, by half and more for seconds
+    at a time, so the minimum is reproducible. The sum of the minima of all laps would be too small, because most steps are
+    disturbed in some lap.
     """
     medians: np.ndarray = np.median(laps, axis=0)
     total = float(medians.sum())
@@ -294,27 +294,31 @@ def _statistic_specs(graph: Graph) -> dict[str, StatisticSpec]:
 
 
 def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
-    """Return the CPU clock if one host thread computes, because other processes do not affect it; otherwise the wall clock."""
+    """Return the clock for timing: CPU time if a single host thread computes, otherwise wall time.
+
+    Other processes do not affect CPU time.
+    """
     return time.process_time if threads == 1 and on_host else time.perf_counter
 
 
-#: instruction sets that kernels are chosen by
+#: instruction sets on which the choice of kernels depends
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
 _STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
-# Parameters, gradients and momentum, and the same again for temporaries.
+# Number of arrays of the parameters' size: parameters, gradients, momentum, and temporaries.
 _COPIES_OF_PARAMETERS = 4
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """A rank's program.
+    """Program of a rank.
 
     Attributes:
-        graph: its own graph, not yet fused.
-        shards: its parts of parameters.
-        split_ranks, data_ranks: sizes of its two groups.
-        exchanged_samples: samples whose inputs and errors it may multiply to gradients; 0 if none are exchanged.
+        graph: graph of the rank, not yet fused.
+        shards: the rank's parts of split parameters.
+        split_ranks: number of ranks in its split group.
+        data_ranks: number of ranks in its data group.
+        exchanged_samples: number of samples whose inputs and errors the rank may multiply to gradients; 0: none are exchanged.
     """
 
     graph: Graph
@@ -326,7 +330,13 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The result of a measurement. programs: number of timed programs. left: number of those without enough time or memory."""
+    """Result of a measurement.
+
+    Attributes:
+        programs: number of timed programs.
+        left: number of programs omitted for lack of time or memory.
+        seconds: duration of the measurement.
+    """
 
     programs: int
     left: int
@@ -334,7 +344,7 @@ class Coverage:
 
 
 def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
-    """Return the setting of this process: its processor, and the versions of all software that computes."""
+    """Return the setting of this process: its processor, and the versions of the software that computes."""
     version = getattr(kernels, "version", "")
     versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
     known = processor_flags()
@@ -343,7 +353,7 @@ def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
 
 
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
-    """Yield the distinct programs of ranks: first, middle and last rank of each kind of split group, largest first."""
+    """Yield the distinct programs of ranks: of the first, middle and last rank of each kind of split group, largest first."""
     plan = candidate.plan
     positions = counts_over(job.batch, candidate.ranks, plan.rows)
     largest = [even(count, candidate.micro_batches)[0] for count in positions]
@@ -361,7 +371,7 @@ def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
 
 
 def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
-    """Return the key of each action of a plan that takes time."""
+    """Return the keys of all actions of a plan that take time."""
     return {
         (action, k): operator_key(plan.steps[k], action, plan.memory[k])
         for action, k in (*plan.forward, *plan.backward)
@@ -370,7 +380,11 @@ def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
 
 
 def record(times: OperatorTimes, plan: ExecutionPlan, parameters: int, step: ProgramTimes) -> None:
-    """Store all times of a step; the mean for operators with the same key. parameters: number of updated elements."""
+    """Store all times of a step; for operators with the same key, store the mean.
+
+    Args:
+        parameters: number of updated elements.
+    """
     by_key: dict[OperatorKey, list[float]] = {}
     for phase, key in keys_of(plan).items():
         by_key.setdefault(key, []).append(step.actions[phase])
@@ -391,15 +405,18 @@ def ensure_measured(
     before: Callable[[], None] = lambda: None,
     agree: Callable[[bool], bool] = lambda go_on: go_on,
 ) -> Coverage:
-    """Measure the operators of the candidates that `times` lacks, programs with the most unknown operators first.
+    """Measure the operators of the candidates that `times` lacks, beginning with the program with the most unknown operators.
 
-    If several ranks of a node measure at the same time, so that caches and memory are as busy as in a step, all call this
-    with the same arguments, and both functions are collective among them.
+    Several ranks of a node may measure at the same time, so that caches and memory are as busy as in a step. All of them then
+    call this function with the same arguments, and `before` and `agree` are collective over them.
 
     Args:
-        memory_bytes: memory of this rank; programs that need more are left out.
-        before: called before each step: a barrier.
-        agree: makes one decision for all ranks: whether to continue.
+        candidates: candidates whose operators are measured.
+        times: measured times, extended in place.
+        budget_seconds: time budget; no program starts after it.
+        memory_bytes: memory of this rank; programs that need more are omitted.
+        before: callback before each step: a barrier.
+        agree: function that returns the same decision on all ranks: whether to continue.
     """
     begin, done, left = time.perf_counter(), 0, 0
     for program in _most_unknown_first(job, candidates, times):
@@ -450,7 +467,7 @@ def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Calla
 
 
 def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the name of the processor, as machine files state it in sources."""
+    """Return the name of the processor, as in the sources of machine files."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))

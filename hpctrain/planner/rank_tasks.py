@@ -1,4 +1,4 @@
-"""The tasks of one rank's step, in the order of its program and of the training step."""
+"""Build the tasks of one rank's step, in the order of its program and of the training step."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class StepFacts:
     """Inputs of a rank's tasks in addition to its execution plans.
 
     Attributes:
-        groups: by parameter, the key of its averaging.
-        sizes: by parameter, elements that the rank holds.
-        exchanging: by parameter of a layer that exchanges inputs and errors, the layer's weight.
-        merging: numbers of ranks that merge batch statistics, by the groups' names.
+        groups: key of the averaging, by parameter.
+        sizes: number of elements that the rank holds, by parameter.
+        exchanging: weight of the layer, by parameter of a layer that exchanges inputs and errors.
+        merging: number of ranks that merge batch statistics, by name of the group.
         message_bytes: bytes of the step's message.
     """
 
@@ -60,7 +60,11 @@ class StepFacts:
 
 
 def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeCosts) -> tuple[Task, ...]:
-    """Return all tasks of a step. plans: the execution plan of each micro-batch, in order."""
+    """Return all tasks of a step.
+
+    Args:
+        plans: execution plan of each micro-batch, in order.
+    """
     several = len(plans) > 1
     elements = sum(facts.sizes.values())
     sums = Compute(HOOKS, Category.AVERAGING, _SUM_OF_UPDATE * costs.update_seconds(elements), polls=False)
@@ -75,7 +79,11 @@ def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeC
 
 
 def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, batch: int) -> dict[str, float]:
-    """Return, by weight of a layer that exchanges inputs and errors, the seconds per element of its gradient over all samples."""
+    """Return the seconds per element of each weight gradient that is computed from exchanged inputs and errors.
+
+    Args:
+        batch: number of samples of these inputs and errors.
+    """
     seconds = {}
     for step in plan.steps:
         names = [] if step.node is None else [name for name in step.node.parameters.values() if name in facts.exchanging]
@@ -87,12 +95,12 @@ def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, 
 
 
 class _PassTasks:
-    """The tasks of one micro-batch.
+    """Tasks of one micro-batch.
 
     Args:
-        numbers: numbers of exchanges, counted over the step.
-        announces: whether gradients are final after it.
-        adds: whether it adds to the gradients of previous micro-batches.
+        numbers: iterator over the numbers of exchanges, shared by all passes of the step.
+        announces: whether gradients are final after this micro-batch.
+        adds: whether gradients are added to those of earlier micro-batches.
     """
 
     def __init__(
@@ -100,12 +108,12 @@ class _PassTasks:
     ) -> None:
         self._plan, self._facts, self._costs = plan, facts, costs
         self._numbers, self._announces, self._adds = numbers, announces, adds
-        self._begun: dict[int, int] = {}  # by step, the number of its exchange in flight
+        self._begun: dict[int, int] = {}  # numbers of exchanges in flight, by step
         self._held_seconds = 0.0  # seconds of work that traces count with the next operator
         self._tasks: list[Task] = []
 
     def tasks(self) -> list[Task]:
-        """Return all tasks, from the copy of the input on."""
+        """Return all tasks, beginning with the copy of the input."""
         input_bytes, operators = self._plan.tensors[0].bytes, len(self._plan.steps)
         rest = self._costs.step_seconds(0, operators)
         copy = self._costs.step_seconds(input_bytes, operators) - rest
@@ -149,7 +157,7 @@ class _PassTasks:
                 self._tasks += self._announced(EventKind.LAST_READ, self._parameters(step)) if self._announces else ()
             case Action.BEGIN:
                 self._begin_move(k, Action.INPUT)
-            case _:  # no operator ends after it
+            case _:  # other actions end no operator
                 self._held_seconds += self._seconds(k, action)
 
     def _parameter_gradients(self, k: int) -> None:
@@ -179,13 +187,13 @@ class _PassTasks:
         self._compute(step, Action.INPUT, self._seconds(k, Action.INPUT))
 
     def _announced(self, kind: EventKind, names: Sequence[str]) -> list[Task]:
-        """Return the announcements, without parameters of which this rank holds no part."""
+        """Return the announcements for parameters of which this rank holds a part."""
         return [Happens(self._facts.groups[name], LocalEventKey(kind, name)) for name in names if self._facts.sizes[name]]
 
     # -- moves within the split group ------------------------------------------------------------------------------------------
 
     def _begin_move(self, k: int, action: Action) -> None:
-        """Add packing, and the post of the exchange."""
+        """Add packing and the post of the exchange."""
         packing, _, _ = self._move_seconds(k, action)
         step = self._plan.steps[k]
         self._compute(step, action, packing, polls=False)
@@ -193,7 +201,7 @@ class _PassTasks:
         self._tasks.append(BeginExchange(number, self._exchange(step, action)))
 
     def _end_move(self, k: int, action: Action) -> None:
-        """Add local copies, the wait for an exchange, and unpacking; begin the exchange first unless it has begun before."""
+        """Add local copies, the wait for the exchange, and unpacking; if the exchange has not begun, begin it first."""
         step = self._plan.steps[k]
         if k not in self._begun:
             self._begin_move(k, action)
@@ -223,7 +231,8 @@ class _PassTasks:
     def _merge(self, step: PlannedStep, purpose: str, counts: int) -> Merge | None:
         """Return the merge of a synchronised batch norm; None if no other rank takes part.
 
-        counts: numbers that are merged in addition to two per channel.
+        Args:
+            counts: number of merged values in addition to two per channel.
         """
         spec = None if step.node is None else step.operator.spec
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised or self._facts.merging[spec.merge] == 1:

@@ -1,8 +1,8 @@
-"""Search the grid, plan, averager and micro-batches with the shortest step within a machine's memory.
+"""Search the grid, plan, averager and micro-batches with the shortest step that fit in a machine's memory.
 
-The search computes lower bounds of all candidates (see `estimates`), and simulates the best few of them and pure batch with
-each averager. It then exchanges averagers and plans among the best, and ranks all by their simulated steps. Each result
-states why it is slower than the one before it.
+The search computes lower bounds of all candidates (see `estimates`). It simulates the best few of them, and pure data parallelism
+with each averager. It then exchanges averagers and plans among the best candidates, and ranks all by their simulated steps. Each
+result states why it is slower than the previous one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hpctrain.trace.time_table import TimeTable
 _GIBIBYTE = 1 << 30
 # Predictions that differ by a smaller share count as equal.
 _EQUAL_SHARE = 0.005
-#: share of a step by which predictions of different parallelism may be wrong, relative to each other
+#: possible error of predictions of different parallelism relative to each other, as a share of a step
 UNCERTAIN_SHARE = 0.05
 
 
 def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
-    """Return the main reason why `worse` takes longer than `better`, or why it does not fit into a rank's memory."""
+    """Return the main reason why `worse` takes longer than `better`, or does not fit in a rank's memory."""
     if worse.memory_bytes > machine.memory_bytes:
         return f"does not fit: needs {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
     longer = worse.step.seconds - better.step.seconds
     if longer < -_EQUAL_SHARE * better.step.seconds:
-        return f"{short_seconds(-longer)} shorter, which is within the error of predictions for split layers"
+        return f"{short_seconds(-longer)} shorter, within the error of predictions for split layers"
     if longer <= _EQUAL_SHARE * better.step.seconds:
         return "as fast, within the accuracy of predictions"
     waits = _rise(_exposed(better.step.table), _exposed(worse.step.table))
@@ -48,12 +48,12 @@ def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
 
 
 def short_seconds(value: float) -> str:
-    """Return three significant digits, in seconds or milliseconds."""
+    """Return a time with three significant digits, in seconds or milliseconds."""
     return f"{value:.3g} s" if abs(value) >= 0.1 else f"{1e3 * value:.3g} ms"
 
 
 def gibibytes(n_bytes: float) -> str:
-    """Return three significant digits, in GiB."""
+    """Return a size with three significant digits, in GiB."""
     return f"{n_bytes / _GIBIBYTE:.3g} GiB"
 
 
@@ -67,24 +67,26 @@ def _compute(table: TimeTable) -> dict[str, float]:
 
 
 def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return, by name, the increase from before to after; a decrease is negative."""
+    """Return the increase of each value from before to after; a decrease is negative."""
     return {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
 
 
 Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], Prediction]
 
-# Number of additional candidates that are simulated if nothing fits, those with the least memory first.
+# Number of additional candidates to simulate if nothing fits, smallest memory first.
 _LEANEST = 4
 _NEXT_PLANS = 2
 
 
 @dataclass(frozen=True)
 class SearchChoice:
-    """A simulated candidate.
+    """Simulated candidate.
 
     Attributes:
-        why: a sentence that states why it is slower than the one before it; empty for the best.
-        fits: whether it fits into a rank's memory.
+        candidate: the candidate.
+        prediction: result of its simulation.
+        why: sentence with the reason why it is slower than the previous candidate; empty for the best.
+        fits: whether it fits in a rank's memory.
     """
 
     candidate: Candidate
@@ -95,10 +97,13 @@ class SearchChoice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The simulated candidates, the fastest that fits first; pure batch precedes grids that are hardly faster.
+    """Simulated candidates, fastest first, followed by those that do not fit in memory.
+
+    Pure data parallelism precedes grids that are hardly faster.
 
     Attributes:
-        estimated: number of candidates with a computed lower bound.
+        choices: simulated candidates.
+        estimated: number of candidates with a lower bound.
     """
 
     choices: tuple[SearchChoice, ...]
@@ -118,16 +123,16 @@ def search(
     *,
     predicted_by: Predict = predict,
 ) -> SearchResult:
-    """Return the simulated candidates, the best one first.
+    """Return the simulated candidates, best first.
 
     Args:
-        ranks: ranks of the job, in nodes as the machine has them.
-        space: what may be chosen; None: everything.
-        predicted_by: simulates a candidate.
+        ranks: number of ranks of the job, on nodes of the machine's size.
+        space: candidates to search; None: all.
+        predicted_by: function that simulates a candidate.
 
     Raises:
-        ConfigError: no grid has work for each rank, an averager does not fit, or the job fits into no rank's memory in any way;
-            the message contains the least memory that would suffice.
+        ConfigError: no grid has work for each rank, an averager does not fit, or no candidate fits in a rank's memory. In the
+            last case, the message contains the smallest memory that would suffice.
     """
     space = SearchSpace() if space is None else space
     bounds = _Bounds(job, machine, costs, ranks, space)
@@ -160,7 +165,11 @@ def search(
 
 
 class _Bounds:
-    """Lower bounds over all grids. count: number of estimates so far."""
+    """Lower bounds over all grids.
+
+    Attributes:
+        count: number of estimates so far.
+    """
 
     def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace) -> None:
         self._job, self._machine, self._costs, self._space = job, machine, costs, space
@@ -169,15 +178,15 @@ class _Bounds:
         self.count = 0
 
     def estimates(self) -> list[Estimate]:
-        """Return the best estimates of each grid and averager, those with the lowest bounds first.
+        """Return the best estimates of each grid and averager, lowest bounds first.
 
-        Micro-batches are tried if nothing fits without them, and on the best grid. Larger split groups exchange more and save
-        less. If there are enough samples for a choice, the search stops at a grid on which pure batch is best, and after two
-        consecutive grids that are each slower than the previous one.
+        Micro-batches are tried on the best grid, or on all grids if nothing fits without them. Larger split groups exchange more
+        and save less. If there are enough samples for a choice, the search therefore stops at a grid on which pure data
+        parallelism is best, and after two consecutive grids that are each slower than the previous one.
         """
         first, *more = self._space.micro_batch_choices
         estimates: list[Estimate] = []
-        best: list[Estimate] = []  # of each grid
+        best: list[Estimate] = []  # best estimate of each grid
         for shape in self._shapes:
             of_shape = self._of_shape(shape, first, estimates)
             estimates += of_shape
@@ -207,7 +216,7 @@ class _Bounds:
         return estimates
 
     def pure_batch(self) -> list[Candidate]:
-        """Return pure batch with each averager, unless the grid or the plan is fixed otherwise."""
+        """Return pure data parallelism with each averager; an empty list if the smallest grid splits layers."""
         rows, _ = self._shapes[0]
         if rows > 1:
             return []
@@ -217,7 +226,7 @@ class _Bounds:
         return [one.candidate for one in _distinct(sorted(of_averagers, key=lambda one: one.seconds))]
 
     def leanest(self) -> list[Candidate]:
-        """Return the candidates with the least memory."""
+        """Return the candidates that need the least memory."""
         choice: AveragerChoice = self._space.averager_choices[0]
         lean = [
             self._grid(shape, micro_batches).leanest(choice)
@@ -234,8 +243,11 @@ class _Bounds:
 def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) -> list[Candidate]:
     """Return the candidates to simulate first.
 
-    At least half of them are the best by their bounds, one of each grid before a second one; the others are pure batch with each
-    averager.
+    At least half of them have the best bounds, with one candidate of each grid before a second one. The others are pure data
+    parallelism with each averager.
+
+    Args:
+        most: maximum number of candidates.
     """
     first_of_grid: dict[tuple[int, int], int] = {}
     turns = []
@@ -252,7 +264,7 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
 
 
 def _variations_of_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
-    """Return the best plan with all averagers, and its averager with the next best plans, without simulated candidates."""
+    """Return the best plan with all averagers, and the best averager with the next best plans, without simulated candidates."""
     ranked = _ranked(results, machine)
     best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
     wanted = [replace(best, averager=choice) for choice in space.averager_choices]
@@ -265,7 +277,11 @@ def _variations_of_best(results: list[tuple[Candidate, Prediction]], machine: Ma
 
 
 def _is_past_the_best(of_grids: list[Estimate]) -> bool:
-    """Return whether larger split groups are hopeless. of_grids: the best of each grid so far, by size of the split groups."""
+    """Return whether larger split groups cannot be faster.
+
+    Args:
+        of_grids: best estimate of each grid so far, by size of the split groups.
+    """
     if len(of_grids) > 1 and _is_pure_batch(of_grids[-1].candidate):
         return True
     last = [one.seconds for one in of_grids[-3:]]
@@ -275,7 +291,8 @@ def _is_past_the_best(of_grids: list[Estimate]) -> bool:
 def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return the estimates without duplicates.
 
-    Pure batch with split groups equals pure batch without them. Averagers' options without effect have equal bounds.
+    Pure data parallelism is the same with and without split groups. If an averager's options have no effect, the bounds are
+    equal.
     """
     estimates = list(estimates)
     with_one = any(one.candidate.plan.rows == 1 for one in estimates)
@@ -313,7 +330,7 @@ def _ranked(results: Iterable[tuple[Candidate, Prediction]], machine: Machine) -
 
 
 def _simplest(in_order: list[tuple[Candidate, Prediction]], machine: Machine) -> tuple[Candidate, Prediction]:
-    """Return the first result, or the best pure-batch one if the first gains too little from splitting layers.
+    """Return the first result, or the best one with pure data parallelism if the first gains too little from splitting layers.
 
     Prediction errors can exceed such a gain. Errors common to all candidates cancel; errors in the cost of split layers do not.
     """
@@ -331,7 +348,7 @@ def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchC
     plan, micro_batches = least.candidate.plan, least.candidate.micro_batches
     uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
     return ConfigError(
-        f"{job.model} with a batch of {job.batch} fits in no plan on {ranks} ranks of {gibibytes(machine.memory_bytes)} each; "
-        f"the leanest plan needs {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x {plan.cols} "
-        f"({plan.default}{uses}) with micro_batches {micro_batches}."
+        f"{job.model} with a batch of {job.batch} does not fit in memory on {ranks} ranks of {gibibytes(machine.memory_bytes)} "
+        f"each; the plan with the least memory needs {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x "
+        f"{plan.cols} ({plan.default}{uses}) with micro_batches {micro_batches}."
     )

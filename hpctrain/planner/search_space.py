@@ -1,4 +1,4 @@
-"""The candidates of a search: grid shapes, uses, averagers and micro-batches, except what the user has fixed.
+"""The candidates of a search: grid shapes, uses, averagers and micro-batches, except for the user's fixed choices.
 
 `configured_space` returns the `SearchSpace` of a configuration.
 """
@@ -22,7 +22,7 @@ from hpctrain.planner.tasks import SimulationOptions
 
 #: sections of a configuration that a search chooses
 SEARCHED_SECTIONS = ("grid", "plan", "averager", "micro_batches")
-#: averagers that do not change the optimisation, as `lazy` does
+#: averagers that a search tries; none of them changes the optimisation, unlike `lazy` and `sparse`
 AVERAGERS = (
     AveragerChoice("sharded"),
     AveragerChoice("sharded", {"fc_exchange": "never"}),
@@ -35,15 +35,17 @@ AVERAGERS = (
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Open choices, and choices that the user has made.
+    """Open choices, and choices fixed by the user.
 
     Attributes:
-        fixed_grid: (Pr, Pc) of the user.
-        fixed_plan: a plan whose uses, tiles and overlapped layers stay; its grid is ignored.
-        fixed_averager, fixed_micro_batches: choices of the user.
-        averagers, micro_batches: alternatives if none is fixed.
-        simulated: number of candidates that are simulated first: the best by their lower bounds, and pure batch with each
-            averager. Some more follow, with averagers and plans exchanged among the best.
+        fixed_grid: the user's (Pr, Pc); None: open.
+        fixed_plan: plan with the user's uses, tiles and overlapped layers, whose grid is ignored; None: open.
+        fixed_averager: the user's averager; None: open.
+        fixed_micro_batches: the user's number of micro-batches; None: open.
+        averagers: alternatives if no averager is fixed.
+        micro_batches: alternatives if no number of micro-batches is fixed.
+        simulated: number of candidates in the first round of simulations: those with the best lower bounds, and pure data
+            parallelism with each averager. More follow, with averagers and plans exchanged among the best.
         options: options of the simulations.
     """
 
@@ -66,15 +68,18 @@ class SearchSpace:
 
 
 def kept_sections(config: Config) -> tuple[str, ...]:
-    """Return the sections that are not `auto`. Micro-batches are always kept, because they change batch statistics."""
+    """Return the sections that are not `auto`.
+
+    They include micro_batches, which is never searched because it changes batch statistics.
+    """
     return tuple(section for section in SEARCHED_SECTIONS if section not in config.automatic)
 
 
 def configured_space(config: Config, ranks: int, keep: Collection[str], kernels: KernelSet) -> SearchSpace:
-    """Return all grids, plans, averagers and micro-batches, with the configured values in the kept sections.
+    """Return the space of all grids, plans, averagers and micro-batches, with the configured values in the kept sections.
 
     Raises:
-        ConfigError, ShapeError: a kept grid or plan that is impossible on these ranks.
+        ConfigError, ShapeError: a kept grid or plan is impossible on these ranks.
     """
     fixed_grid = open_grid(ranks, kernels)
     if "grid" in keep:
@@ -91,15 +96,15 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
 
 
 def open_grid(ranks: int, kernels: KernelSet) -> tuple[int, int] | None:
-    """Return None, which leaves the grid open; on devices, return a grid without split layers.
+    """Return None, which leaves the grid open; on devices, the grid without split layers.
 
-    On devices, split layers exchange through host memory, whose cost is not in the model.
+    On devices, split layers exchange through host memory, and the model does not contain the cost of that.
     """
     return None if kernels.arithmetic.on_host else (1, ranks)
 
 
 def progress_of(config: Config) -> ProgressMode:
-    """Return the simulated mode of progress: the configured one, or `test` if a measurement would choose."""
+    """Return the mode of progress for simulations: the configured mode, or `test` if a run would choose it by a measurement."""
     return ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)
 
 
@@ -116,9 +121,9 @@ def grid_shapes(space: SearchSpace, graph: Graph, ranks: int, batch: int) -> tup
     if not shapes:
         legal = max(number for number in range(1, ranks) if _shapes(number, batch, most))
         raise ConfigError(
-            f"batch is {batch}, fewer samples than the {ranks} ranks, and no grid lets them share a sample: grid.rows would have "
-            f"to divide {ranks}, be at least {-(-ranks // batch)} and at most {most}, the parts of the widest layer; the nearest "
-            f"number of ranks that has a grid is {legal}."
+            f"batch is {batch}, fewer samples than the {ranks} ranks, and no grid lets ranks share a sample: grid.rows would "
+            f"have to divide {ranks}, be at least {-(-ranks // batch)} and at most {most}, the maximum number of parts of a "
+            f"layer; the nearest number of ranks with a grid is {legal}."
         )
     return shapes
 
@@ -129,7 +134,7 @@ def _shapes(ranks: int, batch: int, most_parts: int) -> tuple[tuple[int, int], .
 
 
 def _most_parts(graph: Graph) -> int:
-    """Return the most ranks over which a layer can be split: by the height of its images or by its output channels."""
+    """Return the maximum number of ranks over which a layer can be split: by image height or by output channels."""
     most = 1
     for node in graph.nodes:
         if isinstance(node.spec, LinearSpec):

@@ -1,9 +1,9 @@
 """Find shortest paths through layers of states by several costs at once: all paths that no other path beats in every cost.
 
-Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and the redistribution before it, which is a
-shortest path over (layer, choice). Here, a step's time is the larger of the times of program and messages, so a single sum does
-not determine the best path. Any rule that increases with both costs selects one of the paths that no other path beats in
-both. `lower_bound` bounds the costs of incomplete paths.
+Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and that of the redistribution before it, which is a
+shortest path over (layer, choice). Here, a step takes the longer of the times of program and messages, so a single sum does not
+determine the best path. Any rule that increases with both costs selects a path that no other path beats in both. `lower_bound`
+bounds the costs of incomplete paths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Costs = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Edge(Generic[Choice, State]):
-    """An edge from a state: the choice, its costs and the next state."""
+    """Edge from a state, with its choice, its costs and the next state."""
 
     choice: Choice
     costs: Costs
@@ -28,7 +28,7 @@ class Edge(Generic[Choice, State]):
 
 @dataclass(frozen=True)
 class ShortestPath(Generic[Choice]):
-    """A path: its choices, one for each layer, and its costs."""
+    """Path with one choice per layer, and its costs."""
 
     choices: tuple[Choice, ...]
     costs: Costs
@@ -41,7 +41,7 @@ class _Label(Generic[Choice]):
     before: _Label[Choice] | None
 
     def choices(self) -> tuple[Choice, ...]:
-        """Return the choices from the first layer on."""
+        """Return the choices, beginning with the first layer."""
         reversed_choices: list[Choice] = []
         label: _Label[Choice] | None = self
         while label is not None and label.before is not None:  # the first label is the start, without a choice
@@ -60,11 +60,16 @@ def shortest_paths(
 ) -> tuple[ShortestPath[Choice], ...]:
     """Return the paths that no other path beats in every cost, in ascending order of the costs.
 
-    Exact while no state is reached by more than `most` such paths; beyond that, those that lie farthest apart are kept.
+    The result is exact if no state is reached by more than `most` such paths. Otherwise, paths at equal distances in this order
+    are kept.
 
     Args:
-        edges: (layer, state) -> the edges from it. Costs have the same length everywhere and are not negative.
-        hopeless: (layers done, partial costs) -> whether the path can be pruned.
+        layers: number of layers.
+        start: state before the first layer.
+        edges: function from (layer, state) to the edges from it. All edges have the same number of costs, and no cost is
+            negative.
+        hopeless: function from (number of layers done, partial costs) to whether the path can be pruned.
+        most: maximum number of paths kept per state.
     """
     reached: dict[State, list[_Label[Choice]]] = {start: [_Label((), None, None)]}
     for layer in range(layers):
@@ -89,12 +94,12 @@ Item = TypeVar("Item")
 
 
 def unbeaten(items: Sequence[Item], costs_of: Callable[[Item], Costs]) -> list[Item]:
-    """Return the items that no other item beats in all costs, in ascending order of costs; the first of equal items."""
+    """Return the items that no other item beats in every cost, in ascending order of costs; of equal items, the first."""
     best: list[Item] = []
     best_costs: list[Costs] = []
     in_order = sorted(((costs_of(item), number) for number, item in enumerate(items)))
     for costs, number in in_order:
-        # Later items are no smaller in the first cost. With two costs, the last kept item has the least second cost.
+        # Later items are not smaller in the first cost. With two costs, the last kept item has the smallest second cost.
         rivals = best_costs[-1:] if len(costs) == 2 else best_costs
         if not any(all(rival <= cost for rival, cost in zip(other, costs, strict=True)) for other in rivals):
             best.append(items[number])
@@ -110,10 +115,12 @@ def _thinned(labels: list[_Label[Choice]], most: int) -> list[_Label[Choice]]:
 
 
 def lower_bound(edges: Mapping[tuple[int, Hashable], Sequence[Edge]], layers: int, length: int) -> Callable[[int, Costs], Costs]:
-    """Return a function from (layers done, partial costs) to a lower bound of the complete path's costs.
+    """Return a function from (number of layers done, partial costs) to a lower bound of the complete path's costs.
 
     Args:
-        edges: the edges of each (layer, state), with `length` costs each.
+        edges: edges from each (layer, state).
+        layers: number of layers.
+        length: number of costs of each edge.
     """
     least = [[float("inf")] * length for _ in range(layers)]
     for (layer, _), of_state in edges.items():

@@ -1,8 +1,8 @@
 """Build the step of a job on all ranks as data, and predict its time, memory and bytes.
 
-Thousands of ranks form a few classes with equal steps. Their tasks follow the execution plans that a run compiles, the
-training step and the averagers' schedules, which are settled with the times that a run would measure. Pure: no ranks, no
-arrays, and almost the same work for any number of ranks.
+Thousands of ranks form a few classes with equal steps. Their tasks follow the execution plans that a run compiles, the training
+step, and the averagers' schedules, which are settled with the times that a run would measure. The functions are pure: they need
+no ranks or arrays, and almost the same work for any number of ranks.
 
 `predict` is the entry point of searches, commands and runs: it simulates the program, and counts memory and bytes exactly.
 """
@@ -66,8 +66,8 @@ class AlikeRanks:
         ranks: number of ranks.
         split_rank: r of the first rank.
         samples: samples of a rank.
-        micro_batches: the graph of each micro-batch of a step.
-        groups: by parameter group, the key of its averaging.
+        micro_batches: graph of each micro-batch of a step.
+        groups: key of the averaging, by parameter group.
     """
 
     first: int
@@ -83,7 +83,7 @@ class AlikeRanks:
 
 
 def group_keys(strategies: Sequence[GroupStrategy]) -> list[str]:
-    """Return the key of each strategy: its group's name, with the first rank of the split group if several have such a group."""
+    """Return the key of each strategy: the name of its group, followed by its first split rank if the name is not unique."""
     names = Counter(of_group.group for of_group in strategies)
     return [
         of_group.group if names[of_group.group] == 1 else f"{of_group.group}-row{of_group.split_ranks[0]}"
@@ -92,7 +92,7 @@ def group_keys(strategies: Sequence[GroupStrategy]) -> list[str]:
 
 
 def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrategy]) -> list[AlikeRanks]:
-    """Return the classes of a candidate's ranks, ordered by their first positions; any grid has only a few."""
+    """Return the classes of a candidate's ranks, ordered by their first positions. Every grid has only a few classes."""
     rows = candidate.plan.rows
     groups_of = _groups_of(strategies, rows)
     classes: dict[tuple[object, ...], AlikeRanks] = {}
@@ -109,7 +109,7 @@ def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrate
 
 
 def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str, str]]:
-    """Return, by split rank, parameter group -> key."""
+    """Return a mapping from parameter group to key for each split rank."""
     groups: list[dict[str, str]] = [{} for _ in range(rows)]
     for key, of_group in zip(group_keys(strategies), strategies, strict=True):
         for row in of_group.split_ranks:
@@ -119,7 +119,7 @@ def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str,
 
 
 def _shares(batch: int, candidate: Candidate) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yield (samples of a split group's ranks, the first such group, number of such groups), for at most two sizes."""
+    """Yield (samples of a split group's ranks, index of the first such group, number of such groups), for at most two sizes."""
     rows, cols = candidate.plan.rows, candidate.plan.cols
     of_groups = counts_over(batch, cols)
     for samples, many in Counter(of_groups).items():
@@ -127,7 +127,7 @@ def _shares(batch: int, candidate: Candidate) -> Iterator[tuple[tuple[int, ...],
 
 
 def _graphs(job: Job, candidate: Candidate, share: Sequence[int]) -> Iterator[list[LocalGraph]]:
-    """Yield, by micro-batch, the graphs of a split group's ranks; micro-batches with the same samples have the same graphs."""
+    """Yield the graphs of a split group's ranks for each micro-batch; micro-batches with the same samples share the graphs."""
     known: dict[tuple[int, ...], list[LocalGraph]] = {}
     sizes = [even(count, candidate.micro_batches) for count in share]
     for number in range(candidate.micro_batches):
@@ -144,22 +144,22 @@ def _graphs_of(job: Job, candidate: Candidate, counts: tuple[int, ...]) -> list[
     return local_graphs(partition_graph(graph, candidate.plan, counts), range(len(counts)))
 
 
-# Batches of a data loader: the one that a step reads, and the next one.
+# Number of batches of a data loader: the one that a step reads, and the next one.
 _BATCHES = 2
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank in training, in bytes: the memory of its arrays, not of its process.
+    """Memory of a rank's arrays in training, in bytes, without other memory of the process.
 
     Attributes:
-        activations: the arena of a step, with gradients of activations.
+        activations: arena of a step, including gradients of activations.
         messages: buffers of the split group.
         parameters: values of parameters.
-        gradients: gradients of parameters, with sums over micro-batches.
+        gradients: gradients of parameters, and their sums over micro-batches.
         averaging: receive buffers of sums.
-        state: state of the optimiser and of the averaged weights, for the elements that the rank owns.
-        images: the batch of the step, and the next one.
+        state: state of the optimiser and averaged weights, for the elements that the rank owns.
+        images: batch of the step and the next batch.
     """
 
     activations: int
@@ -185,10 +185,11 @@ def rank_memory(
     """Return the memory of a rank.
 
     Args:
+        job: the job.
         graphs: graph of each micro-batch; they share one arena.
         samples: samples of the rank in a step.
-        sizes: elements of all parameters that the rank holds.
-        schedules: schedules of its parameter groups.
+        sizes: number of elements of each parameter that the rank holds.
+        schedules: schedules of the rank's parameter groups.
     """
     plans = [training_plan(local, job.kernels) for local in dict.fromkeys(graphs)]
     item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
@@ -212,13 +213,13 @@ def rank_memory(
 
 
 def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
-    """Return the elements that the first rank updates, which owns the most."""
+    """Return the number of elements that the first rank updates, which is the maximum over ranks."""
     replicated = sum(sizes[name] for piece in schedule.slices for name in piece.replicated)
     return replicated + sum(piece.owned_size(0, schedule.ranks) for piece in schedule.slices)
 
 
 def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
-    """Return the elements of buffers for sums of owned parts, for exchanged inputs and errors, and for state of the owners."""
+    """Return the elements of buffers for sums of owned parts, for exchanged inputs and errors, and for the owners' state."""
     total = 0
     rounded_parameters = schedule.rounding is not None and schedule.rounding.parameters != "float32"
     for k, piece in enumerate(schedule.slices):
@@ -239,11 +240,11 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # sizes of the buffers of `comm.l
 
 
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
-    """Return the seconds of computation since the begin of a step, as `averaging.step_clock` takes them, without waits.
+    """Return the seconds of computation from the beginning of a step to each event, without waits, for `averaging.step_clock`.
 
     Args:
         group: key of the averaging.
-        layout: its parameters; those that are not announced are ready when backward ends.
+        layout: parameters of the group; those that are not announced are ready when backward ends.
     """
     now = 0.0
     names = {segment.parameter for segment in layout.segments if segment.size}
@@ -268,7 +269,7 @@ def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
 
 
 def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | None) -> LinkModel:
-    """Return the link as `comm.link` measures it: a reduce-scatter and an allgather of two sizes, and an operation's cost."""
+    """Return the link that `comm.link` would measure, from a reduce-scatter and an allgather of two sizes."""
     if placement.ranks == 1:
         return LinkModel(0.0, 0.0)
     (small, small_seconds), (large, large_seconds) = (
@@ -281,14 +282,14 @@ def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | Non
 
 
 def _half_pair(machine: Machine, placement: GroupPlacement, levels: Levels | None, whole_bytes: int) -> tuple[int, float]:
-    """Return (bytes of a rank's piece, half the time of a reduce-scatter and an allgather of about `whole_bytes`)."""
+    """Return (bytes of a rank's piece, half the time of a reduce-scatter and an allgather of about `whole_bytes` bytes)."""
     piece = 4 * max(1, whole_bytes // 4 // placement.ranks)
     pair = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER)
     seconds = sum(unhindered_seconds(stages(machine, kind, piece * placement.ranks, placement, levels)) for kind in pair)
     return piece, seconds / 2
 
 
-_HEAD = 6  # numbers of the step's message before the batch statistics
+_HEAD = 6  # number of values in the step's message before the batch statistics
 _NUMBER_BYTES = 8
 
 
@@ -296,13 +297,13 @@ def step_program(job: Job, candidate: Candidate, machine: Machine, costs: Comput
     """Return one step of a job, with schedules settled by the times that a run would measure.
 
     Raises:
-        HpctrainError: an averager or a layer that a run would refuse.
+        HpctrainError: an averager or a layer cannot run this job.
     """
     return _Builder(job, candidate, machine, costs).program()
 
 
 class _Builder:
-    """Builds the program of one candidate."""
+    """Builder of the program of one candidate."""
 
     def __init__(self, job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> None:
         self._job, self._machine, self._costs = job, machine, costs
@@ -347,7 +348,10 @@ class _Builder:
         return StepFacts(groups, sizes, exchanging, merging, self._message_bytes)
 
     def _update_seconds(self, known: StepFacts) -> float:
-        """Return the seconds of an element's update, mean over the rank's elements: only a small network's state is in caches."""
+        """Return the seconds of an element's update, averaged over the rank's elements.
+
+        The number of elements matters, because the state of a small network fits in caches.
+        """
         elements = max(1, sum(known.sizes.values()))
         return self._costs.update_seconds(elements) / elements
 
@@ -387,7 +391,7 @@ class _Builder:
 
 
 def statistics_size(graph: Graph) -> int:
-    """Return the number of elements of a model's running statistics: one per channel of each."""
+    """Return the number of elements of a model's running statistics: one per channel of each statistic."""
     size = 0
     for node in graph.nodes:
         spec = node.spec
@@ -399,13 +403,13 @@ def statistics_size(graph: Graph) -> int:
 def exchanged_bytes(program: StepProgram) -> int:
     """Return the bytes that all ranks send in a step: activations, batch statistics and the averaging of gradients.
 
-    `hpctrain plan show` and the communicators of a run count the same bytes; norms and the step's message are left out.
+    `hpctrain plan show` and the communicators of a run count the same bytes; norms and the step's message are not included.
     """
     return split_bytes(program) + sum(_averaging_bytes(group, program) for group in program.groups.values())
 
 
 def split_bytes(program: StepProgram) -> int:
-    """Return the bytes of activations and batch statistics."""
+    """Return the bytes of activations and batch statistics that all ranks send in a step."""
     total = 0
     for of_class in program.classes:
         exchanges = sum(task.exchange.sent_bytes for task in of_class.tasks if isinstance(task, BeginExchange))
@@ -428,10 +432,10 @@ _USUAL = SimulationOptions()
 def predict(
     job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts, options: SimulationOptions = _USUAL
 ) -> Prediction:
-    """Predict the step of a candidate by simulation, the maximum memory of a rank, and the exchanged bytes.
+    """Predict a candidate's step by simulation, the maximum memory of a rank, and the exchanged bytes.
 
     Raises:
-        HpctrainError: a candidate that a run would refuse.
+        HpctrainError: the candidate cannot run this job.
     """
     program = step_program(job, candidate, machine, costs)
     step = simulate(program, machine, options)

@@ -1,7 +1,7 @@
 """Describe a step as data: the tasks of each class of ranks in program order, and the result of their simulation.
 
-Ranks with equal steps form a class. The order of tasks is that of the execution plan and of the training step, so that a
-simulation posts, waits and polls at the same places as a run.
+Ranks with equal steps form a class. Tasks have the order of the execution plan and of the training step, so that a simulation
+posts, waits and polls at the same places as a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from hpctrain.trace.tracer import Category, Events
 
 @dataclass(frozen=True)
 class Compute:
-    """Uninterrupted work of the program, with its name and category in traces. A poll follows if `polls`."""
+    """Uninterrupted work of the program, with its name and category in traces.
+
+    Attributes:
+        row: name in traces.
+        category: category in traces.
+        seconds: duration.
+        polls: whether a poll follows.
+    """
 
     row: str
     category: Category
@@ -29,7 +36,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Happens:
-    """An event on which operations of a group's schedule depend. A poll follows, except after LAST_READ."""
+    """Event on which operations of a group's schedule depend. A poll follows, except after LAST_READ."""
 
     group: str
     event: LocalEventKey
@@ -37,7 +44,7 @@ class Happens:
 
 @dataclass(frozen=True)
 class NeedsParameters:
-    """A layer reads parameters: the rank waits until the previous step has updated them, and performs their late updates."""
+    """Wait of a layer that reads parameters until the previous step has updated them. The rank performs their late updates."""
 
     group: str
     parameters: tuple[str, ...]
@@ -45,7 +52,14 @@ class NeedsParameters:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all-to-all of the split group. sent_bytes, received_bytes: of this rank. peers: number of its partners."""
+    """All-to-all of the split group.
+
+    Attributes:
+        purpose: name in traces.
+        sent_bytes: bytes that this rank sends.
+        received_bytes: bytes that this rank receives.
+        peers: number of ranks with which this rank exchanges.
+    """
 
     purpose: str
     sent_bytes: int
@@ -55,7 +69,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class BeginExchange:
-    """The post of an exchange. number: counted over the step, equal on all ranks of the split group."""
+    """Post of an exchange.
+
+    Attributes:
+        number: number of the exchange in the step, equal on all ranks of the split group.
+    """
 
     number: int
     exchange: Exchange
@@ -63,16 +81,17 @@ class BeginExchange:
 
 @dataclass(frozen=True)
 class EndExchange:
-    """The wait until the exchange with this number is complete."""
+    """Wait until the exchange with this number is complete."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Merge:
-    """The merge of batch statistics: an allgather of `bytes` from each rank of a group, and the wait for it.
+    """Merge of batch statistics: an allgather with `bytes` bytes from each rank of a group, and the wait for it.
 
-    ranks: "all", "data" or "split", as `BatchNormSpec.merge` names them.
+    Attributes:
+        ranks: name of the group: "all", "data" or "split", as in `BatchNormSpec.merge`.
     """
 
     purpose: str
@@ -82,12 +101,12 @@ class Merge:
 
 @dataclass(frozen=True)
 class EndBackward:
-    """The end of backward, when all gradients are announced. Averagers send, or wait for, all deferred operations."""
+    """End of backward, when all gradients are announced. Averagers post or wait for all deferred operations."""
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """The small message of a step: the rank waits for its previous message, then posts this one to all ranks."""
+    """Small message of a step: the rank waits for its previous message, then posts this one to all ranks."""
 
     bytes: int
 
@@ -97,13 +116,14 @@ Task = Compute | Happens | NeedsParameters | BeginExchange | EndExchange | Merge
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """The placement of a group's ranks on nodes.
+    """Placement of a group's ranks on nodes.
 
     Attributes:
         ranks: number of ranks of the group.
         nodes: number of nodes with ranks of the group.
         per_node: maximum number of ranks of the group on one node.
-        alike: number of groups of this kind with ranks on the same node, this one included; they use its links at the same time.
+        alike: number of groups of this kind with ranks on the same node, including this group; they use its links at the same
+            time.
     """
 
     ranks: int
@@ -114,7 +134,7 @@ class GroupPlacement:
 
 @dataclass(frozen=True)
 class GridPlacements:
-    """Placements on a grid of Pr x Pc.
+    """Placements on a grid of Pr x Pc ranks.
 
     Attributes:
         all_ranks: placement of the whole grid.
@@ -127,7 +147,7 @@ class GridPlacements:
     data: GroupPlacement
 
     def of(self, ranks: str) -> GroupPlacement:
-        """Return the placement of "all", "split" or "data", as `BatchNormSpec.merge` names groups."""
+        """Return the placement of "all", "split" or "data", the names of groups in `BatchNormSpec.merge`."""
         return {"all": self.all_ranks, "split": self.split, "data": self.data}[ranks]
 
 
@@ -136,13 +156,13 @@ class RankClass:
     """Ranks with equal steps.
 
     Attributes:
+        name: name of the class.
         ranks: number of ranks.
         split_rank: r of the first rank.
         samples: samples of a rank.
         tasks: tasks of one step.
-        update_seconds: by group, seconds to update one owned element.
-        product_seconds: by weight of a layer that exchanges inputs and errors, seconds to compute one owned element of its
-            gradient before the update.
+        update_seconds: seconds to update one owned element, by group.
+        product_seconds: seconds per owned element to compute a weight gradient from exchanged inputs and errors, by weight.
         memory_bytes: maximum memory of a rank of the class.
     """
 
@@ -158,14 +178,18 @@ class RankClass:
 
 @dataclass(frozen=True)
 class AveragedGroup:
-    """A parameter group that classes of ranks average together.
+    """Parameter group that classes of ranks average together.
 
     Attributes:
-        schedule: None for blocking averaging: one allreduce of `elements` after backward, waited for.
+        name: name of the parameter group.
+        elements: number of elements of its gradients on one rank.
+        item_bytes: bytes of an element.
+        schedule: the schedule; None for blocking averaging, which waits for one allreduce of `elements` elements after backward.
+        placement: placement of the group's ranks.
         members: names of the classes with ranks in one such group.
         samples: samples of the step, by rank of the group.
-        levels: levels in which sums are made; None: one level.
-        rounding: rounding of its messages; None: they are whole.
+        levels: levels of the sums; None: one level.
+        rounding: rounding of the messages; None: no rounding.
     """
 
     name: str
@@ -184,8 +208,9 @@ class StepProgram:
     """One step of a job on all ranks.
 
     Attributes:
-        groups: by key; those of different split ranks have different keys ("model-row1").
-        placements: placements of the groups of messages, exchanges and merged statistics.
+        classes: classes of ranks.
+        groups: parameter groups by key; groups of different split ranks have different keys ("model-row1").
+        placements: placements of the groups that communicate.
     """
 
     classes: tuple[RankClass, ...]
@@ -198,10 +223,11 @@ class SimulationOptions:
     """Options of a simulation.
 
     Attributes:
-        progress: how messages progress while kernels run.
-        steps: number of simulated steps; the last one counts, when all pipelines are full.
-        slow: by world rank, the factor by which its computation takes longer.
-        jitter: relative deviation of operator times, drawn from `seed`. Slow ranks and jitter unfold the classes of ranks.
+        progress: mode of progress of messages while kernels run.
+        steps: number of simulated steps; only the last one counts, when all pipelines are full.
+        slow: factor by which the computation of a rank takes longer, by world rank. It splits classes of ranks.
+        jitter: relative deviation of operator times. It splits classes of ranks.
+        seed: seed of the deviations.
     """
 
     progress: ProgressMode = ProgressMode.TEST
@@ -213,12 +239,12 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The last simulated step.
+    """Result of the last simulated step.
 
     Attributes:
         seconds: time of the slowest class.
-        table: means over ranks, as runs tabulate their traces.
-        events: by class, in the format of traced runs, with times in ns since the begin of the simulation.
+        table: means over ranks, as in the step-time table of a run's trace.
+        events: events in the format of a run's trace, by class; times in ns since the beginning of the simulation.
     """
 
     seconds: float
@@ -232,11 +258,12 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of a candidate on a machine.
+    """Prediction of a candidate on a machine.
 
     Attributes:
+        step: simulated step.
         memory_bytes: maximum memory of a rank.
-        exchanged_bytes: bytes of a step, over all ranks.
+        exchanged_bytes: bytes that all ranks exchange in a step.
         measured_share: share of the compute seconds that comes from measured times; the rest comes from rates.
     """
 

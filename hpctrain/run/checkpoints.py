@@ -38,7 +38,8 @@ from hpctrain.runs.owner import marker_of
 from hpctrain.runs.records import Bookkeeping
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import remove_left
-from hpctrain.storage.shards import ShardFacts, publish, unfinished, write_shard
+from hpctrain.storage.hdf5_store import ShardFacts
+from hpctrain.storage.shards import publish, unfinished, write_shard
 from hpctrain.train.accounts import Observer
 from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.replica import Replica

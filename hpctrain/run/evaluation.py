@@ -320,7 +320,7 @@ class PredictionRequest:
         flip: the mean over a picture and its mirror image counts. averaged: the average of the weights predicts.
         fit: how pictures are brought to the network's size; None: as the images were that the checkpoint was evaluated on.
         batch: pictures that all ranks compute at once; None: as the configuration's evaluation, at most 64 of each rank.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
     """
 
     places: tuple[Path, ...]

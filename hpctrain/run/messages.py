@@ -1,6 +1,6 @@
-"""The way of a run's messages: between devices by MPI, NCCL or the host, and the mode in which they progress.
+"""Choice of the transport between devices (MPI, NCCL or host memory) and of the progress mode of messages.
 
-Both are as the configuration asks, as far as MPI, NCCL and the GPUs have it, or tried and measured at the start of the run.
+Both follow the configuration, or are tried and measured at the start of the run if it leaves them open.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hpctrain.job.session import StartedRank
 from hpctrain.launch.launcher import Launcher
 from hpctrain.nn.network import Network
 
-#: a remark on transports that have only been run on emulated devices, and on one GPU
+#: remark on transports that have only been run on emulated devices and on one GPU
 _UNPROVED = "not yet run between GPUs"
 
 
 def try_transport(config: Config | None, launcher: Launcher) -> str | None:
-    """Return the outcome of a trial whether MPI takes messages from GPUs; None if it does not matter or another rank tries.
+    """Return the outcome of a trial whether MPI can send from GPU memory; None if it does not matter or another rank tries.
 
-    It starts a process: call it before MPI starts.
+    Starts a process; call it before MPI starts.
     """
     matters = config is not None and config.backend in ("cuda", "auto") and config.transport in ("auto", "mpi")
     if not matters or not launcher.starts_mpi or launcher.expected_size == 1 or launcher.local_rank:
@@ -45,14 +45,14 @@ def try_transport(config: Config | None, launcher: Launcher) -> str | None:
 def choose_transport(
     config: Config, world: Communicator, arithmetic: Arithmetic, found: str | None
 ) -> tuple[Transport, tuple[str, ...]]:
-    """Return the transport, and a line for the start of the run that says why; no line if nothing travels. Collective.
+    """Return the transport, and the line of the run's log with the reason; no line if no messages are sent. Collective.
 
     Args:
-        found: by this rank's `tried`.
+        found: result of `try_transport` on this rank.
 
     Raises:
-        ConfigError: a transport between GPUs without GPUs. BackendError: one that MPI, NCCL or the GPUs do not have.
-        Both on every rank.
+        ConfigError: a transport between GPUs is configured without GPUs; on every rank.
+        BackendError: MPI, NCCL or the GPUs do not support the configured transport; on every rank.
     """
     messages = arithmetic.messages()
     if messages is None:
@@ -72,16 +72,16 @@ def choose_transport(
         fault = transports.group_fault(world, messages)
         if fault is not None:
             raise BackendError(f"transport is nccl, but {fault}; set transport to auto or staged.")
-        return "nccl", (f"transport nccl: as the configuration says ({_UNPROVED})",)
+        return "nccl", (f"transport nccl: as configured ({_UNPROVED})",)
     if config.transport == "mpi":
         if reason is not None:
-            raise BackendError(f"transport is mpi, but MPI takes no messages from a GPU's memory ({reason}); set it to staged.")
-        tested = "as the configuration says, and a trial has shown that MPI can" if outcomes else "as the configuration says"
+            raise BackendError(f"transport is mpi, but MPI cannot send from GPU memory ({reason}); set transport to staged.")
+        tested = "as configured, and a trial has shown that MPI can send from GPU memory" if outcomes else "as configured"
         return "mpi", (f"transport mpi: {tested} ({_UNPROVED})",)
     if config.transport == "auto" and outcomes and reason is None:
-        return "mpi", (f"transport mpi: a trial has shown that MPI takes messages from a GPU's memory ({_UNPROVED})",)
-    because = "" if reason is None else f"; from a GPU's own this one takes none: {reason.rstrip('.')}"
-    return "staged", (f"transport staged: through the host's memory, as every MPI can{because}",)
+        return "mpi", (f"transport mpi: a trial has shown that MPI can send from GPU memory ({_UNPROVED})",)
+    because = "" if reason is None else f"; MPI cannot send from GPU memory: {reason.rstrip('.')}"
+    return "staged", (f"transport staged: messages pass through host memory{because}",)
 
 
 _SHORTEST_OPERATOR_SECONDS = 0.5e-3

@@ -39,6 +39,7 @@ from hpctrain.train.snapshot import Position, averaged_keys
 ONNX = ".onnx"
 #: endings of the files that are written
 SUFFIXES = (*weights_file.SUFFIXES, ONNX)
+_CHANGED = "the code of the model has changed since it was written"
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,21 @@ def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[
     return ModelWeights(model, usual_shape if shape is None else shape, state, metadata)
 
 
-def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False) -> ModelWeights:
+def of_checkpoint(
+    path: Path,
+    name: str | None = None,
+    classes: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    averaged: bool = False,
+) -> ModelWeights:
     """Return the weights in a checkpoint of any layout and grid, every checksum verified.
 
     Args:
-        name: of the model, which must be given if it is code of the user's: nothing else has that imported.
-        averaged: the average of the weights in place of them.
+        name: name of the model; required if the model is user code, or if `job.save` wrote the checkpoint.
+        classes: number of classes of the model, for a checkpoint without a configuration; default: that of its last layer.
+        options: further options of the model, for a checkpoint without a configuration.
+        averaged: whether to return the average of the weights instead of the weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model, lacks the facts of its data or the average, or has
@@ -113,6 +123,10 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
         ConfigError: its configuration cannot be used, or names code that `name` does not.
     """
     content = checkpoint.read(path)
+    if "config" not in content.meta:
+        return _of_own_loop(content, path, name, classes, options or {}, averaged=averaged)
+    if classes is not None or options:
+        raise CheckpointError(f"{path} contains the options of its model; leave --classes and --option out.")
     config = parse(str(content.meta["config"]), str(path))[0]
     given = config.model.name
     if name is not None and name != given:
@@ -130,7 +144,9 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
     model = catalogue.build(given, options)
     position = Position.from_meta(content.meta)
     keys = averaged_keys(content) if averaged else {}
-    state = with_counters(_exported(content, declared_state(model), path, keys), position.global_step * config.micro_batches)
+    state = with_counters(
+        _exported(content, declared_state(model), path, keys, _CHANGED), position.global_step * config.micro_batches
+    )
     check_finite(state, str(path))
     facts = {
         "classes": json.dumps(data.class_names),
@@ -141,6 +157,25 @@ def of_checkpoint(path: Path, name: str | None = None, *, averaged: bool = False
         **({"averaged": "true"} if averaged else {}),
     }
     return ModelWeights(model, shape, state, _metadata(given, config.model.options, facts))
+
+
+def _of_own_loop(
+    content: CheckpointContent, path: Path, name: str | None, classes: int | None, options: Mapping[str, Any], *, averaged: bool
+) -> ModelWeights:
+    """Return the weights in a checkpoint that `job.save` wrote: it contains no model, no image size and no facts of the data."""
+    if name is None:
+        raise CheckpointError(
+            f"{path} was written by job.save and does not name its model; give --model, as in `--model resnet50`."
+        )
+    parameters = {key.removeprefix(parameter_key("")): array for key, array in content.tensors.items()}
+    model = _model_with_classes(name, options, classes, parameters)
+    keys = averaged_keys(content) if averaged else {}
+    position = Position.from_meta(content.meta)
+    advice = "give --model, --classes and --option as in the program that saved it"
+    state = with_counters(_exported(content, declared_state(model), path, keys, advice), position.global_step)
+    check_finite(state, str(path))
+    facts = {"step": str(position.global_step), **({"averaged": "true"} if averaged else {})}
+    return ModelWeights(model, None, state, _metadata(name, options, facts))
 
 
 def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None:
@@ -181,19 +216,22 @@ def _names(entries: Mapping[str, StateEntry], given: Mapping[str, np.ndarray]) -
 
 
 def _exported(
-    content: CheckpointContent, entries: Mapping[str, StateEntry], path: Path, averages: Mapping[str, str]
+    content: CheckpointContent, entries: Mapping[str, StateEntry], path: Path, averages: Mapping[str, str], advice: str
 ) -> dict[str, np.ndarray]:
-    """Return a checkpoint's tensors in torchvision's layouts. averages: keys of those that stand for others, by their keys."""
+    """Return a checkpoint's tensors in torchvision's layouts.
+
+    Args:
+        averages: key of the average by the key of the tensor that it replaces.
+        advice: end of the error message if the tensors do not fit the model.
+    """
     state = {}
     for name, entry in entries.items():
         key = statistic_key(name) if entry.spec is None else parameter_key(name)
         shape = entry.shape if entry.spec is None else entry.spec.shape
         if key not in content.tensors:
-            raise CheckpointError(f"{path} lacks {name}, which its model has; its code is another one now.")
+            raise CheckpointError(f"{path} lacks {name}, which the model has; {advice}.")
         tensor = content.tensors[averages.get(key, key)]
         if tensor.shape != shape:
-            raise CheckpointError(
-                f"{name} of {path} has shape {tensor.shape}, its model's has {shape}; its code is another one now."
-            )
+            raise CheckpointError(f"{name} has shape {tensor.shape} in {path}, and {shape} in the model; {advice}.")
         state[name] = entry.export(np.asarray(tensor))
     return state

@@ -48,7 +48,7 @@ from hpctrain.run.data_cache import cache_of, give_levels
 from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import read_together
 from hpctrain.storage import checkpoint
-from hpctrain.storage.shards import ShardedTensors
+from hpctrain.storage.hdf5_store import ShardedTensors
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.replica import BETWEEN, LoopState, Replica
 from hpctrain.train.saving import Saver

@@ -39,8 +39,8 @@ from hpctrain.runs.directory import RunDirectory, run_of_checkpoint, runs
 from hpctrain.runs.owner import marker_of, run_of, was_owned_by_job
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.storage.hdf5_store import root_digest
-from hpctrain.storage.shards import ShardedTensors, ShardFacts, manifest_digest, open_sharded, shares
+from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, root_digest
+from hpctrain.storage.shards import manifest_digest, open_sharded, shares
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.snapshot import Position
 

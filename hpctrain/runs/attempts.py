@@ -1,4 +1,4 @@
-"""What an attempt at a training left in its output directory: checkpoints, and the flight records of its ranks."""
+"""Traces of an attempt at a training in its output directory: checkpoints, and the flight records of its ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from hpctrain.launch.supervisor import AttemptOutcome
 from hpctrain.runs.directory import RunDirectory, StoredCheckpoint, flight_directory, runs, stored_checkpoints
 from hpctrain.runs.owner import living_owner, owners
 
-# An attempt has one run: its own, or the one it resumed, which is seldom an old one.
+# Maximum number of runs read per attempt, newest first. An attempt has one run, new or resumed, which is rarely an old one.
 _MOST_RUNS = 8
 
 
 class RunTraces:
-    """Finds checkpoints and flight records that are new since the last call. Reads file names and flight records only.
+    """Finds checkpoints and flight records written since the last call. Reads only file names and flight records.
 
     Args:
-        output, name: of the configuration. supervisor: mark of the process that starts the attempts.
+        output: output directory of the configuration.
+        name: name of the run in the configuration.
+        supervisor: mark of the process that starts the attempts.
     """
 
     def __init__(self, output: Path, name: str, supervisor: str = "") -> None:
@@ -29,7 +31,7 @@ class RunTraces:
         self._jobs = {records[0].job for records in self._records()}
 
     def look(self) -> AttemptOutcome:
-        """Return what the latest attempt left."""
+        """Return the traces of the latest attempt."""
         stored = list(self._checkpoints())
         written = [one for one in stored if self._seen.get(one.path) != one.version]
         self._seen = {one.path: one.version for one in stored}
@@ -50,14 +52,14 @@ class RunTraces:
             yield from stored_checkpoints(run.checkpoints)
 
     def _own_runs(self) -> Iterator[RunDirectory]:
-        """Yield the runs with this name, newest first, except those that another job has written to last."""
+        """Yield the runs with this name, newest first, except those last written to by another job."""
         for run in runs(self._output, self._name):
             last = next(reversed(owners(run.path)), None)
             if last is None or last.supervisor == self._supervisor or (not last.supervisor and not living_owner(run.path)):
                 yield run
 
     def _records(self) -> Iterator[tuple[FlightRecord, ...]]:
-        """The records of the latest start of each run, the newest run first; runs without any are left out."""
+        """Yield the records of the latest start of each run, newest run first. Runs without records are omitted."""
         for run, _ in zip(self._own_runs(), range(_MOST_RUNS), strict=False):
             try:
                 yield records_in(flight_directory(run.path))
@@ -66,7 +68,7 @@ class RunTraces:
 
 
 def _node(records: tuple[FlightRecord, ...], blamed: tuple[int, ...]) -> str:
-    """Return the node of the blamed ranks, by Slurm's name for it; "" if they are on several, or if there is no other node."""
+    """Return the Slurm name of the node of the blamed ranks; "" if they are on several nodes, or if there is only one node."""
     hosts = {record.host.partition(".")[0] for record in records if record.rank in blamed}
     others = {record.host.partition(".")[0] for record in records} - hosts
     return hosts.pop() if len(hosts) == 1 and others else ""

@@ -1,4 +1,4 @@
-"""Compare runs: results, differences of settings and versions, and the step at which their bits begin to differ."""
+"""Compare runs: results, differences of settings and versions, and the first step at which they differ bitwise."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from hpctrain.runs.records import read_hashes
 from hpctrain.runs.results import RunRecord, Summary, read_runs, summary
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoints, read
 
-#: stands for a key that a run lacks
+#: value of a key that a run lacks
 ABSENT = "-"
 
 
 @dataclass(frozen=True)
 class ComparedSetting:
-    """One key.
+    """One key in several runs.
 
     Attributes:
-        values: of each run.
+        key: dotted key.
+        values: value of the key in each run.
     """
 
     key: str
@@ -30,18 +31,18 @@ class ComparedSetting:
 
     @property
     def differs(self) -> bool:
-        """Return whether runs have different values."""
+        """Whether the runs have different values."""
         return len(set(self.values)) > 1
 
 
 def side_by_side(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
-    """Return all keys that a run has, in the order of their first appearance."""
+    """Return all keys that occur in any run, in the order of their first appearance."""
     keys = dict.fromkeys(key for settings in of_runs for key in settings)
     return tuple(ComparedSetting(key, tuple(settings.get(key, ABSENT) for settings in of_runs)) for key in keys)
 
 
 def differences(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
-    """Return the keys that differ."""
+    """Return the keys whose values differ."""
     return tuple(setting for setting in side_by_side(of_runs) if setting.differs)
 
 
@@ -50,13 +51,16 @@ _PARAMETERS = "parameters/"
 
 @dataclass(frozen=True)
 class SameBits:
-    """The state of a run after some steps, compared with that of the first run, by hashes or by the tensors of checkpoints.
+    """Bitwise comparison of a run with the first run, by hashes or by the tensors of checkpoints.
 
     Args:
-        run: its place among the runs. step: the first at which both are known to differ, or the latest of both if they differ at
-            none; None: they have no step in common. different: keys of tensors that differ there, or that only one run has,
-            parameters first. same_step: the latest earlier step with the same bits; None: none. reason: why nothing was compared;
-            "" if it was. by: what was compared at `step`: "hashes" or "checkpoints".
+        run: index of the run.
+        step: first step at which both are known to differ, or the latest common step if they never differ; None: there is no
+            common step.
+        different: keys of tensors that differ at `step` or that only one run has, parameters first.
+        same_step: latest earlier step with equal bits; None: there is none.
+        reason: reason why nothing was compared; "" if something was.
+        by: source of the comparison at `step`: "hashes" or "checkpoints".
     """
 
     run: int
@@ -76,11 +80,12 @@ class SameBits:
         return f"{name}: {self._parting_by_hashes(first) if self.by == 'hashes' else self._parting_by_checkpoints(first)}"
 
     def _parting_by_hashes(self, first: str) -> str:
-        count, thing = len(self.different), told(self.different[0])
+        count, first_tensor = len(self.different), key_text(self.different[0])
         tensors = "the only tensor that differs" if count == 1 else f"the first of {count:,} tensors that differ"
         if self.same_step is None:
-            return f"other bits than {first} at step {self.step}, the first with hashes of both, in {thing}, {tensors}"
-        return f"the same bits as {first} up to step {self.same_step}; first difference by step {self.step} in {thing}, {tensors}"
+            return f"other bits than {first} at step {self.step}, the first with hashes of both, in {first_tensor}, {tensors}"
+        same = f"the same bits as {first} up to step {self.same_step}"
+        return f"{same}; first difference by step {self.step} in {first_tensor}, {tensors}"
 
     def _parting_by_checkpoints(self, first: str) -> str:
         count = len(self.different)
@@ -91,7 +96,7 @@ class SameBits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of runs, in the order given; bits are compared with those of the first run."""
+    """Comparison of runs, in the given order. Bits are compared with the first run."""
 
     names: tuple[str, ...]
     summaries: tuple[Summary, ...]
@@ -125,8 +130,8 @@ def compared(paths: Sequence[Path]) -> Comparison:
     )
 
 
-def told(key: str) -> str:
-    """Return a tensor's key for people: a parameter by its name alone."""
+def key_text(key: str) -> str:
+    """Return readable text for a tensor's key; a parameter is shown by its name alone."""
     kind, _, name = key.partition("/")
     if kind != "optimizer":
         return {"parameters": "", "statistics": "running statistic "}.get(kind, f"{kind.replace('_', ' ')} ") + name
@@ -148,7 +153,7 @@ def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
             yield by_hashes or SameBits(
                 run,
                 None,
-                reason=f"no step has hashes or checkpoints both here and in {records[0].name}, so no bits were compared",
+                reason=f"no bits were compared, because no step has hashes or checkpoints both here and in {records[0].name}",
             )
             continue
         try:
@@ -158,7 +163,7 @@ def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
 
 
 def _by_hashes(run: int, first: RunRecord, other: RunRecord) -> SameBits | None:
-    """Return the comparison by hashes, of the steps for which both runs have hashes; None if there are none.
+    """Return the comparison by hashes; None if there are no steps for which both runs have hashes.
 
     Raises:
         DataError: a file of hashes cannot be read.
@@ -175,7 +180,10 @@ def _by_hashes(run: int, first: RunRecord, other: RunRecord) -> SameBits | None:
 
 
 def _between(by_hashes: SameBits | None, steps: Sequence[int]) -> list[int]:
-    """Return the steps of checkpoints that may tell more than hashes: after the last equal ones, before the first that differ."""
+    """Return the steps of checkpoints that may locate the first difference better than hashes do.
+
+    These are steps after the last equal hashes and before the first different ones.
+    """
     if by_hashes is None:
         return list(steps)
     if by_hashes.different:
@@ -186,7 +194,7 @@ def _between(by_hashes: SameBits | None, steps: Sequence[int]) -> list[int]:
 
 
 def _narrowed(by_hashes: SameBits | None, by_checkpoints: SameBits) -> SameBits:
-    """Return the comparison by hashes, extended by the checkpoints of `_between`."""
+    """Return the comparison by hashes, refined by the checkpoints of `_between`."""
     if by_hashes is None:
         return by_checkpoints
     if not by_checkpoints.different:
@@ -219,7 +227,7 @@ def _stored(record: RunRecord) -> dict[int, Path]:
 
 
 def _different(one: CheckpointContent, other: CheckpointContent) -> list[str]:
-    """Return the keys of tensors that are not the same in both, parameters first."""
+    """Return the keys of tensors that differ, parameters first."""
     keys = dict.fromkeys([*one.tensors, *other.tensors])
     return sorted((key for key in keys if not _is_same(one, other, key)), key=lambda key: not key.startswith(_PARAMETERS))
 

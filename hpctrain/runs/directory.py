@@ -1,24 +1,24 @@
-"""The directory of one run: what was asked for, with what it ran, what it measured, and its checkpoints.
+"""Directory of one run: configuration, versions, metrics, and checkpoints.
 
-    <output>/<name>-<YYYYmmdd-HHMMSS>/      the time of its start, in UTC
-        run.json         proves that the directory is a run, and orders it among others (see `RunMarker`)
-        config.yaml      the resolved configuration, of the latest start
-        config-<step>.yaml      what it was until that step, where a resume changed it
-        versions.json    versions of everything that computes
+    <output>/<name>-<YYYYmmdd-HHMMSS>/      time of its start, in UTC
+        run.json         proves that the directory is a run, and orders it among other runs (see `RunMarker`)
+        config.yaml      resolved configuration of the latest start
+        config-<step>.yaml      configuration until that step, if a resume changed it
+        versions.json    versions of Python and of the packages that compute
         git.json         revision of the directory that the run was started in; {} outside a repository
         metrics.jsonl    one JSON object per line; a resume cuts it back to its checkpoint
-        hashes.jsonl     hashes of the state after some steps, where they are kept; a resume cuts them back, too
-        schedule-<group>.json   what the averager of a parameter group posts in a step, in order
-        choice.json      what the run chose for grid, plan and averager, where the configuration leaves these to it
-        flight/          what each rank did last
-        owners/          who has written to the run, and who does now (see `runs.owner`)
-        flight-directory      where that lies, where it is not here
-        machine.yaml     the machine that was measured for that, where none was named
+        hashes.jsonl     hashes of the state after some steps, if enabled; a resume cuts them back as well
+        schedule-<group>.json   operations that the averager of a parameter group posts in a step, in order
+        choice.json      automatic choice of grid, plan and averager, if the configuration leaves them open
+        flight/          last operations of each rank
+        owners/          previous owners of the run and the current one (see `runs.owner`)
+        flight-directory      path of the flight records, if they are elsewhere
+        machine.yaml     machine model measured for the automatic choice, if the configuration names none
         checkpoints/
-            best.json    which of them has the best evaluation, for people and commands (see `BestRecord`)
+            best.json    checkpoint with the best evaluation, for users and commands (see `BestRecord`)
 
-One rank creates and writes it; the others receive its path. Nothing here communicates. A run that resumes takes its best
-evaluation from the metadata of its checkpoint; best.json is made from there again, and may be deleted.
+One rank creates and writes the directory; the others receive its path. Nothing here communicates. A resume reads the best
+evaluation from the metadata of its checkpoint and writes best.json again, so that best.json may be deleted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import yaml
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
-from hpctrain.launch.signal_mask import release
+from hpctrain.launch.process_start import release
 from hpctrain.runs import records
 from hpctrain.runs.owner import MARKER, STAMP, Ownership, RunMarker, is_run, mark, marker_of, order_of
 from hpctrain.runs.records import Bookkeeping
@@ -59,19 +59,19 @@ _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
-# Size limit of the file that names a directory, in bytes: well above the longest path of any file system.
+# Size limit of the file with a path, in bytes: above the longest path of any file system.
 _LONGEST_PATH = 1 << 14
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_BYTES_OF_SMALL = 1 << 20
 
-#: files of a traced run: events for a time line, and the table of where the time of a step went
+#: files of a traced run: events for a time line, and time tables of a step
 TRACE_FILE, TABLE_FILE = "trace.json", "time_table.json"
-#: name of the file with the directory of the flight records
+#: name of the file with the path of the flight records
 FLIGHT_POINTER = "flight-directory"
 
 
 def software_versions(**others: str) -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute, with `others` (kernel set, MPI library) as given."""
+    """Return the versions of Python and of the packages that compute, extended by `others` (kernel set, MPI library)."""
     found = {"python": platform.python_version(), "hpctrain": __version__}
     for package in ("numpy", "mpi4py", "h5py"):
         try:
@@ -82,9 +82,12 @@ def software_versions(**others: str) -> dict[str, str]:
 
 
 def git_state(directory: Path | None = None) -> dict[str, object]:
-    """Return {"revision", "dirty"} of the repository around `directory` (by default the current one); {} if there is none.
+    """Return {"revision", "dirty"} of the repository around `directory`; {} if there is none.
 
     Starts processes: call it before MPI starts.
+
+    Args:
+        directory: directory inside the repository; None: the current directory.
     """
     try:
         revision = _git(directory, "rev-parse", "HEAD")
@@ -95,7 +98,7 @@ def git_state(directory: Path | None = None) -> dict[str, object]:
 
 
 def _git(directory: Path | None, *words: str) -> str:
-    # Without optional locks a reader never disturbs others' work in the repository.
+    # Without optional locks, a reader never blocks other commands in the repository.
     command = ["git", "--no-optional-locks", *words]
     done = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, preexec_fn=release
@@ -105,11 +108,11 @@ def _git(directory: Path | None, *words: str) -> str:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One run's files; made by `create` or `open`.
+    """Files of one run. Use `create` or `open` to construct it.
 
     Args:
-        bookkeeping: writes the files that the run can do without.
-        ownership: of the run, required for further writes; None: not checked.
+        bookkeeping: writer of files that are not essential for the run.
+        ownership: ownership of the run, checked before further writes; None: not checked.
     """
 
     path: Path
@@ -126,15 +129,17 @@ class RunDirectory:
         versions: Mapping[str, str],
         git: Mapping[str, object],
     ) -> RunDirectory:
-        """Create a directory below `output`, named after the time in UTC; no two calls get the same one. One rank only.
+        """Create a directory below `output`, named after the time in UTC. One rank only.
+
+        Every call creates a different directory.
 
         Raises:
-            ConfigError: `name` is no plain file name, or the directory cannot be made.
+            ConfigError: `name` is not a plain file name, or the directory cannot be created.
         """
         if not _LEGAL_NAME.fullmatch(name):
             legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-") or "run"
             raise ConfigError(
-                f"The run name {name!r} may have letters, digits, dots, dashes and underscores only, as in {legal!r}."
+                f"The run name {name!r} may contain only letters, digits, dots, dashes and underscores, for example {legal!r}."
             )
         try:
             run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"))
@@ -143,11 +148,11 @@ class RunDirectory:
             write_json(run.path / "git.json", dict(git))
             later_than_all = max([time.time_ns(), *(1 + order_of(other.path) for other in runs(Path(output), None))])
             mark(run.path, RunMarker(secrets.token_hex(8), later_than_all))
-            # Last, since the configuration, with the marker, makes the directory a run.
+            # Last, because a directory with a marker and a configuration is a run.
             write_text(run.path / "config.yaml", config)
         except OSError as error:
             raise ConfigError(
-                f"No run directory can be made in output {output} ({error.strerror}); choose another output."
+                f"Cannot create a run directory in output {output} ({error.strerror}); choose another output."
             ) from error
         return run
 
@@ -156,15 +161,17 @@ class RunDirectory:
         """Return an existing run.
 
         Raises:
-            CheckpointError: `path` is no run directory.
+            CheckpointError: `path` is not a run directory.
         """
         run = cls(Path(path))
         if not (run.path / "config.yaml").is_file():
-            raise CheckpointError(f"{path} is no run directory: it has no config.yaml.")
+            raise CheckpointError(
+                f"{path} is not a run directory: it has no config.yaml; give a directory that a training wrote."
+            )
         if not is_run(run.path):
             raise CheckpointError(
-                f"{path} is no run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` writes; "
-                f"give the directory that a training named as its run directory."
+                f"{path} is not a run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` writes; "
+                f"give a directory that a training wrote."
             )
         return run
 
@@ -175,38 +182,38 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        """The metrics, one JSON object per line."""
+        """File of the metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def hashes_path(self) -> Path:
-        """Hashes of the state after some steps, where the run keeps them (see `hash_file`)."""
+        """File of the hashes of the state after some steps, if the run keeps them (see `HashFile`)."""
         return self.path / "hashes.jsonl"
 
     @property
     def choice_path(self) -> Path:
-        """The choice of the latest start for what its configuration left open."""
+        """File of the automatic choice of the latest start."""
         return self.path / "choice.json"
 
     @property
     def machine_path(self) -> Path:
-        """The machine that was measured for the choice."""
+        """File of the machine model that was measured for the automatic choice."""
         return self.path / "machine.yaml"
 
     @property
     def flight(self) -> Path:
-        """Directory of the flight records of its ranks, unless they are kept elsewhere."""
+        """Directory of the flight records of its ranks, unless they are stored elsewhere."""
         return self.path / "flight"
 
     def log_path(self, rank: int) -> Path:
-        """Return the log file of a rank that keeps one."""
+        """Return the log file of a rank."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
 
     def point_to_flight(self, directory: Path | None) -> None:
-        """Record that flight records lie in this directory; None: in the run.
+        """Record the directory of the flight records; None: the run directory.
 
         Raises:
-            OSError: that cannot be written.
+            OSError: the record cannot be written.
         """
         pointer = self.path / FLIGHT_POINTER
         if directory is None:
@@ -218,18 +225,18 @@ class RunDirectory:
         """Return the directory of the ranks' flight records, which may not exist.
 
         Raises:
-            DataError: the file that names the directory is damaged.
+            DataError: the file with the path of the directory is damaged.
         """
         pointer = self.path / FLIGHT_POINTER
         if not pointer.is_file():
             return self.flight
         text = os.fsdecode(read_bytes(pointer, _LONGEST_PATH)).strip()
         if not text.isprintable() or not text:
-            raise DataError(f"{pointer} names no directory of flight records; delete it, and give that directory itself.")
+            raise DataError(f"{pointer} does not contain a path; delete the file, and give the directory of flight records.")
         return Path(text)
 
     def write_schedule(self, group: str, schedule: str) -> None:
-        """Keep the schedule (JSON text) of a parameter group's averager; it replaces an earlier one as a whole."""
+        """Store the schedule (JSON text) of a parameter group's averager, atomically replacing an earlier one."""
         write_text(self.schedule_path(group), schedule)
 
     def schedule_path(self, group: str) -> Path:
@@ -237,7 +244,7 @@ class RunDirectory:
         return self.path / f"schedule-{group}.json"
 
     def schedules(self) -> dict[str, str]:
-        """Return the stored schedules (JSON text), by parameter group."""
+        """Return the stored schedules (JSON text) by parameter group."""
         pattern = self.schedule_path("*").name
         begin, end = pattern.split("*")
         return {path.name[len(begin) : -len(end)]: read_text(path) for path in sorted(self.path.glob(pattern))}
@@ -247,12 +254,12 @@ class RunDirectory:
         return read_text(self.path / "config.yaml", TEXT_BYTES)
 
     def follow_config(self, config: str, step: int, earlier: str) -> None:
-        """Make `config` the run's configuration from `step` on; keep `earlier`, the previous one, next to it if it differs.
+        """Make `config` the run's configuration from `step` on. Keep the previous one, `earlier`, next to it if it differs.
 
-        Removes configurations of later steps, whose metrics are removed as well. Files that no run wrote stay.
+        Configurations of later steps are removed, as are their metrics. Files that no run wrote are kept.
 
         Raises:
-            CheckpointError: the directory cannot be written; the configuration is what it was.
+            CheckpointError: the directory cannot be written; the configuration is unchanged.
         """
         dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
         gone = {path for match, path in dated if match and int(match[1]) >= step and _is_run_config(path)}
@@ -268,16 +275,16 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"The configuration in {self.path} cannot be written ({error.strerror}); make room or allow it."
+                f"Cannot write the configuration to {self.path} ({error.strerror}); free disk space or grant write permission."
             ) from error
 
     def append_metrics(self, record: Mapping[str, object]) -> None:
-        """Append one line; it is the system's before this returns. Numbers that are not finite become null (JSON has none).
+        """Append one line and hand it to the operating system. Non-finite numbers become null, because JSON has none.
 
-        A line that a kill has torn is cut off first. One process appends at a time.
+        An incomplete last line, left by a killed process, is removed first. One process appends at a time.
 
         Raises:
-            RunOwnedError: another job has taken the run over.
+            RunOwnedError: another job has taken over the run.
         """
         require_owned(self)
         records.append_lines(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
@@ -289,10 +296,10 @@ class RunDirectory:
             records.cut_back(path, epoch, step, evaluates=evaluates, goes_back=goes_back)
 
     def metrics(self) -> list[dict[str, object]]:
-        """Return all complete lines; a last one that a kill has torn is left out.
+        """Return the records of all complete lines, without an incomplete last line.
 
         Raises:
-            DataError: another line is no JSON object, or the file is not a regular one.
+            DataError: another line is not a JSON object, or the file is not a regular one.
         """
         if not self.metrics_path.exists():
             return []
@@ -301,18 +308,21 @@ class RunDirectory:
         for number, line in enumerate(lines, 1):
             record = json_object(line)
             if record is None:
-                raise DataError(f"Line {number} of {self.metrics_path} is no JSON object; delete the line.")
+                raise DataError(f"Line {number} of {self.metrics_path} is not a JSON object; delete the line.")
             records.append(record)
         return records
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint on the disk, as file names and file sizes show it.
+    """Checkpoint on the disk, described by file names and sizes only.
 
     Attributes:
-        step: the step in its name. n_bytes: size of all its files. written: seconds of the wall clock. version: another one
-            whenever the checkpoint is written again.
+        step: step in its name.
+        path: file, or directory of shards.
+        n_bytes: size of all its files.
+        written: time of the last write, in seconds of the wall clock.
+        version: value that changes whenever the checkpoint is written again.
     """
 
     step: int
@@ -323,10 +333,10 @@ class StoredCheckpoint:
 
     @classmethod
     def of(cls, step: int, path: Path) -> StoredCheckpoint:
-        """Look at a checkpoint.
+        """Return the description of a checkpoint.
 
         Raises:
-            OSError: it does not exist any more, or it is a broken link.
+            OSError: the checkpoint has been deleted, or it is a broken link.
         """
         status = path.stat()
         n_bytes = sum(entry.stat().st_size for entry in os.scandir(path)) if path.is_dir() else status.st_size
@@ -334,7 +344,7 @@ class StoredCheckpoint:
 
 
 def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints of a directory, oldest step first. Leave out broken links, and what is deleted during the call."""
+    """Return the checkpoints of a directory, lowest step first, without broken links and files deleted during the call."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(directory):
@@ -345,27 +355,27 @@ def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
 
 
 def flight_directory(run: Path) -> Path:
-    """Return the directory of a run's flight records: the one that the run names, its subdirectory `flight`, or `run` itself.
+    """Return the directory of a run's flight records: the recorded one, its subdirectory `flight`, or `run` itself.
 
     Raises:
-        DataError: the file that names the directory is damaged.
+        DataError: the file with the path of the directory is damaged.
     """
     kept = RunDirectory(run).flight_records()
     return kept if kept.is_dir() else run
 
 
 def require_owned(run: RunDirectory) -> None:
-    """Raise if another job has taken the run over because it took this process for dead.
+    """Raise if another job has taken over the run.
 
     Raises:
-        RunOwnedError: another job has taken the run over.
+        RunOwnedError: another job has taken over the run, because this process seemed to be dead.
     """
     if run.ownership is not None:
         run.ownership.require()
 
 
 def small_files(run: RunDirectory) -> dict[str, bytes]:
-    """Return the contents of a run directory's small files, by name, without records and unfinished files.
+    """Return the contents of a run directory's small files by name, without records and unfinished files.
 
     They identify the run, and suffice to restore a directory that `--resume` finds.
     """
@@ -374,7 +384,7 @@ def small_files(run: RunDirectory) -> dict[str, bytes]:
 
 
 def restore_files(run: RunDirectory, files: Mapping[str, bytes]) -> None:
-    """Write missing small files of the run again, as after a removal of its directory during the training.
+    """Restore missing small files of the run, for example after its directory was deleted during the training.
 
     Raises:
         CheckpointError: the files cannot be written.
@@ -383,13 +393,14 @@ def restore_files(run: RunDirectory, files: Mapping[str, bytes]) -> None:
         missing = [name for name in files if not (run.path / name).exists()]
         if missing:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-        for name in sorted(missing, key=lambda name: name == "config.yaml"):  # last, since it makes the directory a run
+        for name in sorted(missing, key=lambda name: name == "config.yaml"):  # last, because it makes the directory a run
             write_bytes(run.path / name, files[name])
         if run.ownership is not None:
             run.ownership.restore()
     except OSError as error:
         raise CheckpointError(
-            f"The files of the run {run.path} are missing and cannot be written again ({error.strerror}); make room or allow it."
+            f"Cannot restore the missing files of the run {run.path} ({error.strerror}); free disk space or grant write "
+            "permission."
         ) from error
 
 
@@ -404,7 +415,7 @@ def _make_unique(output: Path, stem: str) -> Path:
 
 
 def _is_run_config(path: Path) -> bool:
-    """Return whether a file is a configuration that a run wrote: bitwise in the form of a dump, with the key `output`."""
+    """Return whether a run wrote this configuration: it has the exact form of a dump, with the key `output`."""
     try:
         text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_CONFIG_BYTES else ""
         content = yaml.safe_load(text)
@@ -424,12 +435,12 @@ def _finite(value: object) -> object:
 
 
 def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
-    """Return all runs below `output` whose configuration has exactly that name, newest first in the order of their markers.
+    """Return all runs below `output`, newest first in the order of their markers.
 
-    Omits directories that are not proven to be runs.
+    Directories that are not proven to be runs are omitted.
 
     Args:
-        name: of the runs; None: any name.
+        name: name in the configuration of the runs; None: any name.
     """
     ordered = []
     for path in Path(output).glob("*/config.yaml"):
@@ -440,12 +451,12 @@ def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
 
 
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
-    """Return the run that the checkpoint `path` belongs to; None if it lies in no run, or in the directory of another run.
+    """Return the run of the checkpoint `path`; None if it is in no run directory, or in the directory of another run.
 
-    A checkpoint holds the identity of its run. A checkpoint of an earlier version holds a configuration of the run instead.
+    A checkpoint contains the identity of its run. A checkpoint of an earlier version contains a configuration of the run instead.
 
     Args:
-        meta: of the checkpoint.
+        meta: metadata of the checkpoint.
     """
     for place in (path, path.absolute(), path.resolve()):
         run = RunDirectory(place.parent.parent)
@@ -468,7 +479,10 @@ def _has_config(run: RunDirectory, config: str) -> bool:
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the name in a run's configuration; None if it cannot be read. Parses that line alone, as there may be many runs."""
+    """Return the name in a run's configuration; None if it cannot be read.
+
+    Only this line is parsed, because there may be many runs.
+    """
     try:
         line = _NAME.search(read_text(path, TEXT_BYTES))
         return None if line is None else str(yaml.safe_load(line[0])["name"])
@@ -477,33 +491,36 @@ def _name_in(path: Path) -> str | None:
 
 
 def latest(output: Path, name: str) -> RunDirectory | None:
-    """Return the newest run of that name; None if there is none."""
+    """Return the newest run called `name`; None if there is none."""
     return next(iter(runs(output, name)), None)
 
 
 def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
-    """Return the newest valid checkpoint, and its content, of the newest run of that name that has one; else None.
+    """Return the newest valid checkpoint of the newest run called `name` that has one, and its content; None if there is none.
 
-    A run that ended before its first checkpoint is passed over.
+    A run that ended before its first checkpoint is skipped.
     """
-    from hpctrain.storage.checkpoint import read_newest  # loads NumPy, which commands that only list runs do not need
+    from hpctrain.storage.checkpoint import read_newest  # imports NumPy, which commands that only list runs do not need
 
     found = (read_newest(run.checkpoints) for run in runs(output, name))
     return next((each for each in found if each is not None), None)
 
 
-#: in the directory of checkpoints
+#: name of the file with the best checkpoint, in the directory of checkpoints
 BEST_RECORD = "best.json"
 _LARGEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class BestRecord:
-    """The checkpoint with the best evaluation.
+    """Checkpoint with the best evaluation.
 
     Args:
-        checkpoint: name of the file or directory. step: steps done. epoch: epochs trained. measure: "top1", "top5" or "loss", by
-            which it is the best. value: of the measure; accuracies are fractions.
+        checkpoint: name of the file or directory.
+        step: number of steps done.
+        epoch: number of epochs trained.
+        measure: metric of the comparison, "top1", "top5" or "loss", with the prefix "ema_" for averaged weights.
+        value: value of the metric; accuracies are fractions.
     """
 
     checkpoint: str
@@ -515,7 +532,7 @@ class BestRecord:
     def __post_init__(self) -> None:
         texts, numbers = (self.checkpoint, self.measure), (self.step, self.epoch, self.value)
         if not all(isinstance(text, str) for text in texts) or not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError("a field is of another type")
+            raise TypeError("a field has the wrong type")
 
     def __str__(self) -> str:
         value = f"{self.value:.4f}" if self.measure.endswith("loss") else f"{self.value:.2%}"
@@ -523,10 +540,10 @@ class BestRecord:
 
 
 def write_best(directory: Path, best: BestRecord | None) -> None:
-    """Make this the record in a directory of checkpoints; None: there is none. Whole or not at all.
+    """Store the record in a directory of checkpoints, atomically; None deletes it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the record cannot be written.
     """
     if best is not None and _stored_best(directory) != asdict(best):
         write_json(directory / BEST_RECORD, asdict(best))
@@ -540,7 +557,7 @@ def read_best(directory: Path) -> BestRecord | None:
     """Return the record in a directory of checkpoints; None if there is none.
 
     Raises:
-        CheckpointError: it is not readable.
+        CheckpointError: the record cannot be read.
     """
     path = directory / BEST_RECORD
     if not path.exists():
@@ -549,15 +566,15 @@ def read_best(directory: Path) -> BestRecord | None:
         return BestRecord(**(json_object(read_bytes(path, _LARGEST_BYTES)) or {}))
     except (DataError, OSError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is no record of a best checkpoint ({error}); delete it, and the run writes it again when it goes on."
+            f"{path} is not a record of a best checkpoint ({error}); delete it, and the run writes it again when it continues."
         ) from error
 
 
 def find_best(output: Path, name: str) -> Path:
-    """Return the best checkpoint of the newest run of that name that has one.
+    """Return the best checkpoint of the newest run called `name` that has one.
 
     Raises:
-        CheckpointError: no run has one, or the file is gone.
+        CheckpointError: no run has a best checkpoint, or its file is missing.
     """
     for run in runs(output, name):
         best = read_best(run.checkpoints)
@@ -566,13 +583,13 @@ def find_best(output: Path, name: str) -> Path:
         path = run.checkpoints / best.checkpoint
         if not path.exists():
             raise CheckpointError(
-                f"The best checkpoint of the run {run.path}, {best.checkpoint} ({best}), is not there any more; "
-                f"give one of those that `hpctrain checkpoint list {run.path}` shows."
+                f"The best checkpoint of the run {run.path}, {best.checkpoint} ({best}), does not exist any more; "
+                f"give a checkpoint that `hpctrain checkpoint list {run.path}` shows."
             )
         return path
     raise CheckpointError(
-        f"No run of {name!r} in {output} has a best checkpoint: with checkpoint.best one is kept where an evaluation and a "
-        f"checkpoint come after the same step; give a checkpoint file, or auto for the newest."
+        f"No run of {name!r} in {output} has a best checkpoint, which needs checkpoint.best, and an evaluation and a "
+        f"checkpoint after the same step; give a checkpoint file, or auto for the newest."
     )
 
 

@@ -1,17 +1,17 @@
-"""The identity of a run and its owner: the proof that a directory is a run, and the rule that one job at a time writes to it.
+"""Identity and ownership of a run: the proof that a directory is a run, and the rule that one job at a time writes to it.
 
-A run has a marker file, `run.json`, which also orders runs without clocks or time zones. Runs of earlier versions have none.
-They are recognised by their versions.json, and are marked when they are resumed. Files in a directory are written, cut or deleted
-only after this proof, as other programs may have a `config.yaml` or a `metrics.jsonl`, too.
+A run has a marker file, `run.json`, which also orders runs without clocks or time zones. Runs of earlier versions have none. They
+are recognised by their versions.json, and are marked when they are resumed. Files in a directory are written, cut or deleted only
+after this proof, because other programs may also write a `config.yaml` or a `metrics.jsonl`.
 
-The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on. The record with the highest number
-is that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and
-Lustre, creates at most once. So if several processes try to succeed a dead owner, exactly one creates the next record, and a
-process that is killed leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. At the
-end that line marks the run as released.
+The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on. The record with the highest number is
+that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and Lustre,
+creates at most once. If several processes try to succeed a dead owner, exactly one creates the next record. A killed process
+leaves no lock. While the owner is alive, the last line of its record changes every BEAT_SECONDS. When the owner ends, this line
+marks the run as released.
 
-An owner counts as dead if its process has ended on the same machine, if its scheduler reports that its job is over, or if its
-record has not changed for MISSED_SECONDS. The waiting process measures that time; clocks of two machines are never compared.
+An owner is considered dead if its process has ended on the same machine, if its scheduler reports that its job is over, or if its
+record has not changed for MISSED_SECONDS. The waiting process measures this time; clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _MOST_NS = 1 << 62
 
 @dataclass(frozen=True)
 class RunMarker:
-    """The identity of a run, and its place in the order of runs.
+    """Identity of a run, and its position in the order of runs.
 
     Args:
-        identity: random; the run's checkpoints hold it, too.
-        order: nanoseconds since 1970 at the start of the run, but always greater than those of all earlier runs. So the order of
-            the runs in an output directory does not depend on clocks that differ, go back or jump.
+        identity: random text; the run's checkpoints contain it as well.
+        order: nanoseconds since 1970 at the start of the run, but always greater than the values of all earlier runs. The order
+            of the runs in an output directory is therefore independent of clocks that differ or jump.
     """
 
     identity: str
@@ -64,10 +64,10 @@ class RunMarker:
 
 
 def mark(path: Path, marker: RunMarker) -> None:
-    """Write the marker of the run directory `path`, atomically.
+    """Write the marker of the run directory `path` atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the marker cannot be written.
     """
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(marker.order // 10**9))
     content = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "run": marker.identity, "order": marker.order}
@@ -85,7 +85,7 @@ def marker_of(path: Path) -> RunMarker | None:
 
 @lru_cache(maxsize=1 << 10)
 def _read_marker(path: Path, *version: int) -> RunMarker | None:
-    """Return the marker in a run directory. Cached per version of the file, as a start asks for it several times."""
+    """Return the marker in a run directory. Cached by version of the file, because a start needs it several times."""
     content = _json_object(path / MARKER)
     identity, order = content.get("run"), content.get("order")
     if content.get("format") != _FORMAT or not isinstance(identity, str) or not isinstance(order, int):
@@ -94,7 +94,7 @@ def _read_marker(path: Path, *version: int) -> RunMarker | None:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether `path` is proven to be a run directory: by its marker, or in earlier versions by its versions.json."""
+    """Return whether `path` is proven to be a run directory, by its marker or, in earlier versions, by its versions.json."""
     if not (path / "config.yaml").is_file():
         return False
     if marker_of(path) is not None:
@@ -104,7 +104,7 @@ def is_run(path: Path) -> bool:
 
 
 def claim(path: Path) -> None:
-    """Mark the run directory `path` if it has no marker, as in earlier versions. Keeps its place in the order of runs.
+    """Mark the run directory `path` if it has no marker, as in earlier versions. Its position in the order of runs is kept.
 
     Raises:
         OSError: the marker cannot be written.
@@ -114,7 +114,7 @@ def claim(path: Path) -> None:
 
 
 def _json_object(path: Path) -> Mapping[str, object]:
-    """Return the JSON object in a small file; an empty one if the file is missing, too large or no JSON object."""
+    """Return the JSON object in a small file; an empty one if the file is missing, too large or not a JSON object."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return {}
@@ -125,13 +125,13 @@ def _json_object(path: Path) -> Mapping[str, object]:
 
 
 def order_of(path: Path) -> int:
-    """Return the place of a run in the order of runs. Without a marker, the time of its first record decides."""
+    """Return the position of a run in the order of runs. Without a marker, the time of its first record is used."""
     marker = marker_of(path)
     if marker is not None:
         return marker.order
     seconds = _first_seconds(path / "metrics.jsonl")
     match = STAMP.fullmatch(path.name)
-    if seconds is None and match is not None:  # only the name is left, in the local time of the machine on which the run began
+    if seconds is None and match is not None:  # use the name, which has the local time of the machine on which the run began
         with contextlib.suppress(ValueError, OverflowError):
             seconds = time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
     return 0 if seconds is None else min(max(0, int(seconds * 1e9)), _MOST_NS)
@@ -150,15 +150,15 @@ def _first_seconds(metrics: Path) -> float | None:
 
 
 FOLDER = "owners"
-#: environment variable of a training that `hpctrain run` has started: the mark of the process of `hpctrain run`
+#: environment variable with the mark of the `hpctrain run` process that started a training
 SUPERVISOR = "HPCTRAIN_SUPERVISOR"
 BEAT_SECONDS = 5.0
-#: time without a change of its record after which an owner on another machine counts as dead
+#: time without a change of its record after which an owner on another machine is considered dead
 MISSED_SECONDS = 60.0
 
 _NAME = re.compile(r"owner-(\d{5,})\.jsonl")
 _LOOK_SECONDS = 0.5
-# Longest time that one check counts for: a process that was stopped between two checks has not watched since.
+# Maximum time between two checks that counts as watched: the waiting process may have been stopped in between.
 _MOST_BETWEEN_LOOKS_SECONDS = 2.0
 _LINE_BYTES = 40
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -168,14 +168,19 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Owner:
-    """An owner, as its record names it.
+    """Owner of a run, as described by its record.
 
     Args:
-        number: of the record. token: unique to this owner. mark: of its process. host: the host's name.
-        job: of the scheduler. since: the time in UTC at which it became the owner. command: the command that it runs.
-        missed_seconds: time without a change of the record after which it counts as dead. outlives: whether other ranks of the
-            job continue after the end of the process.
-        supervisor: mark of the process of `hpctrain run` that has started it; "" if none has.
+        number: number of the record.
+        token: text unique to this owner.
+        mark: unique identifier of its process.
+        host: name of its host.
+        since: time at which it became the owner, in UTC.
+        command: command that it runs.
+        job: scheduler job that it belongs to.
+        missed_seconds: time without a change of the record after which it is considered dead.
+        outlives: whether other ranks of the job continue after the end of the process.
+        supervisor: mark of the process of `hpctrain run` that started it; "" if none did.
     """
 
     number: int
@@ -197,9 +202,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Record:
-    """A record as it was read.
+    """Contents of a record.
 
-    text: all of it. owner: None if it is damaged. is_file: whether it is the file that its owner created, not a copy of it.
+    Attributes:
+        number: number of the record.
+        text: contents of the file.
+        owner: owner; None if the record is damaged.
+        released: whether the owner has released the run.
+        is_file: whether this is the file that the owner created and not a copy of it.
     """
 
     number: int
@@ -210,13 +220,13 @@ class _Record:
 
 
 def owners(run: Path) -> list[Owner]:
-    """Return the owners of a run so far, latest last. Omits damaged records."""
+    """Return all owners of a run, the latest last. Damaged records are omitted."""
     records = (_read(run, number) for number in _numbers(run))
     return [record.owner for record in records if record is not None and record.owner is not None]
 
 
 def living_owner(run: Path) -> Owner | None:
-    """Return the latest owner of a run, unless it is known to have ended; else None.
+    """Return the latest owner of a run; None if it is known to have ended.
 
     Does not wait for a sign of life, so that the owner may be dead.
     """
@@ -238,12 +248,15 @@ def run_of(path: Path) -> Path | None:
 
 
 class Contender:
-    """A process that wants to own a run.
+    """Process that tries to become the owner of a run.
 
     Args:
-        command: the command that it runs, for messages of others. predecessor: token of a dead owner of the same job.
-        missed_seconds, outlives: see `Owner`.
-        clock: returns seconds.
+        run: directory of the run.
+        command: command that the process runs, for messages of other processes.
+        predecessor: token of a dead owner of the same job; "" if there is none.
+        missed_seconds: as in `Owner`.
+        outlives: as in `Owner`.
+        clock: function that returns seconds.
     """
 
     def __init__(
@@ -273,10 +286,11 @@ class Contender:
         self._still_seconds = self._looked_at = 0.0
 
     def attempt(self) -> Ownership | None:
-        """Return the ownership; None if it is not known yet whether the current owner is alive: call it again soon.
+        """Return the ownership; None if it is not known yet whether the current owner is alive. In that case call it again soon.
 
         Raises:
-            RunOwnedError: another owner is alive. OSError: the run cannot be written.
+            RunOwnedError: another owner is alive.
+            OSError: the run cannot be written.
         """
         (self._run / FOLDER).mkdir(exist_ok=True)
         while True:
@@ -291,7 +305,10 @@ class Contender:
                 return Ownership(self._run, owner)
 
     def _reason_ended(self, record: _Record) -> str | None:
-        """Return why an owner is dead, as the end of a sentence; "" if it ended in good order; None if that is not known yet.
+        """Return the reason why an owner is considered dead, as the end of a sentence.
+
+        Returns:
+            The reason; "" if the owner has released the run; None if it is not known yet whether the owner is alive.
 
         Raises:
             RunOwnedError: the owner is alive.
@@ -301,7 +318,7 @@ class Contender:
             return ""
         if owner is not None:
             if self._owner.job.follows(owner.job):
-                return "as the same job was queued again"
+                return "because the same job was queued again"
             lives = _process_lives(record)
             if lives is False:
                 return "whose process has ended"
@@ -316,14 +333,14 @@ class Contender:
         if before is None or before.number != record.number:
             lives = None if owner is None else owner.job.lives()
             if lives is False:
-                return "whose job is over, as its scheduler says"
+                return "whose job has ended according to its scheduler"
             if lives and owner is not None:
                 raise _refusal(self._run, owner)
             self._watched, self._still_seconds, self._looked_at = record, 0.0, self._clock()
             most = MISSED_SECONDS if owner is None else owner.missed_seconds
             _log.warning(
-                "%s was last written to by %s. Only a change of its record shows whether that owner is alive; "
-                "waiting for one for up to %.0f s.",
+                "%s was last written to by %s. Only a change of its record shows whether this owner is alive; "
+                "waiting up to %.0f s for a change.",
                 self._run,
                 owner or "an unknown owner",
                 most,
@@ -338,10 +355,11 @@ class Contender:
 
 
 class Ownership:
-    """The right to write to a run, until `release`. A thread shows signs of life.
+    """Right to write to a run, until `release`. A thread regularly updates the record as a sign of life.
 
     Attributes:
-        run: the directory. owner: the content of this process's record.
+        run: directory of the run.
+        owner: contents of this process's record.
     """
 
     def __init__(self, run: Path, owner: Owner) -> None:
@@ -353,18 +371,18 @@ class Ownership:
         self._thread.start()
 
     def require(self) -> None:
-        """Raise unless this process still owns the run: others may take a process that was stopped for long for dead.
+        """Raise unless this process still owns the run. Another process may take it over if this one is stopped for long.
 
         Raises:
             RunOwnedError: another process has taken over, or this one has released the run.
         """
         if self._ended.is_set():
-            raise RunOwnedError(f"The run {self.run} was released by this process; nothing more is written to it.")
+            raise RunOwnedError(f"The run {self.run} was released by this process and is no longer written to.")
         if self._next().exists():
             others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
             raise RunOwnedError(
-                f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, as this process has shown no "
-                f"sign of life for {self.owner.missed_seconds:.0f} s; nothing more is written to it."
+                f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, because this process has shown "
+                f"no sign of life for {self.owner.missed_seconds:.0f} s; this process stops writing to it."
             )
 
     def release(self) -> None:
@@ -394,7 +412,10 @@ class Ownership:
             self._write({"beat": self._beats})
 
     def _write(self, line: dict[str, int]) -> None:
-        """Overwrite the last line of the record in place. It is small, so that readers see it whole, and needs no new space."""
+        """Overwrite the last line of the record in place.
+
+        The line is so short that readers see it whole, and overwriting it needs no new space.
+        """
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -405,10 +426,11 @@ class Ownership:
 
 @contextlib.contextmanager
 def owned(run: Path | None, command: str) -> Iterator[None]:
-    """Own a run during the block; no effect if `run` is None. Waits as long as it is unknown whether another owner is alive.
+    """Own a run during the block; no effect if `run` is None. Waits until it is known whether another owner is alive.
 
     Raises:
-        RunOwnedError: another owner is alive. OSError: the run cannot be written.
+        RunOwnedError: another owner is alive.
+        OSError: the run cannot be written.
     """
     if run is None:
         yield
@@ -424,8 +446,8 @@ def owned(run: Path | None, command: str) -> Iterator[None]:
 
 def _refusal(run: Path, owner: Owner) -> RunOwnedError:
     return RunOwnedError(
-        f"The run {run} is being written to by {owner}, and a run has one owner at a time; wait until that one ends or stop it, "
-        f"or give this one another name or output for a run of its own."
+        f"The run {run} is being written to by {owner}, and a run has one owner at a time; wait until the owner ends, stop it, "
+        f"or start a new run with another name or output."
     )
 
 
@@ -451,9 +473,9 @@ def _latest(run: Path) -> _Record | None:
 
 
 def _read(run: Path, number: int) -> _Record | None:
-    """Return a record, which may be damaged; None if it does not exist any more."""
+    """Return a record, which may be damaged; None if it has been deleted."""
     try:
-        # Opened, since some file systems may return an outdated status for a file that is not open.
+        # Some file systems return an outdated status for a file that is not open.
         with open(_path(run, number), "rb") as file:
             inode, text = os.fstat(file.fileno()).st_ino, file.read(1 << 16)
     except FileNotFoundError:
@@ -474,9 +496,9 @@ def _owner(number: int, values: dict[str, Any]) -> Owner:
 
 
 def _process_lives(record: _Record) -> bool | None:
-    """Return whether the owner's process is alive; None if that cannot be seen, or does not decide.
+    """Return whether the owner's process is alive; None if this cannot be determined or is not decisive.
 
-    In a copy of a run the records name the owner of the original, which does not own the copy. They never change there.
+    In a copy of a run the records name the owner of the original, which does not own the copy. There the records never change.
     """
     owner = record.owner
     mark = None if owner is None else ProcessMark.parse(owner.mark)
@@ -513,7 +535,7 @@ def _make(run: Path, owner: Owner) -> bool:
 
 
 def _write_record(descriptor: int, owner: Owner) -> None:
-    """Write a record to a new file, and synchronise it."""
+    """Write a record to a new file and synchronise it."""
     values = {**asdict(owner), "inode": os.fstat(descriptor).st_ino}
     os.write(descriptor, json.dumps(values).encode() + b"\n" + _last_line({"beat": 0}))
     os.fsync(descriptor)
@@ -533,7 +555,10 @@ def _link_new(begun: Path, target: Path, owner: Owner) -> bool:
 
 
 def _create_new(target: Path, owner: Owner) -> bool:
-    """Create a record on a file system without links. It is incomplete for a moment, in which others watch it as unknown."""
+    """Create a record on a file system without links.
+
+    Other processes may briefly see it incomplete, and then treat its owner as unknown.
+    """
     try:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:

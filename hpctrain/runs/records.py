@@ -1,13 +1,13 @@
-"""Records of a run: files of JSON lines that grow with it, its hashes among them.
+"""Records of a run: files of JSON lines that grow with it, including its hashes.
 
-Lines are appended whole, and cut back at a resume, so that no step comes twice. A run can do without these files: if their
-disk is full or gone, `Bookkeeping` warns once, the training goes on, and what can be written later is; what was lost is logged
-at the end. Checkpoints are no such files.
+Each append writes whole lines. A resume cuts the files back, so that no step is recorded twice. These files are not essential: if
+their disk is full or missing, `Bookkeeping` warns once and the training continues. Lines are written later if possible, and lost
+lines are reported at the end. Checkpoints are not written this way.
 
-The file of a run's hashes has one line for each step that has them, in as few bytes as that takes:
+The file of a run's hashes has one compact line for each step with hashes:
 
-    {"tensors": ["parameters/conv1.weight", ...]}                        the keys of the lines below, until the next such line
-    {"step": 100, "epoch": 1, "all": "5f0c...", "hashes": "91b2..."}     16 digits for each tensor, in a row
+    {"tensors": ["parameters/conv1.weight", ...]}                        keys for the following lines, until the next line of keys
+    {"step": 100, "epoch": 1, "all": "5f0c...", "hashes": "91b2..."}     16 digits for each tensor, concatenated
 
 One process writes. Nothing here communicates.
 """
@@ -26,23 +26,27 @@ from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.log import get_logger
 from hpctrain.storage.atomic_write import write_bytes
 
-#: records that are kept in memory until they can be written; the oldest ones go first
+#: maximum number of records queued in memory; the oldest ones are dropped first
 MOST_WAITING = 100_000
 
 _log = get_logger(__name__)
 
 
 class Bookkeeping:
-    """Writes files that the run can do without, and remembers which failures it has logged. One thread at a time."""
+    """Writes files that are not essential for the run, and logs each failure once. Not thread-safe."""
 
     def __init__(self) -> None:
         self._failing: dict[str, str] = {}
 
     def attempt(self, what: str, write: Callable[[], object]) -> bool:
-        """Call `write`; return False, and warn, if the system refuses it. Does not warn of the same reason twice in a row.
+        """Call `write`. If it fails, log a warning unless the previous attempt failed for the same reason.
 
         Args:
-            what: is written, for the sentence: "metrics".
+            what: name of the files for messages, for example "metrics".
+            write: function that writes.
+
+        Returns:
+            Whether the write succeeded.
 
         Raises:
             BrokenPipeError: the pipe has no reader any more.
@@ -54,7 +58,7 @@ class Bookkeeping:
         except OSError as error:
             why = reason(error)
             if self._failing.get(what) != why:
-                _log.warning("The %s cannot be written (%s); the run goes on and will try again.", what, why)
+                _log.warning("Cannot write the %s (%s); the run continues and will try again.", what, why)
             self._failing[what] = why
             return False
         if self._failing.pop(what, None) is not None:
@@ -62,15 +66,21 @@ class Bookkeeping:
         return True
 
     def lost(self, what: str, extent: str) -> None:
-        """Log at the end what is missing. extent: such as "3 lines"."""
+        """Log that records are lost.
+
+        Args:
+            extent: amount, for example "3 lines".
+        """
         _log.warning("%s of the %s could not be written (%s) and are lost.", extent, what, self._failing.get(what, "no reason"))
 
 
 class PatientRecords:
-    """Records that are written in their order as soon as that is possible.
+    """Queue of records, written in order as soon as possible.
 
     Args:
-        append: writes one, whole or not at all.
+        bookkeeping: bookkeeping that logs failures.
+        what: name of the records for messages.
+        append: function that writes one record atomically.
     """
 
     def __init__(self, bookkeeping: Bookkeeping, what: str, append: Callable[[Mapping[str, Any]], None]) -> None:
@@ -79,7 +89,7 @@ class PatientRecords:
         self._dropped = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write a record, after those that wait."""
+        """Write a record after the queued ones."""
         self._waiting.append(record)
         if len(self._waiting) > MOST_WAITING:
             del self._waiting[0]
@@ -87,7 +97,7 @@ class PatientRecords:
         self._bookkeeping.attempt(self._what, self._write)
 
     def close(self) -> None:
-        """Write what waits for the last time, and log what is lost. May be called twice."""
+        """Write the queued records for the last time, and log the number of lost ones. May be called twice."""
         if self._waiting:
             self._bookkeeping.attempt(self._what, self._write)
         lost = len(self._waiting) + self._dropped
@@ -102,12 +112,12 @@ class PatientRecords:
 
 
 def reason(error: OSError) -> str:
-    """Return the system's words."""
+    """Return the operating system's description of an error."""
     return error.strerror or str(error)
 
 
 def append_lines(path: Path, text: str) -> None:
-    """Append lines; they are the system's before this returns. A line that a kill has torn is cut off first.
+    """Append lines and hand them to the operating system. An incomplete last line, left by a killed process, is removed first.
 
     One process appends at a time.
     """
@@ -117,7 +127,7 @@ def append_lines(path: Path, text: str) -> None:
 
 
 def _cut_torn_line(descriptor: int) -> None:
-    """Shorten the file to its last complete line."""
+    """Truncate the file to its last complete line."""
     size = os.fstat(descriptor).st_size
     end, block = size, b""
     while end and b"\n" not in block:
@@ -129,26 +139,29 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes_back: bool = False) -> None:
-    """Remove the records after a position from `path`, as the run will record them again.
+    """Remove the records after a position from `path`, because the run will record them again.
 
-    Records without a step stay, and so do lines that no run has written.
-
-    A last line that a kill has torn goes. Any other line that is no JSON object moves to `unreadable_path`, with a warning. At
-    every moment `path` is either what it was before or complete, on the disk. One process at a time.
+    Records without a step are kept, as are lines that no run has written. An incomplete last line is removed. Any other line that
+    is not a JSON object is moved to `unreadable_path`, with a warning. The file on the disk is replaced atomically. One process
+    at a time.
 
     Args:
-        epoch, step: of the position: the next step's epoch, and the steps done. evaluates: it will be evaluated again, too.
-        goes_back: the run itself goes back to the position, so that its records of earlier times stay.
+        epoch: epoch of the next step, counted from 0.
+        step: number of steps done.
+        evaluates: whether the position will be evaluated again.
+        goes_back: whether the run itself goes back to the position. Its records of earlier rollbacks are then kept.
 
     Raises:
-        CheckpointError: the file cannot be read or written; it is what it was before.
+        CheckpointError: the file cannot be read or written; it is unchanged.
     """
     if not path.exists():
         return
     try:
         text = read_bytes(path)
     except OSError as error:
-        raise CheckpointError(f"The records {path} cannot be read ({error.strerror}); allow it, or remove the file.") from error
+        raise CheckpointError(
+            f"Cannot read the records {path} ({error.strerror}); grant read permission, or delete the file."
+        ) from error
     *lines, _torn = text.split(b"\n")
     records = [json_object(line) for line in lines]
     unreadable = [line for line, record in zip(lines, records, strict=True) if record is None]
@@ -166,19 +179,20 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
         write_bytes(path, new)
     except OSError as error:
         raise CheckpointError(
-            f"The records {path} cannot be cut back to step {step} of the checkpoint ({error.strerror}); make room or allow it."
+            f"Cannot cut the records {path} back to step {step} of the checkpoint ({error.strerror}); free disk space or grant "
+            "write permission."
         ) from error
 
 
 def unreadable_path(path: Path) -> Path:
-    """Return the path of the file to which lines of `path` that are no JSON objects are moved."""
+    """Return the path of the file that receives lines of `path` that are not JSON objects."""
     return path.with_name(f"{path.stem}-unreadable.txt")
 
 
 def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
-    """Return whether a run that resumes at the position records this again.
+    """Return whether a run that resumes at this position will record this line again.
 
-    A checkpoint at an epoch's last step may be older than the end of the epoch: then its epoch is still that one.
+    A checkpoint of an epoch's last step may predate the epoch's summary. In that case it still belongs to that epoch.
     """
     its_step, its_epoch = record.get("step"), record.get("epoch")
     is_of_a_run = isinstance(record.get("kind"), str) or isinstance(record.get("hashes"), str)
@@ -187,13 +201,13 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
     if its_step != step or not isinstance(its_epoch, int):
         return its_step > step
     if record.get("kind") == "epoch":
-        counted_from_0 = "images" not in record  # as runs of earlier versions did
+        counted_from_0 = "images" not in record  # a record of an earlier version
         return its_epoch + counted_from_0 > epoch
-    if record.get("kind") == "evaluation":  # it counts the epochs done
+    if record.get("kind") == "evaluation":  # `epoch` is the number of epochs done
         return its_epoch > epoch or evaluates
-    if record.get("kind") == "image_size":  # of the epoch that begins here
+    if record.get("kind") == "image_size":  # recorded at the start of the epoch that begins here
         return True
-    if record.get("kind") == "rollback":  # to here, from later steps
+    if record.get("kind") == "rollback":  # a rollback to this step
         return not goes_back
     return False
 
@@ -201,24 +215,26 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
 def _keep_unreadable(path: Path, lines: Sequence[bytes]) -> None:
     other = unreadable_path(path)
     first = lines[0][:80].decode(errors="replace")
-    _log.warning("%d lines of %s are no JSON objects (first %r); they are in %s now.", len(lines), path, first, other)
+    _log.warning("%d lines of %s are not JSON objects (first %r) and were moved to %s.", len(lines), path, first, other)
     with open(other, "ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
 
 
-#: hexadecimal digits of a hash
+#: number of hexadecimal digits of a hash
 DIGITS = 16
 
 
 @dataclass(frozen=True)
 class HashRecord:
-    """The hashes of a run's state after `step` steps.
+    """Hashes of a run's state after `step` steps.
 
     Attributes:
-        keys: of the tensors, as a checkpoint has them, parameters first. digests: `DIGITS` of each, in a row.
-        whole: one hash of all.
+        step: number of steps done.
+        keys: keys of the tensors, as in a checkpoint, parameters first.
+        digests: concatenated hashes of the tensors, `DIGITS` each.
+        whole: one hash of all tensors.
     """
 
     step: int
@@ -227,11 +243,11 @@ class HashRecord:
     whole: str
 
     def by_key(self) -> dict[str, str]:
-        """Return the hash of each tensor."""
+        """Return the hash of each tensor by key."""
         return {key: self.digests[DIGITS * place : DIGITS * (place + 1)] for place, key in enumerate(self.keys)}
 
     def different(self, other: HashRecord) -> tuple[str, ...]:
-        """Return the keys of tensors whose hashes differ, or that only one has, parameters first."""
+        """Return the keys of tensors whose hashes differ or that only one record has, parameters first."""
         if (self.keys, self.digests) == (other.keys, other.digests):
             return ()
         here, there = self.by_key(), other.by_key()
@@ -239,20 +255,20 @@ class HashRecord:
 
 
 class HashFile:
-    """Appends records to the file of a run, which a resume may have cut back."""
+    """Appends hashes to the file of a run, which a resume may have cut back."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._keys: tuple[str, ...] | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a record, whole or not at all; nothing if an earlier part of the run ends with that of the same step.
+        """Append a record atomically, unless an earlier part of the run ends with a record of the same step.
 
         Args:
             record: "step", "epoch", "all", and "hashes" by key.
 
         Raises:
-            OSError: the system refuses it.
+            OSError: the write failed.
         """
         if self._keys is None:
             self._keys, step = self._latest()
@@ -266,7 +282,7 @@ class HashFile:
         self._keys = keys
 
     def _latest(self) -> tuple[tuple[str, ...], int | None]:
-        """Return the last keys of an earlier part of the run, and its last step; ((), None) if they cannot be read."""
+        """Return the last keys of an earlier part of the run and its last step; ((), None) if they cannot be read."""
         try:
             records = read_hashes(self._path)
             *_, (keys, _) = _lines(self._path, read_bytes(self._path))
@@ -276,23 +292,22 @@ class HashFile:
 
 
 def read_hashes(path: Path) -> dict[int, HashRecord]:
-    """Return all complete records of a file, by step; {} if there is no file. A last line that a kill has torn is left out.
+    """Return all complete records of a file by step, without an incomplete last line; {} if there is no file.
 
     Raises:
-        DataError: another line is no record.
+        DataError: another line is not a record.
     """
     if not path.exists():
         return {}
-    records = (_record(keys, line) for keys, line in _lines(path, read_bytes(path)) if line is not None)
-    return {record.step: record for record in records}
-
-
-def _record(keys: tuple[str, ...], line: Mapping[str, Any]) -> HashRecord:
-    return HashRecord(line["step"], keys, line["hashes"], str(line.get("all", "")))
+    return {
+        line["step"]: HashRecord(line["step"], keys, line["hashes"], str(line.get("all", "")))
+        for keys, line in _lines(path, read_bytes(path))
+        if line is not None
+    }
 
 
 def _lines(path: Path, content: bytes) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any] | None]]:
-    """Yield (keys, record) of each complete line; no record for a line that has keys."""
+    """Yield (keys, record) for each complete line; the record is None for a line of keys."""
     keys: tuple[str, ...] = ()
     *lines, _torn = content.split(b"\n")
     for number, text in enumerate(lines, 1):
@@ -304,7 +319,7 @@ def _lines(path: Path, content: bytes) -> Iterator[tuple[tuple[str, ...], Mappin
         elif _is_record(line, keys):
             yield keys, line
         else:
-            raise DataError(f"Line {number} of {path} holds no hashes of {len(keys)} tensors; delete the line.")
+            raise DataError(f"Line {number} of {path} does not contain hashes of {len(keys)} tensors; delete the line.")
 
 
 def _is_record(line: Mapping[str, Any], keys: tuple[str, ...]) -> bool:

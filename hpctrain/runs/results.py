@@ -1,7 +1,7 @@
-"""Read what a run's directory contains for a report: settings, versions, checkpoints, the main results, and curves.
+"""Read the contents of run directories for a report: settings, versions, checkpoints, main results, and curves.
 
-`read_runs` reads directories, `summary` returns the results of one run, and `panels` the measures of training and evaluations
-over epochs.
+`read_runs` reads directories, `summary` returns the results of one run, and `panels` returns the curves of training and
+evaluations over epochs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ from hpctrain.trace.time_table import TimeTable
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run.
+    """Contents of one run directory.
 
     Args:
-        name: of its directory. state: at the time of reading. settings: of its configuration, by dotted key, as text.
-        versions: of what computed, including the revision of its source. best: name of the best checkpoint, and what makes it the
-            best; empty texts without one. tables: where the time of a traced step went, of all ranks together and then of each;
-            empty if it was not traced. trace: the file of its events; None: there is none.
+        name: name of the directory.
+        state: state at the time of reading.
+        settings: configuration as text, by dotted key.
+        versions: versions of the software, including the revision of the source.
+        checkpoints: checkpoints, lowest step first.
+        best: name of the best checkpoint and description of its evaluation; empty texts if there is none.
+        tables: time tables of a traced step, of all ranks together and then of each rank; empty if the run was not traced.
+        trace: file of trace events; None: there is none.
     """
 
     name: str
@@ -53,8 +57,8 @@ def read_runs(paths: Sequence[Path]) -> tuple[RunRecord, ...]:
     """Return the records of runs.
 
     Raises:
-        CheckpointError: a directory is no run directory. DataError: a configuration or a record cannot be read, or a run is given
-            twice.
+        CheckpointError: a directory is not a run directory.
+        DataError: a configuration or a record cannot be read, or a run is given twice.
     """
     records = tuple(_read(RunDirectory.open(path)) for path in paths)
     resolved = [record.state.path.resolve() for record in records]
@@ -81,7 +85,7 @@ def _settings(directory: RunDirectory) -> object:
     try:
         return read_yaml(directory.config(), str(directory.path / "config.yaml"))[0]
     except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise DataError(f"{directory.path / 'config.yaml'} cannot be read ({error}); restore the file.") from error
+        raise DataError(f"Cannot read {directory.path / 'config.yaml'} ({error}); restore the file.") from error
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
@@ -105,7 +109,7 @@ def _versions(path: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if the file does not exist or is none."""
+    """Return the JSON object in a file; an empty one if the file does not exist or contains none."""
     try:
         return json_object(read_bytes(path)) or {}
     except (DataError, OSError):
@@ -113,7 +117,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _best_mark(directory: Path) -> tuple[str, str]:
-    """Return the name of the best checkpoint and what makes it the best; empty texts if none is recorded."""
+    """Return the name of the best checkpoint and the description of its evaluation; empty texts if there is no record."""
     try:
         best = read_best(directory)
     except (CheckpointError, OSError):
@@ -129,25 +133,37 @@ def _tables(path: Path) -> tuple[TimeTable, ...]:
         return ()
 
 
-#: stands for an unknown figure
+#: text for an unknown figure
 UNKNOWN = "-"
 MOST_HOSTS = 2
-#: a longer silence between two records is a pause of the run, not work
+#: longest time between two records that counts as training; a longer one is a pause of the run
 LONGEST_STEP_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run. None: unknown. Accuracies are fractions.
+    """Figures of a run; None: unknown. Accuracies are fractions.
 
     Args:
-        end: how the run ended, or that it continues. epochs: completed. steps: done. ranks, hosts: of the latest start.
-            best_epoch: of the evaluation with the highest top1. seconds: of training, without pauses between jobs.
-        images_per_second: the median of the epochs, or of the intervals. step_seconds, exposed_seconds: of a step, and waited for
-            messages in it; predicted_step_seconds: as simulated by the run at its end.
-        peak_bytes: most resident memory, of the rank that held most; device_bytes: of its GPU; both of the latest end.
-        data_share, most_data_share: share of the time in which steps waited for data, as the mean over ranks, and on the rank
-            that waited longest in each epoch.
+        end: description of how the run ended, or that it continues.
+        epochs: number of completed epochs.
+        steps: number of steps done.
+        ranks: number of ranks of the latest start.
+        hosts: hosts of the latest start.
+        test_loss: test loss of the latest evaluation.
+        top1: top-1 accuracy of the latest evaluation.
+        top5: top-5 accuracy of the latest evaluation.
+        best_top1: highest top-1 accuracy of all evaluations.
+        best_epoch: epoch of that evaluation.
+        images_per_second: median over epochs, or over intervals if no epoch is complete.
+        seconds: training time, without pauses between jobs.
+        step_seconds: measured duration of a step.
+        exposed_seconds: time of a step spent waiting for messages.
+        predicted_step_seconds: duration of a step, simulated by the run at its end.
+        peak_bytes: maximum resident memory over ranks at the latest end.
+        device_bytes: memory of that rank's GPU.
+        data_share: share of the time that steps waited for data, mean over ranks.
+        most_data_share: same for the rank that waited longest in each epoch.
     """
 
     end: str
@@ -204,7 +220,7 @@ def summary(record: RunRecord) -> Summary:
 
 
 def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return (heading, the text of each run) of all figures, for people."""
+    """Return (heading, texts of the runs) for each figure."""
     return [
         ("state", [figures.end for figures in summaries]),
         ("ranks", [_text(figures.ranks, "d") for figures in summaries]),
@@ -237,7 +253,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _hosts(hosts: Sequence[str]) -> str:
-    """Return a few hosts by name, or the number of many."""
+    """Return the names of a few hosts, or the number of many."""
     if not hosts:
         return UNKNOWN
     return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts):,}, {hosts[0]} first"
@@ -252,7 +268,7 @@ def _megabytes(size_bytes: float | None) -> str:
 
 
 def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return the memory of GPUs, if a run had some."""
+    """Return a row with the memory of GPUs; none if no run used a GPU."""
     of_runs = [figures.device_bytes for figures in summaries]
     return [] if all(one is None for one in of_runs) else [("memory of a GPU", [_megabytes(one) for one in of_runs])]
 
@@ -289,16 +305,19 @@ def _whole(entry: Record, key: str) -> int:
 
 
 TRAINING, TEST, AVERAGED = "training", "test", "test, averaged weights"
-#: largest number of points of a curve; more are invisible
+#: maximum number of points of a curve; more would not be visible
 MOST_POINTS = 400
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One measure of one run.
+    """One metric of one run.
 
     Attributes:
-        run: its place among those of the report. part: of what, such as `TRAINING`. xs: in epochs.
+        run: index of the run in the report.
+        part: data set of the metric, for example `TRAINING`.
+        xs: positions, in epochs.
+        ys: values.
     """
 
     run: int
@@ -312,7 +331,10 @@ class Panel:
     """Curves that share their axes.
 
     Attributes:
-        key: a word for it. percent: whether values are fractions, to be shown in percent.
+        key: identifier of the panel.
+        title: title.
+        curves: curves of all runs.
+        percent: whether values are fractions, to be shown in percent.
     """
 
     key: str
@@ -322,7 +344,7 @@ class Panel:
 
 
 def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
-    """Return a panel for each measure that a run has."""
+    """Return a panel for each metric that any run has."""
     kinds = (("loss", "Loss", False), ("top1", "Top-1 accuracy", True), ("top5", "Top-5 accuracy", True))
     learning = [
         Panel(key, title, tuple(curve for run, record in enumerate(records) for curve in _learning(run, record, key)), percent)
@@ -336,7 +358,7 @@ def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return at most `most` points: the least and the greatest value of each stretch, in order, and both ends."""
+    """Return at most `most` points, in order: both ends, and the minimum and maximum of each stretch."""
     if len(xs) <= most:
         return tuple(xs), tuple(ys)
     values = np.asarray(ys)
@@ -358,12 +380,12 @@ def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
 def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     records = record.state.records
     samples = samples_per_epoch(records)
-    entries = record.state.of_kind("interval")
+    entries = record.state.of_kind("interval", "epoch")  # an epoch shorter than metrics.interval_seconds may have no interval
     yield from _curve(run, TRAINING, [(_place(entry, samples), entry.get(key)) for entry in entries])
 
 
 def _curve(run: int, part: str, points: Sequence[tuple[object, object]]) -> Iterator[Curve]:
-    """Yield the curve of all points whose two numbers are known and finite, with the last one of each place."""
+    """Yield the curve of all points whose coordinates are known and finite, with the last point at each position."""
     known = {float(x): float(y) for x, y in points if _is_number(x) and _is_number(y)}
     if known:
         xs, ys = zip(*sorted(known.items()), strict=True)
@@ -375,14 +397,14 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def samples_per_epoch(records: Sequence[Record]) -> int:
-    """Return the images per epoch according to a run's metrics; 0 if they do not tell."""
+    """Return the number of images per epoch from a run's metrics; 0 if it is unknown."""
     told = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
     told += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
     return max((count for count in told if isinstance(count, int)), default=0)
 
 
 def _place(entry: Record, samples: int) -> float | None:
-    """Return where in the training an interval ends, in epochs."""
+    """Return the position at which an interval ends, in epochs; None if it is unknown."""
     epoch, images = entry.get("epoch"), entry.get("images")
     if not samples or not isinstance(epoch, int) or not isinstance(images, int):
         return None
@@ -390,7 +412,7 @@ def _place(entry: Record, samples: int) -> float | None:
 
 
 def _training(records: Sequence[Record], key: str) -> list[tuple[object, object]]:
-    """Return (place, mean) of each interval alone: a record has the mean over its epoch so far."""
+    """Return (position, mean) of each interval, computed from the records' means over their epoch so far."""
     samples = samples_per_epoch(records)
     points: list[tuple[object, object]] = []
     epoch, images, total = 0, 0, 0.0

@@ -1,6 +1,6 @@
-"""The state of a run, as its directory tells it from outside: while it runs, after it, and after it died.
+"""State of a run, read from its directory during the run, after it, and after a crash.
 
-Events in its metrics that are out of the ordinary come in words for people. Only reads; needs no MPI and no NumPy.
+Unusual events in its metrics are described as text. Nothing is written. MPI and NumPy are not needed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from hpctrain.runs.directory import RunDirectory, stored_checkpoints
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event. time: seconds of the wall clock."""
+    """Event of a run.
+
+    Attributes:
+        time: seconds of the wall clock.
+    """
 
     time: float
     text: str
 
 
 def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
-    """Return the events among the records of a run, in their order; a record that lacks something is told as far as it goes."""
+    """Return the events among the records of a run, in order. A missing field of a record appears as None in its text."""
     events = []
     for record in records:
-        words = _WORDS.get(str(record.get("kind")))
+        words = _TEXTS.get(str(record.get("kind")))
         if words is not None:
             events.append(RunEvent(float(record.get("time") or 0.0), words(record)))
     return events
@@ -42,7 +46,7 @@ def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
 
 def _start(record: Mapping[str, Any]) -> str:
     done = record.get("done_samples") or 0
-    return f"training begins behind {done:,} samples" if done else "training begins"
+    return f"training begins after {done:,} samples" if done else "training begins"
 
 
 def _resume(record: Mapping[str, Any]) -> str:
@@ -50,60 +54,38 @@ def _resume(record: Mapping[str, Any]) -> str:
     return f"resumed at step {record.get('step')}" + (f" with other {changes}" if changes else "")
 
 
-def _skip(record: Mapping[str, Any]) -> str:
-    return f"step {record.get('step')} skipped: {record.get('held') or 'a value'} of {record.get('layer') or 'it'} not finite"
-
-
-def _rollback(record: Mapping[str, Any]) -> str:
-    return f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
-
-
-def _shrink(record: Mapping[str, Any]) -> str:
-    lost = spans(record.get("lost") or ())
-    return f"lost rank {lost}; continued with {record.get('ranks')} from step {record.get('step')}"
-
-
-def _checkpoint(record: Mapping[str, Any]) -> str:
-    return str(record.get("warning"))
-
-
-def _unreadable(record: Mapping[str, Any]) -> str:
-    return f"samples that could not be read, by step {record.get('step')}"
-
-
-def _image_size(record: Mapping[str, Any]) -> str:
-    return f"images of {record.get('size')} px from epoch {record.get('epoch')}"
-
-
-def _stop(record: Mapping[str, Any]) -> str:
-    return f"stopped by {record.get('by')} after step {record.get('step')}"
-
-
-_WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+#: text of an event, by the kind of its record
+_TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "start": _start,
     "resume": _resume,
-    "skip": _skip,
-    "rollback": _rollback,
-    "shrink": _shrink,
-    "checkpoint": _checkpoint,
-    "unreadable": _unreadable,
-    "image_size": _image_size,
-    "stop": _stop,
+    "skip": lambda record: (
+        f"step {record.get('step')} skipped: {record.get('held') or 'a value'} of {record.get('layer') or 'it'} not finite"
+    ),
+    "rollback": lambda record: (
+        f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
+    ),
+    "shrink": lambda record: (
+        f"lost rank {spans(record.get('lost') or ())}; continued with {record.get('ranks')} from step {record.get('step')}"
+    ),
+    "checkpoint": lambda record: str(record.get("warning")),
+    "unreadable": lambda record: f"samples that could not be read, by step {record.get('step')}",
+    "image_size": lambda record: f"images of {record.get('size')} px from epoch {record.get('epoch')}",
+    "stop": lambda record: f"stopped by {record.get('by')} after step {record.get('step')}",
 }
 
 
-#: without a sign of life after which a rank of this machine counts as silent; the heartbeat gives one every second
+#: time without a sign of life after which a rank on this machine is considered silent; the heartbeat writes one per second
 SILENT_SECONDS = 10.0
-# Largest plausible difference between two clocks.
+# Maximum plausible difference between two clocks.
 _CLOCK_ERROR_SECONDS = 86400.0
 
 Record = Mapping[str, Any]
-#: (step, value), in the order of recording
+#: (step, value) pairs, in the order of recording
 Curve = tuple[tuple[float, float], ...]
 
 
 def means_text(values: Record, unknown: str = "-") -> tuple[str, str, str]:
-    """Return loss, top-1 and top-5 accuracy of a record as texts; `unknown` for values that are missing or not finite."""
+    """Return loss, top-1 and top-5 accuracy of a record as text; `unknown` for values that are missing or not finite."""
     loss, accuracies = values.get("loss"), (values.get("top1"), values.get("top5"))
     top1, top5 = (unknown if value is None else f"{value:.2%}" for value in accuracies)
     return unknown if loss is None else loss_text(loss), top1, top5
@@ -111,12 +93,16 @@ def means_text(values: Record, unknown: str = "-") -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class RunState:
-    """All that is known of a run at an instant.
+    """State of a run at an instant.
 
     Args:
-        now: seconds of the wall clock. records: lines of its metrics that can be read. ranks: records of the latest start.
-        checkpoint: path of the newest one, without a look into it. end: a sentence on how it ended; None: it continues, or nobody
-            knows.
+        path: directory of the run.
+        now: seconds of the wall clock.
+        records: readable lines of its metrics.
+        ranks: flight records of the ranks of the latest start.
+        checkpoint: path of the newest checkpoint, which is not opened; None: there is none.
+        checkpoint_age_seconds: time since it was written.
+        end: sentence on how the run ended; None: it continues, or its end is unknown.
     """
 
     path: Path
@@ -137,13 +123,13 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """The latest step that is known to have begun; 0 before the first."""
+        """Latest step that is known to have begun; 0 before the first."""
         running = max((record.step for record in self.ranks), default=0)
         return running or _number(self.latest("interval", "epoch", "stop").get("step")) or 0
 
     @property
     def done_samples(self) -> int:
-        """Samples over all epochs at the latest record."""
+        """Number of samples done at the latest record, over all epochs."""
         start, record = self.latest("start"), self.latest("interval", "epoch")
         if "epoch" not in record or "samples" not in start:
             return int(start.get("done_samples", 0))
@@ -151,7 +137,7 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """For the rest of the training, at the pace since its latest start; None if that is not known."""
+        """Estimated time for the rest of the training, at the pace since its latest start; None if it is unknown."""
         start, record = self.latest("start"), self.latest("interval", "epoch")
         done = self.done_samples - start.get("done_samples", 0)
         seconds = (record.get("time") or 0.0) - (start.get("time") or 0.0)
@@ -161,26 +147,27 @@ class RunState:
         return float(pace * max(0, start["last_sample"] - self.done_samples))
 
     def curve(self, measure: str, *kinds: str) -> Curve:
-        """Return a measure over steps; values that are not finite are left out."""
+        """Return a metric over steps, without values that are not finite."""
         points = ((record.get("step"), record.get(measure)) for record in self.of_kind(*kinds))
         return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
 
     @property
     def events(self) -> list[RunEvent]:
-        """Events out of the ordinary, in order."""
+        """Unusual events, in order."""
         return events_of(self.records)
 
     def silent_seconds(self, record: FlightRecord) -> float:
-        """Return the seconds since a rank last gave a sign of life."""
+        """Return the time since a rank's last sign of life."""
         return max(0.0, self.now - record.wall_seconds(record.last_ns))
 
 
 class RunReader:
-    """Reads a run again and again; its metrics only where they have changed.
+    """Reads a run repeatedly; its metrics only if they have changed.
 
     Args:
-        directory: of the run. follows: whether it is read repeatedly. Silence of ranks on other machines, whose clocks may
-            differ, is then measured by the time between reads.
+        directory: directory of the run.
+        follows: whether it is read repeatedly. In that case the silence of ranks on other machines, whose clocks may differ, is
+            measured by the time between reads.
     """
 
     def __init__(self, directory: RunDirectory, *, follows: bool = False) -> None:
@@ -191,7 +178,7 @@ class RunReader:
         self._records: tuple[Record, ...] = ()
 
     def read(self, now: float) -> RunState:
-        """Return the state at an instant of the wall clock. What is being written, is torn or is gone meanwhile is left out."""
+        """Return the state at an instant of the wall clock. Files that are incomplete or have been deleted are left out."""
         records, ranks = self._metrics(), _flight(self.directory)
         newest = next(reversed(stored_checkpoints(self.directory.checkpoints)), None)
         path, age_seconds = (None, now) if newest is None else (newest.path, max(0.0, now - newest.written))
@@ -199,7 +186,7 @@ class RunReader:
         return RunState(self.directory.path, now, records, ranks, path, age_seconds, end)
 
     def _silences(self, ranks: Sequence[FlightRecord]) -> Mapping[int, float] | None:
-        """Return, by rank, the seconds since this reader last saw a sign of life; None if it does not follow the run."""
+        """Return, by rank, the time since this reader last saw a new sign of life; None if it does not follow the run."""
         if not self._follows:
             return None
         seconds = time.monotonic()
@@ -222,13 +209,13 @@ class RunReader:
 
 
 def _lines(content: bytes) -> list[Record]:
-    """Return all whole lines that are JSON objects."""
+    """Return all complete lines that are JSON objects."""
     records = (json_object(line) for line in content.split(b"\n")[:-1])
     return [record for record in records if record is not None]
 
 
 def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
-    """Return the records of the ranks, without their operations; none if none can be read here."""
+    """Return the records of the ranks without their operations; none if they cannot be read on this machine."""
     try:
         return records_in(directory.flight_records(), operations=False)
     except (DataError, OSError):
@@ -238,7 +225,13 @@ def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
 def _end(
     records: Sequence[Record], ranks: Sequence[FlightRecord], now: float, silences: Mapping[int, float] | None = None
 ) -> str | None:
-    """Return how the run ended, by its metrics alone if no records of ranks are kept. silences: see `RunReader._silences`."""
+    """Return how the run ended; None if it continues or its end is unknown.
+
+    Without records of ranks, only its metrics are used.
+
+    Args:
+        silences: see `RunReader._silences`.
+    """
     if not ranks:
         return _stopped(records) or ("finished" if _complete(records) else None)
     if not all(_has_ended(record, now, None if silences is None else silences[record.rank]) for record in ranks):
@@ -249,10 +242,13 @@ def _end(
 
 
 def _has_ended(record: FlightRecord, now: float, silent_seconds: float | None = None) -> bool:
-    """Return whether a rank has recorded its end, is no process of this machine any more, or has been silent for too long.
+    """Return whether a rank has ended.
 
-    silent_seconds: the silence that the reader has measured; None: not measured. It replaces a silence of less than a day by the
-    clocks of two machines, which may be wrong by hours.
+    It has ended if it has recorded its end, if its process on this machine is gone, or if it has been silent for too long.
+
+    Args:
+        silent_seconds: silence measured by the reader; None: not measured. It replaces a silence of less than a day between the
+            clocks of two machines, which may differ by hours.
     """
     if record.end is not End.RUNNING:
         return True
@@ -261,7 +257,7 @@ def _has_ended(record: FlightRecord, now: float, silent_seconds: float | None = 
         return abs(silent) > SILENT_SECONDS and not _lives(record.process)  # the clock may have been set back
     if silent_seconds is not None and silent < _CLOCK_ERROR_SECONDS:
         silent = silent_seconds
-    return silent > SILENT_SECONDS + record.deadline_ns * 1e-9  # the record may come from its node as late as that
+    return silent > SILENT_SECONDS + record.deadline_ns * 1e-9  # maximum delay of a record from another node
 
 
 def _lives(process: int) -> bool:
@@ -275,7 +271,7 @@ def _lives(process: int) -> bool:
 
 
 def _stopped(records: Sequence[Record]) -> str | None:
-    """Return the words on what has stopped the run, if nothing has begun since."""
+    """Return text on what has stopped the run; None if it was not stopped, or has started again since."""
     last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
     return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
 

@@ -34,19 +34,16 @@ from hpctrain.core.log import get_logger
 from hpctrain.core.text import choices
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, not_written, replacing, synchronise_directory, writer_of
-from hpctrain.storage.hdf5_store import digest_of, read_store_meta, write_store
+from hpctrain.storage.hdf5_store import ShardedTensors, digest_of, open_file, read_file, read_store_meta, write_store
 from hpctrain.storage.shards import (
     BEFORE,
     MANIFEST,
     SUFFIX,
     Part,
-    ShardedTensors,
     WriteShares,
     delete,
-    open_file,
     open_sharded,
     publish,
-    read_file,
     unfinished,
     write_shard,
 )
@@ -135,7 +132,7 @@ _log = get_logger(__name__)
 _logged_broken_links: set[Path] = set()
 #: metadata key: a checkpoint's number among all that its run has written, from 1
 SEQUENCE = "sequence"
-#: metadata key: the identity of the run (see `run_marker`)
+#: metadata key: the identity of the run (see `run_identity`)
 RUN = "run"
 _NAME = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?\.(h5|shards)")
 _SET_ASIDE = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?-set-aside\.(h5|shards)")

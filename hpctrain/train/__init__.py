@@ -1,7 +1,7 @@
-"""Training on one rank: replica, step, loop, evaluation, and what watches them.
+"""Training on one rank: the replica, a step, the training loop, evaluation, and checks of values.
 
-`replica` puts network, optimiser and averagers together, `step` runs one step of it, and `trainer` repeats that to the last
-epoch; read them in this order. `snapshot` turns a replica into the tensors of a checkpoint and back; `finiteness` and
-`weight_watch` find values that are not finite and bits that have flipped. Packages from `config` upwards may import this one,
-and `run` assembles its objects from a configuration.
+`replica` joins network, optimiser and averagers. `step` runs one step of a replica, and `trainer` repeats it until the last
+epoch. Read them in this order. `snapshot` converts a replica into the tensors of a checkpoint and back. `finiteness` detects
+values that are not finite, and `weight_watch` detects flipped bits. Packages from `config` upwards may import this one. `run`
+builds its objects from a configuration.
 """

@@ -1,7 +1,7 @@
-"""Observers of a training, and the accounts that they keep: how long steps take, wait for data and for messages.
+"""Observers of a training, and the measurements they make: times of steps, and waits for data and for messages.
 
-The trainer calls a list of observers at each place where something may be measured, recorded or reported. Operators are recorded
-for a few early steps alone, as a trace records them, on a clock of this rank's own.
+The trainer calls a list of observers at each place where something may be measured, recorded or reported. `OperatorSample`
+records the operators of a few early steps only, on a clock of this rank.
 """
 
 from __future__ import annotations
@@ -22,47 +22,74 @@ from hpctrain.train.snapshot import Position
 
 
 class Observer:
-    """The base of what follows a training without changing it: accounts, records, reports.
+    """Base of observers, which follow a training without changing it: measurements, records and reports.
 
-    The trainer calls each method of all observers, in their order, at the same place of the training on every rank. A method may
-    communicate unless it is marked as local. By default none does anything.
+    At each of these places of the training, every rank calls the method of all observers in the same order. A method may
+    communicate unless it is marked as local. The default methods do nothing.
     """
 
     def begin(self, position: Position) -> None:
-        """Follow the start of a training at a position. The replica is settled, and known to be finite and alike on all ranks."""
+        """Handle the start of a training at `position`.
+
+        The replica is settled. Its values are finite, and identical on all ranks where they must be.
+        """
 
     def before_epoch(self, position: Position) -> None:
-        """Follow the start of an epoch, or of its rest, at a position. Local."""
+        """Handle the start of an epoch, or of the rest of an epoch, at `position`. Local."""
 
     def before_batch(self) -> None:
-        """Follow the request for the next batch. Local."""
+        """Handle the request for the next batch. Local."""
 
     def before_step(self, batch: Batch, *, whole: bool) -> None:
-        """Follow the start of a step. Local. whole: its batch has the configured size, and images of the network's."""
+        """Handle the start of a step. Local.
+
+        Args:
+            batch: this rank's samples of the step.
+            whole: whether the batch has the configured size, and the images have the network's size.
+        """
 
     def after_step(self, position: Position, *, usual: bool) -> None:
-        """Follow the end of a step at a position. Local. usual: with a whole batch, and without a checkpoint or the like."""
+        """Handle the end of a step. Local.
+
+        Args:
+            position: position after the step.
+            usual: whether the batch was whole and the step included no checkpoint, no exchange of states and no `read_state`.
+        """
 
     def reads_state(self, step: int) -> bool:
-        """Return whether `read_state` is to be called after `step` steps. The same on every rank. Local."""
+        """Return whether to call `read_state` after `step` steps. The result is the same on every rank. Local."""
         return False
 
     def read_state(self, position: Position) -> None:
-        """Read the state of the replica, whose sums are settled; called between steps where `reads_state` is true."""
+        """Read the state of the replica, whose sums are settled. Called between steps if `reads_state` returned True."""
 
     def after_epoch(self, position: Position) -> None:
-        """Follow the end of an epoch, which is not evaluated yet. position: after it."""
+        """Handle the end of an epoch, before its evaluation.
+
+        Args:
+            position: position after the epoch.
+        """
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
-        """Follow an evaluation at a position. sums: over all ranks."""
+        """Handle an evaluation at `position`.
+
+        Args:
+            sums: sums over all ranks.
+        """
 
     def finish(self, position: Position) -> None:
-        """Follow the end of a training at a position, with its last checkpoint written. Not called after an error."""
+        """Handle the end of a training at `position`, after its last checkpoint was written. Not called after an error."""
 
 
 @dataclass(frozen=True)
 class DataWait:
-    """Sums over steps of one rank. seconds: from asking for a batch to the step's end; waited_seconds: until the batch came."""
+    """Sums over steps of one rank.
+
+    Attributes:
+        steps: number of steps.
+        seconds: time from the request for a batch to the end of its step.
+        waited_seconds: time from the request for a batch to its arrival.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -70,10 +97,10 @@ class DataWait:
 
 
 class DataWaits(Observer):
-    """Adds up how long the steps of this rank take, and how long they wait for data: three clock readings a step.
+    """Sum the durations of this rank's steps and its waits for data. It reads the clock three times per step.
 
     Args:
-        clock: in seconds.
+        clock: function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -92,13 +119,13 @@ class DataWaits(Observer):
         self._sums = DataWait(sums.steps + 1, sums.seconds + seconds, sums.waited_seconds + waited)
 
     def take(self) -> DataWait:
-        """Return the sums since the last call."""
+        """Return the sums since the last call, and reset them."""
         sums, self._sums = self._sums, DataWait()
         return sums
 
 
 class StepTrace(Observer):
-    """Records the loading of each batch, and each step from asking for its batch to its end."""
+    """Record the loading of each batch, and each step from the request for its batch to its end."""
 
     def __init__(self, trace: Tracer) -> None:
         self._trace = trace
@@ -116,7 +143,7 @@ class StepTrace(Observer):
 
 
 class ImageSizeReport(Observer):
-    """Reports from which epoch on images have which size: where it changes, and in the first epoch of a run."""
+    """Report the size of the images in the first epoch of a run and at each change."""
 
     def __init__(self, sizes: ImageSizes, reporter: Reporter) -> None:
         self._sizes, self._reporter = sizes, reporter
@@ -132,16 +159,20 @@ class ImageSizeReport(Observer):
             self._reported = True
 
 
-# Orders are measured again in the first steps of a run, and programs are made in the very first.
+# The first steps of a run still measure orders of operations, and the very first one compiles programs.
 _SETTLING_STEPS = 6
 _MOST_STEPS = 10_000
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Medians over a rank's steps. exposed_seconds: of waits for messages. steps: that the medians are of.
+    """Medians over the steps of a rank.
 
-    messages_seconds: of posting and progress, the program's own time for messages outside of waits.
+    Attributes:
+        seconds: duration of a step.
+        exposed_seconds: time of a step spent waiting for messages.
+        steps: number of steps that were measured.
+        messages_seconds: time that the program spends on messages outside of waits, for posting and progress.
     """
 
     seconds: float
@@ -151,10 +182,11 @@ class MeasuredStep:
 
 
 class StepTimes(Observer):
-    """Times of usual steps, the latest ones. A step ends where the next one asks for its batch.
+    """Times of the latest usual steps (see `Observer.after_step`). A step ends when the next one requests its batch.
 
     Args:
-        progress: whose waits count, and what its messages took. clock: in seconds.
+        progress: engine that measures the waits and the work on messages.
+        clock: function that returns seconds.
     """
 
     def __init__(self, progress: ProgressEngine, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -190,26 +222,26 @@ class StepTimes(Observer):
         self._seconds[place], self._waited[place], self._messages[place] = seconds, waited_seconds, messages_seconds
 
     def measured(self) -> MeasuredStep | None:
-        """Return medians of the steps so far, without the first few; None if there is none."""
+        """Return the medians of the steps so far, without the first few; None if no step was measured."""
         if not self._seconds:
             return None
         return MeasuredStep(median(self._seconds), median(self._waited), len(self._seconds), median(self._messages))
 
 
-_FIRST = 6  # programs are made, orders are measured, caches fill
+_FIRST = 6  # steps before the sample: programs are compiled, orders are measured, caches fill
 _STEPS = 5
 _ROOM = 1 << 15  # events; a step of 2,000 operators has less than a fifth of it
 
 
 class OperatorSample(Observer):
-    """Records the operators of some steps of a replica, and nothing of any other.
+    """Records the operators of a few steps of a replica.
 
     Args:
-        threads: that the rank computes with. One thread's processor time is recorded, which no other process that shares the
-            core lengthens; of several threads, the time that passes.
+        threads: number of threads that the rank computes with. With one thread its processor time is recorded, which other
+            processes on the same core do not lengthen; with several threads, elapsed time.
 
     Attributes:
-        complete: all steps were recorded.
+        complete: whether all steps of the sample were recorded.
     """
 
     def __init__(self, replica: Replica, threads: int) -> None:
@@ -228,5 +260,5 @@ class OperatorSample(Observer):
         self._taken += wanted
 
     def events(self) -> Events:
-        """Return the events of the steps that were recorded so far."""
+        """Return the events recorded so far."""
         return self._trace.events()

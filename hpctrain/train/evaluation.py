@@ -1,9 +1,9 @@
-"""Evaluation and prediction: every sample once, with running statistics, on all ranks; sums over ranks, never means.
+"""Evaluation and prediction of each sample once, with running statistics, on all ranks. Ranks add sums, never means.
 
-The scores of an image are those of one pass, or the mean over the image and its mirror image. A confusion matrix counts which
-class an evaluation took for which, in integers that are exact on any number of ranks; a matrix of 20,000 classes has 400
-million cells, and few are not zero: only those are kept, and ranks add theirs in blocks. `WeightAverage` puts the average
-of the weights, and that of running statistics, in place of them for an evaluation.
+The scores of an image come from one pass, or are the mean over the image and its mirror image. A confusion matrix counts, for
+each class, the classes that an evaluation predicted, in integers, which are exact on any number of ranks. A matrix of 20,000
+classes has 400 million cells, of which few are not zero. Therefore only these cells are stored, and the ranks add their counts
+block by block. `WeightAverage` replaces the weights and running statistics by their averages for an evaluation.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from hpctrain.optim.ema import EMA, EmaRule
 from hpctrain.train.metrics import EvaluationSums, RunningSums
 from hpctrain.train.passes import micro_batches_of
 
-_BLOCK_CELLS = 1 << 20  # that ranks add at once: 8 MiB
-_MOST_PENDING = 1 << 16  # samples that are not counted together yet
+_BLOCK_CELLS = 1 << 20  # cells per allreduce: 8 MiB
+_MOST_PENDING = 1 << 16  # maximum number of samples that wait to be merged
 
 
 @dataclass(frozen=True)
 class ClassScore:
-    """The results of one class.
+    """Results for one class.
 
-    Args:
-        label: of the class. samples: that are of it. hits: of these, that were taken for it.
-        predictions: samples of any class that were taken for it.
-        rival: the class that its other samples were most often taken for, the first of several; None: there is none.
-        rival_count: how often.
+    Attributes:
+        label: label of the class.
+        samples: number of samples with this label.
+        hits: number of these samples that were predicted correctly.
+        predictions: number of samples of any class for which this class was predicted.
+        rival: class most often predicted for the remaining samples, the first of equally frequent ones; None: there is none.
+        rival_count: number of samples for which `rival` was predicted.
     """
 
     label: int
@@ -55,17 +57,19 @@ class ClassScore:
 
     @property
     def top1(self) -> float | None:
-        """Share of its samples that were taken for it; None if it has no sample."""
+        """Share of the class's samples that were predicted correctly; None without samples."""
         return self.hits / self.samples if self.samples else None
 
 
 @dataclass(frozen=True)
 class ConfusionMatrix:
-    """The cells of a confusion matrix that are not zero, by label, then by prediction.
+    """Nonzero cells of a confusion matrix, sorted by label, then by prediction.
 
-    Args:
-        classes: of the model. labels, predictions, counts: (cells,) int64. A prediction of `classes` stands for outputs that are
-            not numbers, which are of no class.
+    Attributes:
+        classes: number of classes of the model.
+        labels: label of each cell, (cells,) int64.
+        predictions: prediction of each cell, (cells,) int64; `classes` stands for outputs with NaN, which predict no class.
+        counts: number of samples of each cell, (cells,) int64.
     """
 
     classes: int
@@ -75,28 +79,31 @@ class ConfusionMatrix:
 
     @property
     def undecided(self) -> int:
-        """Samples whose outputs are not numbers."""
+        """Number of samples whose outputs contain NaN."""
         return int(self.counts[self.predictions == self.classes].sum())
 
     def of_label(self, label: int) -> np.ndarray:
-        """Return how often samples of a class were taken for each, (classes + 1,) int64; the last is for no class."""
+        """Return the number of predictions of each class for the samples with a label, (classes + 1,) int64.
+
+        The last entry is the number of samples whose outputs contain NaN.
+        """
         cells = slice(*np.searchsorted(self.labels, [label, label + 1]))
         counts = np.zeros(self.classes + 1, np.int64)
         counts[self.predictions[cells]] = self.counts[cells]
         return counts
 
     def scores(self) -> list[ClassScore]:
-        """Return the results of all classes, by label."""
+        """Return the results of all classes, sorted by label."""
         predictions = np.zeros(self.classes + 1, np.int64)
         np.add.at(predictions, self.predictions, self.counts)
         return [self._score(label, int(predictions[label])) for label in range(self.classes)]
 
     def worst_first(self) -> list[ClassScore]:
-        """Return the same, the lowest accuracy first and classes without samples last."""
+        """Return the results of all classes, the lowest accuracy first and classes without samples last."""
         return sorted(self.scores(), key=lambda score: (score.top1 is None, score.top1, score.label))
 
     def largest_confusions(self, most: int) -> list[tuple[int, int, int]]:
-        """Return (label, prediction, count) of the most frequent mistakes, the most frequent first."""
+        """Return (label, prediction, count) of the `most` most frequent wrong predictions, the most frequent first."""
         wrong = np.flatnonzero(self.labels != self.predictions)
         order = wrong[np.argsort(-self.counts[wrong], kind="stable")][:most]
         return [(int(self.labels[cell]), int(self.predictions[cell]), int(self.counts[cell])) for cell in order]
@@ -111,10 +118,10 @@ class ConfusionMatrix:
 
 
 class ConfusionCounts:
-    """The counts of one rank's own samples, so far.
+    """Counts of the samples that one rank has evaluated.
 
     Args:
-        classes: of the model.
+        classes: number of classes of the model.
     """
 
     def __init__(self, classes: int) -> None:
@@ -124,17 +131,20 @@ class ConfusionCounts:
         self._pending: list[np.ndarray] = []
 
     def add(self, labels: np.ndarray, scores: np.ndarray) -> None:
-        """Count samples: labels (N,), and scores (N, classes), such as logits; the first of the largest counts."""
+        """Count samples by their labels (N,) and scores (N, classes), for example logits.
+
+        The prediction is the class with the largest score, the first of several.
+        """
         if not len(labels):
             return
-        # As the loss counts hits: of equal scores the first, and nothing if there is a NaN.
+        # The same rule as in the loss: the first of equal scores, and no class if there is a NaN.
         predictions = np.where(np.isnan(scores).any(axis=1), self.classes, scores.argmax(axis=1))
         self._pending.append(labels.astype(np.int64) * (self.classes + 1) + predictions)
         if sum(map(len, self._pending)) >= _MOST_PENDING:
             self._gather()
 
     def summed(self, comm: Communicator, progress: ProgressEngine) -> ConfusionMatrix:
-        """Return the counts of all ranks, on every rank. Collective."""
+        """Return the confusion matrix over all ranks, on every rank. Collective."""
         self._gather()
         width = self.classes + 1
         cells: list[np.ndarray] = []
@@ -153,7 +163,7 @@ class ConfusionCounts:
         return ConfusionMatrix(self.classes, every // width, every % width, np.concatenate(counts))
 
     def _gather(self) -> None:
-        """Count the pending samples together with those before."""
+        """Merge the pending samples into the counts."""
         pending = np.concatenate([np.zeros(0, np.int64), *self._pending])
         fresh, times = np.unique(pending, return_counts=True)
         cells = np.union1d(self._cells, fresh)
@@ -167,9 +177,10 @@ _LOG_2 = math.log(2.0)
 
 
 def pairs(loader: BatchSource, mirrored: BatchSource | None) -> Iterator[tuple[Batch, Batch | None]]:
-    """Yield each batch of all samples, with the batch of its mirror images if there are any.
+    """Yield each batch, paired with the batch of its mirror images; None if there are no mirror images.
 
-    mirrored: the same samples in the same order, mirrored; None: there are none.
+    Args:
+        mirrored: source of the same samples in the same order, mirrored; None: no mirror images.
     """
     if mirrored is None:
         yield from ((batch, None) for batch in loader.epoch(0))
@@ -178,9 +189,9 @@ def pairs(loader: BatchSource, mirrored: BatchSource | None) -> Iterator[tuple[B
 
 
 def forward(network: Network, batch: Batch) -> Program:
-    """Return a program that has computed the logits of a rank's own samples. Collective over the split group.
+    """Return a program that has computed the logits of this rank's samples. Collective over the split group.
 
-    Not for a batch without samples on any rank of the split group.
+    At least one rank of the split group must have samples.
     """
     program = network.program(batch.share.counts, training=False, image_shape=batch.image_shape)
     program.set_input(batch.x)
@@ -189,25 +200,25 @@ def forward(network: Network, batch: Batch) -> Program:
 
 
 def host_logits(network: Network, program: Program) -> np.ndarray:
-    """Return the logits (N, classes) of a program, bfloat16 as float32, read-only and valid until the next pass."""
+    """Return the logits (N, classes) of a program on the host, bfloat16 as float32, read-only and valid until the next pass."""
     return network.kernels.arithmetic.to_host(program.logits)
 
 
 def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = None) -> np.ndarray:
-    """Return log probabilities of a rank's own samples, (N, classes) float64. Collective over the split group.
+    """Return the log probabilities of this rank's samples, (N, classes) float64. Collective over the split group.
 
-    With mirror images they are those of the mean of both probabilities (Simonyan and Zisserman, ICLR 2015, section 3.2): like
-    every mean of distributions it is one, so that probabilities still add up to 1, and the loss is never above the mean of both.
+    With mirror images, return the logarithm of the mean of both probabilities (Simonyan and Zisserman, ICLR 2015, section 3.2).
+    The mean of two distributions is a distribution, and its loss is never above the mean of both losses.
 
     Args:
-        mirror: the mirror images of the same samples; None: the images alone count.
+        mirror: mirror images of the same samples; None: use the images only.
     """
-    if not sum(batch.share.counts):  # of the split group: no rank computes anything
+    if not sum(batch.share.counts):  # no rank of the split group has samples
         return np.zeros((0, network.classes))
     scores = log_softmax(host_logits(network, forward(network, batch)))
     if mirror is None:
         return scores
-    # In logarithms, because a probability of 1e-400 is 0 in float64, and its loss would be infinite.
+    # A probability of 1e-400 would be 0 in float64, and its loss infinite; its logarithm is finite.
     mean: np.ndarray = np.logaddexp(scores, log_softmax(host_logits(network, forward(network, mirror)))) - _LOG_2
     return mean
 
@@ -235,13 +246,15 @@ def evaluate(
     """Return sums over all samples of all ranks, each sample once. Collective.
 
     Args:
-        network: this rank's copy, with all parameters up to date (drained). loader: this rank's share, in order.
-        comm: all ranks. progress: the process's engine.
-        mirrored: the same share, mirrored: the mean of both probabilities counts, see `scores.log_probabilities`.
-        confusion: counts this rank's own samples; empty so far.
-        advance: is called with the number of samples that are done, over all ranks, before each batch but the first.
-        shards: those of this rank, which are computed one after another and added up in the order of their tree; None: a rank
-            computes its samples of a batch together.
+        network: this rank's copy of the network, with all parameters up to date (drained).
+        loader: this rank's share of the samples, in order.
+        comm: all ranks.
+        progress: progress engine of the process.
+        mirrored: same share, mirrored. The mean of both probabilities is evaluated (see `log_probabilities`).
+        confusion: empty counts, to which this rank's samples are added.
+        advance: callback, called before each batch but the first with the number of samples done by all ranks.
+        shards: shards of this rank, computed one after another and added in the order of their tree; None: a rank computes its
+            samples of a batch together.
     """
     sums = _Sums(shards)
     loss_of_means = SoftmaxCrossEntropy(network.loss_spec)
@@ -253,7 +266,7 @@ def evaluate(
         done += batch.global_count
         for part, mirror_part in zip(sums.parts(batch), repeat(None) if mirror is None else sums.parts(mirror), strict=False):
             sums.next_part()
-            if not sum(part.share.counts):  # of the split group: a rank without samples may hold a part of the others'
+            if not sum(part.share.counts):  # a rank without samples may hold a part of the split group's samples
                 continue
             if mirror_part is None:
                 program = forward(network, part)
@@ -261,7 +274,9 @@ def evaluate(
                 if confusion is not None:
                     confusion.add(part.y, host_logits(network, program))
             else:
-                means = log_probabilities(network, part, mirror_part)  # whose softmax they are the logarithm of: their own logits
+                means = log_probabilities(
+                    network, part, mirror_part
+                )  # logarithms of probabilities are logits of the same probabilities
                 sums.add(loss_of_means.run(means, part.y, part.global_count, None))
                 if confusion is not None:
                     confusion.add(part.y, means)
@@ -270,9 +285,9 @@ def evaluate(
 
 
 class _Sums:
-    """Loss, hits and count of this rank: one sum for each of its shards, or one.
+    """Loss, hits and count of this rank: one sum for each of its shards, or one sum without shards.
 
-    The result of a kernel is fetched when the next one is enqueued.
+    The result of a kernel is fetched when the next kernel has been enqueued.
     """
 
     def __init__(self, shards: ShardsOfRank | None) -> None:
@@ -292,11 +307,11 @@ class _Sums:
             yield replace(batch, x=x, y=y, sample_ids=ids, share=share)
 
     def next_part(self) -> None:
-        """Let what is added from now on belong to the next of the parts, which follow each other in a circle."""
+        """Select the sum of the next part; the first part follows the last."""
         self._row = (self._row + 1) % len(self._rows)
 
     def add(self, handle: LossHandle) -> None:
-        """Add the sums of one part."""
+        """Add the result of one part."""
         self._take_latest()
         self._latest = self._row, handle
 
@@ -308,7 +323,7 @@ class _Sums:
             self._latest = None
 
     def over_ranks(self, comm: Communicator, progress: ProgressEngine) -> np.ndarray:
-        """Return the sums of all ranks. Collective."""
+        """Return the sums over all ranks. Collective."""
         self._take_latest()
         queue, shards = progress.queue(comm), self._shards
         if shards is None:
@@ -327,11 +342,14 @@ class _Sums:
 
 @dataclass(frozen=True)
 class TopClasses:
-    """The most probable classes of neighbouring samples, the most probable first; of equal ones the first.
+    """Most probable classes of consecutive samples, in descending order of probability.
 
-    Args:
-        first: number of the first sample. labels: (N, K) int64. probabilities: (N, K) float64; all NaN for a sample with an
-            output that is not a number.
+    Of equal probabilities, the lower label comes first.
+
+    Attributes:
+        first: index of the first sample.
+        labels: labels, (N, K) int64.
+        probabilities: probabilities, (N, K) float64; all NaN for a sample whose output contains NaN.
     """
 
     first: int
@@ -348,12 +366,15 @@ def predict(
     *,
     mirrored: BatchSource | None = None,
 ) -> Iterator[TopClasses]:
-    """Yield the most probable classes of all samples, each batch on every rank. Collective, batch by batch.
+    """Yield the most probable classes of all samples, batch by batch, each batch on every rank. Collective.
 
     Args:
-        network: this rank's copy, with all parameters up to date. loader: this rank's share, in order.
-        comm: all ranks, by position. progress: the process's engine. top: K, at most the number of classes.
-        mirrored: the same share, mirrored: the mean of both probabilities counts.
+        network: this rank's copy of the network, with all parameters up to date.
+        loader: this rank's share of the samples, in order.
+        comm: all ranks, by position.
+        progress: progress engine of the process.
+        top: number of classes per sample, K; at most the number of classes of the model.
+        mirrored: same share, mirrored. The mean of both probabilities is used.
     """
     first = 0
     for batch, mirror in pairs(loader, mirrored):
@@ -364,7 +385,12 @@ def predict(
 
 
 def _gathered(own: np.ndarray, counts: Sequence[int], comm: Communicator, progress: ProgressEngine) -> np.ndarray:
-    """Return the arrays (N, width) of all ranks, which hold `counts` samples, one after another. Collective."""
+    """Return the arrays (N, width) of all ranks, concatenated in rank order. Collective.
+
+    Args:
+        own: array of this rank.
+        counts: number of samples N of each rank.
+    """
     width = own.shape[1]
     of_all = np.empty((sum(counts), width), np.float64)
     queue, pieces = progress.queue(comm), [count * width for count in counts]
@@ -381,16 +407,16 @@ def _top(logarithms: np.ndarray, top: int) -> np.ndarray:
 
 
 class WeightAverage:
-    """The averages that `EmaOptimizer` keeps for the parameters, and here one of the running statistics, alike on every rank.
+    """Averages of the parameters, which `EmaOptimizer` updates, and of the running statistics, identical on every rank.
 
-    The statistics are averaged by the same rule as the weights, one update a step, as timm and torch (use_buffers=True) do. What
-    is frozen has no average, as it would be the same.
+    The statistics are averaged by the same rule as the weights, with one update per step, as in timm and torch
+    (use_buffers=True). Frozen values have no separate average, because they do not change.
 
     Args:
-        averagers: by parameter group; their optimisers keep averages.
+        averagers: averagers by parameter group; their optimisers keep averages.
 
     Attributes:
-        views: every averaged statistic of a layer that is trained, by full name, in its shape.
+        views: averages of the statistics of trained layers, by full name, each in the shape of its statistic.
     """
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rule: EmaRule) -> None:
@@ -405,38 +431,41 @@ class WeightAverage:
         }
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
-        """Blend as `Statistics.blend`, and update the average of the statistics; no effect if count is 0."""
+        """Blend like `Statistics.blend`, and update the average of the statistics; no effect if `count` is 0."""
         statistics = self._network.statistics
         if count == 0:
             return
-        if not self._updates:  # they may have been loaded since
+        if not self._updates:  # the statistics may have been loaded since
             self._running[...] = statistics.running
         statistics.blend(weighted_sums, count)
         self._updates += 1
         self._running[...] = (self._running - statistics.running) * self._rule.kept(self._updates) + statistics.running
 
     def weights_changed(self) -> None:
-        """Take over weights or statistics that were written outside of steps: before its first update the average equals them."""
+        """Set the averages to weights or statistics that were written outside steps. No effect after the first update."""
         if self._weight_updates():
             return
         for averager in self._averagers.values():
             copy_parameters(averager, EMA)
         self._running[...] = self._network.statistics.running
 
-    def go_on(self) -> None:
-        """Continue after the averagers have loaded a checkpoint, and `views` were written."""
+    def loaded(self) -> None:
+        """Update the number of updates, after the averagers have loaded a checkpoint and `views` were written."""
         self._updates = self._weight_updates()
 
     def _weight_updates(self) -> int:
-        """Return the number of updates of averages of weights so far."""
+        """Return the number of updates of the averaged weights."""
         counters = (averager.counters() for averager in self._averagers.values())
         return next(counters, {}).get("updates", 0)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put averages in place of parameters and running statistics during the block. Collective at both ends; after a drain."""
+        """Replace parameters and running statistics by their averages during the block.
+
+        Call it after a drain. Collective at both ends.
+        """
         self._swap()
-        yield  # after an error of this rank alone no other would answer, and the job ends
+        yield  # no swap after an error, which may be of this rank only: the other ranks would not answer, and the job ends
         self._swap()
 
     def _swap(self) -> None:
@@ -456,11 +485,14 @@ def evaluated_with(
     confusion: ConfusionCounts | None,
     advance: Callable[[int], None],
 ) -> RunningSums:
-    """Return the sums of an evaluation; with an average of the weights `EvaluationSums`, by a second pass. Collective.
+    """Return the sums of an evaluation. Collective.
+
+    With an average of the weights, evaluate it in a second pass and return `EvaluationSums`.
 
     Args:
-        evaluate: makes one pass, with these keywords. confusion: counts in the pass with the weights themselves.
-        advance: is called with the number of samples done; the second pass counts on from the first.
+        evaluate: function that makes one pass, with the keywords `confusion` and `advance`.
+        confusion: counts of the pass with the weights themselves.
+        advance: callback, called with the number of samples done. The second pass continues the count of the first.
     """
     sums = evaluate(confusion=confusion, advance=advance)
     if average is None:

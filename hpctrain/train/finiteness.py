@@ -1,8 +1,8 @@
-"""Whether all that a rank trains is finite: cheap to ask in every step; where it is not, the first layer and the ranks.
+"""Check whether everything that a rank trains is finite, cheaply in every step; otherwise find the first layer and the ranks.
 
-A loss alone is not enough: some kernels pass NaN on as a number (oneDNN's ReLU and max pooling), so that a network of NaN
-weights has the loss of one that has learned nothing. So parameters are checked: what is not finite in a gradient is not finite
-in the parameter that it updates, whatever the optimiser.
+Checking the loss alone is not enough. Some kernels turn NaN into a number (oneDNN's ReLU and max pooling), so a network of NaN
+weights can have the loss of an untrained network. Therefore parameters are checked: a gradient that is not finite makes the
+updated parameter not finite, with any optimiser.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hpctrain.core.errors import DivergedError
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, whole
 
-#: a value on every rank -> those of all ranks; collective
+#: function from this rank's value to the values of all ranks; collective
 Gather = Callable[[Any], list[Any]]
 
 
 class Held(IntEnum):
-    """The kinds of values of a layer, in the order in which they are to blame."""
+    """Kinds of values of a layer, in the order in which they are blamed."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -37,7 +37,13 @@ class Held(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class LayerFault:
-    """A layer that holds something that is not finite. order: its place in forward order."""
+    """Layer that holds a non-finite value.
+
+    Attributes:
+        order: index of the layer in forward order.
+        held: kind of the value.
+        layer: name of the layer.
+    """
 
     order: int
     held: Held
@@ -46,9 +52,13 @@ class LayerFault:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first step in which one rank saw something that is not finite, and where.
+    """First non-finite values that one rank has found.
 
-    rank: in the world. step: steps done before. loss: the loss was not finite. fault: the first layer, if any.
+    Attributes:
+        rank: rank in the world.
+        step: number of steps done before.
+        loss: whether the loss was not finite.
+        fault: first layer with a non-finite value; None if only the loss is not finite.
     """
 
     rank: int
@@ -59,22 +69,31 @@ class Finding:
 
 @dataclass(frozen=True)
 class FiniteCheck:
-    """A check of arrays that has begun. holders: what each array is, and the parameter's name. flags: whether each is finite."""
+    """Pending check of arrays.
+
+    Attributes:
+        holders: kind of each array and name of its parameter.
+        flags: pending flags, whether each array is finite.
+    """
 
     holders: Sequence[tuple[Held, str]]
     flags: Fetch
 
     def faults(self) -> list[tuple[Held, str]]:
-        """Return those that are not finite. Waits."""
+        """Wait for the check, and return the holders of arrays that are not finite."""
         return [holder for holder, finite in zip(self.holders, self.flags.result(), strict=True) if not finite]
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The first that any rank saw of a step that is not finite: the same on every rank.
+    """Origin of the non-finite values of a step, the same on every rank.
 
-    fault: the first layer, if any is to blame; else only losses are not finite. ranks: that saw it, of `world` ranks.
-    sources: the ranks whose own loss or batch statistics were not finite, before anything was summed over ranks.
+    Attributes:
+        step: number of the step, counted from 1.
+        fault: first layer with a non-finite value; None if only losses are not finite.
+        ranks: ranks that found it.
+        world: number of ranks in the world.
+        sources: ranks whose local loss or batch statistics were not finite, before any sum over ranks.
     """
 
     step: int
@@ -85,11 +104,14 @@ class Cause:
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The ranks at which it began, where that is certain, and not all of them."""
+        """Ranks at which the fault certainly began; empty if that is unknown or applies to all ranks."""
         return _some(self.sources, self.world)
 
     def facts(self) -> dict[str, Any]:
-        """Return the cause for programs: layer (null if only losses tell), what is not finite, ranks that saw it, and sources."""
+        """Return the cause as plain values.
+
+        They are the layer (None if only losses are not finite), the kind of value, the ranks that found it, and the sources.
+        """
         layer, held = (None, "loss") if self.fault is None else (self.fault.layer, str(self.fault.held))
         return {"layer": layer, "held": held, "ranks": list(self.ranks), "sources": list(self.sources)}
 
@@ -100,17 +122,19 @@ class Cause:
         sentence = _sentence(self.fault, f"{'after' if after else 'in'} step {self.step}", self.ranks, self.world)
         if len(self.sources) in (0, self.world):
             return sentence
-        return f"{sentence}; losses or batch statistics were so before they were summed{on_ranks(self.sources, self.world)}"
+        return (
+            f"{sentence}; losses or batch statistics were not finite before they were summed{on_ranks(self.sources, self.world)}"
+        )
 
 
 class Finiteness:
-    """Looks at this rank's parameters, as far as it updates them, and at its loss and batch statistics.
+    """Check of the parameters that this rank updates, and of its loss and batch statistics.
 
     Args:
-        rank: of this process in the world, for messages.
+        rank: rank of this process in the world, for messages.
 
     Attributes:
-        finding: the first non-finite values that this rank has seen; None if all were finite.
+        finding: first non-finite values that this rank has found; None if all were finite.
     """
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rank: int) -> None:
@@ -134,23 +158,26 @@ class Finiteness:
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
 
     def begin(self) -> FiniteCheck:
-        """Begin to check parameters, and gradients that are held back, as they are at this point of the work. Never waits.
+        """Start a check of the current values of parameters and of gradients that are held back, without waiting.
 
-        In a step: between forward and backward, when parameters hold all of the step before and nothing of this one.
+        In a step, call it between forward and backward, when the parameters hold all updates of the previous step and none of
+        this one.
         """
         held = [entry for averager in self._averagers.values() for entry in averager.held_gradients().items()]
         holders, arrays = [(Held.GRADIENTS, name) for name, _ in held], [array for _, array in held]
-        # On the host fewer and larger arrays are checked at once; only if they are not all finite, each parameter is.
+        # On the host it is faster to check few large arrays. Single parameters are checked only if one of these is not finite.
         if not (self._arithmetic.on_host and self._arithmetic.fetch_finite(self._runs).result().all()):
             holders, arrays = [*self._holders, *holders], [*self._arrays, *arrays]
         return FiniteCheck(holders, self._arithmetic.fetch_finite(arrays))
 
     def end(self, step: int, check: FiniteCheck | None, *, loss: float = 0.0, statistics: Iterable[str] = ()) -> bool:
-        """Return whether everything is finite; the first finding is kept for `error`. Waits for what has begun.
+        """Wait for the check and return whether everything is finite. The first finding is kept for `error`.
 
         Args:
-            step: steps done. check: of this rank's parameters; None: this micro-batch has none.
-            loss: of this rank's samples. statistics: names of those that are not finite.
+            step: number of steps done.
+            check: check of this rank's parameters; None: only loss and statistics are checked.
+            loss: loss of this rank's samples.
+            statistics: names of the statistics that are not finite.
         """
         faults = [self._fault(Held.STATISTICS, name) for name in statistics]
         if check is not None:
@@ -161,17 +188,19 @@ class Finiteness:
         return not faults and not bad_loss
 
     def cause(self, step: int, seen: Sequence[tuple[Held, str]], *, finite: bool, gather: Gather) -> Cause:
-        """Return the cause of a step that is to be left out, from gradients if they show it. Collective, after a drain.
+        """Return the cause of a step that is to be skipped; gradients are blamed first. Collective, after a drain.
 
         Args:
-            step: that has just been done, counted from 1. seen: by a check after its update.
-            finite: this rank's loss and batch statistics.
+            step: number of the step just done, counted from 1.
+            seen: holders of non-finite values found by a check after the update.
+            finite: whether this rank's loss and batch statistics are finite.
+            gather: function that gathers a value from all ranks.
         """
         finding, self.finding = self.finding, None
         faults = [*self._gradient_faults(), *(self._fault(held, name) for held, name in seen if held is not Held.PARAMETERS)]
         if not finite and finding is not None and finding.fault is not None:
             faults.append(finding.fault)
-        if not faults:  # what updates have made of finite gradients
+        if not faults:  # the updates of finite gradients have overflowed
             faults = [self._fault(held, name) for held, name in seen]
         gathered = gather((self._rank, min(faults, default=None), not finite))
         by_rank = {rank: fault for rank, fault, _ in gathered if fault is not None}
@@ -185,10 +214,13 @@ class Finiteness:
         self.finding = None
 
     def error(self, gather: Gather, advice: str) -> DivergedError | None:
-        """Return the error about what any rank saw first, the same on every rank; None if none has. Collective; after a drain.
+        """Return the error about the earliest finding of all ranks; None if there is none.
+
+        The error is the same on every rank. Collective; after a drain.
 
         Args:
-            advice: ends the sentence.
+            gather: function that gathers a value from all ranks.
+            advice: end of the message.
         """
         findings = gather(self.finding)
         seen = [finding for finding in findings if finding is not None]
@@ -200,7 +232,7 @@ class Finiteness:
         if faults:
             text = _first_layer(faults, step, len(findings))
             return DivergedError(f"{text[0].upper()}{text[1:]}; {advice}", ranks=self._origin(first, len(findings)))
-        # Only a loss: the gradients that it led to tell where it began.
+        # Only the loss is not finite. Its gradients show in which layer the fault began.
         losses = sorted(finding.rank for finding in first)
         gathered = gather((self._rank, min(self._gradient_faults(), default=None)))
         faults = {rank: fault for rank, fault in gathered if fault is not None}
@@ -209,10 +241,10 @@ class Finiteness:
         return DivergedError(sentence, ranks=self._origin(first, len(findings)))
 
     def _origin(self, first: Sequence[Finding], world: int) -> tuple[int, ...]:
-        """Return the ranks at which it began; empty if that is uncertain, or if they are all ranks.
+        """Return the ranks at which the fault began; empty if that is uncertain, or if it applies to all ranks.
 
-        An owner's parameters hold what the gradients of any rank have brought. Where every rank makes the same update, one
-        whose parameters alone are not finite has not got that from others.
+        An owner's parameters depend on the gradients of all ranks. If every rank makes the same update, a rank whose parameters
+        alone are not finite did not receive the fault from another rank.
         """
         held = sorted(seen.rank for seen in first if seen.fault is not None and seen.fault.held is Held.PARAMETERS)
         if held:
@@ -223,12 +255,12 @@ class Finiteness:
         return _some(sorted(statistics | {seen.rank for seen in first if seen.loss}), world)
 
     def _gradient_faults(self) -> list[LayerFault]:
-        """Return faults in gradients, as far as this rank updates their parameters."""
+        """Return the faults in the gradients of parameters that this rank updates."""
         check = FiniteCheck(self._holders, self._arithmetic.fetch_finite(self._owned(lambda group: group.grad)))
         return [self._fault(Held.GRADIENTS, name) for _, name in check.faults()]
 
     def _owned(self, flat_of: Callable[[FlatGroup], Array]) -> list[Array]:
-        """Return parts of flat buffers, one for each of the holders."""
+        """Return the parts of flat buffers that this rank updates, in the order of the holders."""
         return [
             flat_of(averager.group)[segment.start : segment.stop]
             for averager in self._averagers.values()
@@ -247,12 +279,12 @@ def _layer(name: str) -> str:
 
 
 def _some(ranks: Sequence[int], world: int) -> tuple[int, ...]:
-    """Return the ranks, or none if they are all of them."""
+    """Return `ranks`, or an empty tuple if they are all ranks."""
     return tuple(ranks) if len(ranks) < world else ()
 
 
 def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> str:
-    """Return the words on the first layer of all, and the ranks that saw it."""
+    """Return text that names the first faulty layer and the ranks that found it."""
     fault = min(by_rank.values())
     holders = sorted(rank for rank, other in by_rank.items() if other == fault)
     when = f"in step {step + 1}"
@@ -262,7 +294,7 @@ def _first_layer(by_rank: Mapping[int, LayerFault], step: int, ranks: int) -> st
 
 
 def _sentence(fault: LayerFault, when: str, holders: Sequence[int], ranks: int) -> str:
-    """Return the words on a layer, and the ranks that saw it."""
+    """Return text that names a layer and the ranks that found it."""
     return (
         f"layer {fault.layer} is the first, in forward order, whose {fault.held} are not finite {when}{on_ranks(holders, ranks)}"
     )

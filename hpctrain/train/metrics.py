@@ -1,6 +1,6 @@
-"""Metrics of a run: the small message of each step, sums turned into means, and the base of reporters.
+"""Metrics of a run: the small message of each step, means, and the base of reporters.
 
-Sums and flags of all ranks are posted nonblocking after a step and read one step later (`StepReduction`).
+The sums and flags of all ranks are posted nonblocking after a step and read one step later (`StepReduction`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.sums import tree_sums_over
 from hpctrain.core.intervals import ShardsOfRank
 
-#: factor of the status of a checkpoint, which travels in the same number as stop requests: sums below 2^53 are exact
+#: factor of the checkpoint status, which shares one number with stop requests; sums below 2^53 are exact
 _STATUS = 1 << 24
 _HEAD = 6  # loss, top1, top5, count, non-finite ranks, ranks asked to stop; batch statistics follow
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """One step over all ranks: sums, never means.
+    """Sums of one step over all ranks, never means.
 
-    non_finite: ranks on which the loss, a batch statistic or a parameter is not finite. stop: ranks that were asked to stop.
-    statistics: float64, flat, count-weighted sums of the batch statistics.
-    status: sum of the ranks' flags about a checkpoint that is being written (see `Saver.status_flag`).
-    checks: float64, sums of the ranks' numbers for checks of replicas (see `AgreedChecksums`); empty without checks.
+    Attributes:
+        loss: sum of the losses of all samples.
+        top1: number of samples whose label has the highest score.
+        top5: number of samples whose label is among the five highest scores.
+        count: number of samples.
+        non_finite: number of ranks on which the loss, a batch statistic or a parameter is not finite.
+        stop: number of ranks that were asked to stop.
+        statistics: count-weighted sums of the batch statistics, flat, float64.
+        status: sum of the ranks' flags about a checkpoint that is being written (see `Saver.status_flag`).
+        checks: sums of the ranks' numbers for checks of replicas (see `AgreedChecksums`), float64; empty without checks.
     """
 
     loss: float
@@ -48,14 +54,15 @@ class StepTotals:
 
 
 class StepReduction:
-    """Two buffers in turn: while one travels, the next step fills the other.
+    """Sum of the step's message over ranks, double-buffered: the next step fills one buffer while the other is in flight.
 
     Args:
-        comm: the ranks that share the step's samples out, on a communicator of its own. progress: the process's engine.
-        statistics_size: elements of the flat batch statistics.
-        shards: those of this rank, whose sums are added in the order of their tree: each micro-batch is one of them. None: a
-            rank adds its micro-batches up one after another.
-        checks: how many numbers for checks a message carries.
+        comm: ranks that share the step's samples, on a communicator used for this only.
+        progress: progress engine of the process.
+        statistics_size: number of elements of the flat batch statistics.
+        shards: shards of this rank, one per micro-batch, whose sums are added in the order of their tree; None: a rank adds its
+            micro-batches one after another.
+        checks: number of elements of a message that are for checks.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class StepReduction:
         self._comm = comm
         self._progress = progress
         self._shards = shards
-        rows = 1 if shards is None else shards.count  # one for each term of this rank
+        rows = 1 if shards is None else shards.count  # one row per term of this rank
         self._statistics = slice(_HEAD, _HEAD + statistics_size)
         self._buffers = [np.zeros((rows, _HEAD + statistics_size + checks), np.float64) for _ in range(2)]
         self._sums: GradientSums = comm
@@ -80,12 +87,12 @@ class StepReduction:
         self._ticket: Ticket | None = None
 
     def agree(self) -> None:
-        """Make what sums in the order of shards need. Collective; once, before the first message."""
+        """Prepare the sums in the order of the shards. Collective; call it once, before the first message."""
         if self._shards is not None:
             self._sums = tree_sums_over(self._comm, self._shards, allreduces=True) or self._comm
 
     def clear(self) -> None:
-        """Start a step: nothing summed yet."""
+        """Begin a step: set all sums to zero."""
         self._current[...] = 0.0
         self._added = 0
 
@@ -94,11 +101,11 @@ class StepReduction:
         return self._buffers[self._turn]
 
     def add(self, sums: LossSums, statistics: np.ndarray, *, finite: bool = True) -> None:
-        """Add what one micro-batch of this rank gave.
+        """Add the sums of one micro-batch of this rank.
 
         Args:
-            statistics: float64, weighted by the samples that they stand for; left out where not all is finite.
-            finite: whether all that this rank trains, except the loss, is finite.
+            statistics: batch statistics, weighted by their number of samples, float64; ignored if any value is not finite.
+            finite: whether everything that this rank trains, except the loss, is finite.
         """
         row = self._current[self._added]
         if self._shards is not None:
@@ -113,15 +120,15 @@ class StepReduction:
 
     @property
     def finite(self) -> bool:
-        """Whether all that this rank has added since `clear` is finite."""
+        """Whether all values that this rank has added since `clear` are finite."""
         return not self._current[:, 4].any()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks, in the order of the communicator. Collective; waits."""
+        """Return the values of all ranks, in the order of the communicator; they must be picklable. Collective; blocks."""
         return self._comm.allgather_object(value)
 
     def post(self, *, stop: bool, status: int = 0, checks: np.ndarray | None = None) -> None:
-        """Send this step's message; the previous one must have been read. Collective; does not wait."""
+        """Post the message of this step without waiting; the previous message must have been read. Collective."""
         assert self._ticket is None, "the previous message has not been read"
         rows, sums = self._current, self._sums
         non_finite = not self.finite
@@ -137,9 +144,9 @@ class StepReduction:
         self._turn = 1 - self._turn
 
     def read(self) -> StepTotals | None:
-        """Wait for the message that is on its way; return None if there is none.
+        """Wait for the message in flight and return its sums; None if there is no message.
 
-        The statistics are valid until the next `clear` but one.
+        The statistics are views into a buffer, valid until the second `clear` after this call.
         """
         if self._ticket is None:
             return None
@@ -154,7 +161,7 @@ class StepReduction:
 
 @dataclass
 class RunningSums:
-    """Sums over steps of an epoch, of an interval, or of an evaluation. All means are by sample."""
+    """Sums over the samples of steps of an epoch, of an interval or of an evaluation."""
 
     loss: float = 0.0
     top1: int = 0
@@ -162,7 +169,7 @@ class RunningSums:
     count: int = 0
 
     def add(self, totals: StepTotals | None) -> None:
-        """Add one step's sums over all ranks, where there are any."""
+        """Add the sums of one step over all ranks; None has no effect."""
         if totals is not None:
             self.loss += totals.loss
             self.top1 += totals.top1
@@ -170,7 +177,7 @@ class RunningSums:
             self.count += totals.count
 
     def means(self) -> dict[str, float]:
-        """Return loss, top1 and top5 by sample (fractions); nan if there was no sample."""
+        """Return the means per sample of loss, top1 and top5 (accuracies as fractions); NaN if there is no sample."""
         if not self.count:
             return {"loss": float("nan"), "top1": float("nan"), "top5": float("nan")}
         return {"loss": self.loss / self.count, "top1": self.top1 / self.count, "top5": self.top5 / self.count}
@@ -178,62 +185,76 @@ class RunningSums:
 
 @dataclass
 class EvaluationSums(RunningSums):
-    """Sums over a test set; averaged: the same with the averaged weights, where there are any."""
+    """Sums over a test set.
+
+    Attributes:
+        averaged: sums with the averaged weights; None without averaged weights.
+    """
 
     averaged: RunningSums | None = None
 
     @classmethod
     def of(cls, sums: RunningSums, averaged: RunningSums) -> EvaluationSums:
-        """Return the sums with the weights, and with their average."""
+        """Return the sums with the weights and with their average."""
         return cls(sums.loss, sums.top1, sums.top5, sums.count, averaged)
 
     def means(self) -> dict[str, float]:
-        """Return the means, and ema_loss, ema_top1 and ema_top5 with the averaged weights."""
+        """Return the means, and with averaged weights also ema_loss, ema_top1 and ema_top5."""
         averaged = {} if self.averaged is None else self.averaged.means()
         return super().means() | {f"ema_{name}": value for name, value in averaged.items()}
 
 
 class Reporter:
-    """Receives what happens in a run, and does nothing with it: the base of those that do, which rank 0 has.
+    """Base of reporters, which rank 0 calls with the events of a run. The default methods do nothing.
 
-    A constructor may take the keywords `directory`, the run's, and `done_steps`, those of earlier parts of the run.
+    A constructor may accept the keywords `directory`, the directory of the run, and `done_steps`, the steps of earlier parts of
+    the run.
 
     Attributes:
-        width: columns of the terminal that it writes to; None if there is none.
+        width: number of columns of the terminal; None without a terminal.
     """
 
     width: int | None = None
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
-        """Report that training begins after `done_samples`; it will end after `last_sample`, counted over all epochs."""
+        """Report that training begins after `done_samples` samples and will end after `last_sample`, counted over all epochs."""
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """Report the totals of a step; epochs and steps count from 1. sums: the epoch's so far."""
+        """Report the totals of a step. Epochs and steps count from 1.
+
+        Args:
+            sums: sums of the epoch so far.
+        """
 
     @contextmanager
     def evaluation(self, samples: int) -> Iterator[Callable[[int], None]]:
-        """Report an evaluation of `samples` samples during the block; yield a function to call with the number done."""
+        """Report an evaluation of `samples` samples during the block.
+
+        Yields:
+            A function to call with the number of samples done.
+        """
         yield lambda done: None
 
     def flush(self) -> None:
         """Record the latest step, because training ends inside an epoch."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Write one line of metrics.
+        """Append a record to the metrics.
 
-        kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback", "checkpoint", "steps",
-        "data", "reads", "memory", "unreadable", "image_size" or "stop".
+        Args:
+            kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback", "checkpoint", "steps",
+                "data", "reads", "memory", "unreadable", "image_size" or "stop".
         """
 
     def say(self, text: str) -> None:
-        """Print one line for people."""
+        """Print one line."""
 
     def close(self) -> None:
-        """Release everything, because the run ends, in whatever way."""
+        """Release all resources at the end of the run, whether or not it succeeded."""
 
 
 class Rate:
-    """Images per second over the last interval and since the start, from counts and a clock."""
+    """Number of images per second, from counts and a clock."""
 
     def __init__(self, clock: Any = time.perf_counter) -> None:
         self._clock = clock
@@ -241,7 +262,7 @@ class Rate:
         self._count = 0
 
     def restart(self) -> None:
-        """Forget the time so far (after an evaluation or a checkpoint, which are not training)."""
+        """Restart the measurement, after an evaluation or a checkpoint, whose time does not count as training."""
         self._begin = self._clock()
         self._count = 0
 

@@ -1,8 +1,8 @@
-"""The passes that a rank splits its samples of a step into: micro-batches, shards of exact trainings, and the memory of one pass.
+"""Passes over a rank's samples of a step: micro-batches, shards of exact trainings, and the memory of one pass.
 
-A training with `exact` has the same bits on any number of ranks: the samples of a step are shared out over shards, whose sums
-have one order. `check_exact` refuses what cannot be so; `check_memory` names the batch that fits where a pass needs too much
-memory.
+A training with `exact` produces the same bits on any number of ranks: the samples of a step are distributed over shards, and the
+sums over shards have a fixed order. `check_exact` rejects configurations in which this is impossible. `check_memory` names the
+batch that fits if a pass needs too much memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from hpctrain.parallel.groups import GridGroups
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One of a step's passes: the samples of each rank of the split group.
+    """Samples of one pass, on each rank of the split group.
 
-    shared: where they lie among the split group's samples. own: where this rank's lie among its own.
+    Attributes:
+        counts: number of samples of each rank.
+        shared: indices of these samples among all samples of the split group.
+        own: indices of this rank's samples among all its samples.
     """
 
     counts: tuple[int, ...]
@@ -39,7 +42,7 @@ class MicroBatch:
 
 
 def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
-    """Yield a rank's share of a step in micro-batches; every rank of the split group makes the same ones."""
+    """Yield a rank's share of a step in micro-batches, which are the same on every rank of the split group."""
     sizes = [even(count, micro_batches) for count in share.counts]
     starts = [0] * len(share.counts)
     offsets = [sum(share.counts[:rank]) for rank in range(len(share.counts))]
@@ -55,33 +58,33 @@ def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
 
 
 def ranks_fault(shards: int, ranks: int) -> str | None:
-    """Return the sentence that refuses a number of ranks; None if all can have equally many shards."""
+    """Return the error message for a number of ranks that does not divide the number of shards; None if it does."""
     if shards % ranks == 0:
         return None
     fitting = [fewer for fewer in range(1, shards + 1) if shards % fewer == 0]
     below, above = max(one for one in fitting if one < ranks), [one for one in fitting if one > ranks]
     nearest = f"{below} or {above[0]}" if above else str(below)
     return (
-        f"exact.shards is {shards}, which {ranks} ranks cannot share out evenly; start {nearest} ranks, or set exact.shards to "
-        f"{ranks * -(-shards // ranks)}, which has other bits."
+        f"exact.shards is {shards}, which {ranks} ranks cannot share evenly; start {nearest} ranks, or set exact.shards to "
+        f"{ranks * -(-shards // ranks)}, which changes the bits."
     )
 
 
 def split_fault(rows: int) -> str | None:
-    """Return the sentence that refuses ranks that share samples; None if they do not."""
+    """Return the error message for ranks that share samples; None if they do not."""
     if rows == 1:
         return None
     return (
-        f"grid.rows is {rows}, but exact needs ranks that share no samples, as sums over the parts of a layer have an order of "
-        "their own; set grid.rows to 1."
+        f"grid.rows is {rows}, but exact does not support ranks that share samples, because sums over the parts of a layer "
+        "depend on the number of parts; set grid.rows to 1."
     )
 
 
 def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
-    """Raise unless a training can have the same bits on any number of ranks.
+    """Raise unless the training produces the same bits on any number of ranks.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the number of shards or ranks, the grid, the batch norms or the backend does not allow it.
     """
     sentences = (
         None if shards >= 1 else f"exact.shards is {shards}, but must be at least 1; the usual value is 8.",
@@ -98,19 +101,20 @@ def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
 
 
 def check_counts(of_ranks: Sequence[int], shards: int) -> None:
-    """Raise unless a step's samples are divided over shards as a loader does that knows of them.
+    """Raise unless the samples of a step are distributed over the shards as loaders with `shards` do.
 
     Args:
-        of_ranks: samples of each rank.
+        of_ranks: number of samples of each rank.
+        shards: number of shards of all ranks.
 
     Raises:
-        ConfigError: they are shared out in another way; alike on every rank.
+        ConfigError: the distribution differs; the same error on every rank.
     """
     expected = counts(sum(of_ranks), len(of_ranks), shards=shards)
     if tuple(of_ranks) != expected:
         raise ConfigError(
-            f"A step has {_listed(of_ranks)} samples on the ranks, but {shards} shards of {sum(of_ranks)} samples are "
-            f"{_listed(expected)}; make the loader with the keywords of replica.place."
+            f"The ranks have {_listed(of_ranks)} samples of a step, but {shards} shards of {sum(of_ranks)} samples require "
+            f"{_listed(expected)}; create the loader with the keywords of replica.place."
         )
 
 
@@ -119,23 +123,27 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def statistics_fault(names: Iterable[str]) -> str | None:
-    """Return the sentence that refuses batch norms with statistics over several ranks. names: of these layers."""
+    """Return the error message for batch norms with statistics over several ranks; None if there are none.
+
+    Args:
+        names: names of these batch norms.
+    """
     first = next(iter(names), None)
     if first is None:
         return None
     return (
-        f"{first} has batch statistics over all ranks (synchronised), which would need all shards at once, but with exact a rank "
-        "computes them one after another; set batch_norm.statistics to local, which takes those of a shard."
+        f"{first} computes batch statistics over all ranks (synchronised), which needs all shards at once, but with exact a rank "
+        "computes its shards one after another; set batch_norm.statistics to local, which computes them per shard."
     )
 
 
 def backend_fault(name: str) -> str:
-    """Return the sentence that refuses a backend whose arrays do not lie on the host."""
-    return f"The sums of exact are made on the host, which arrays of backend {name} do not reach; set backend to onednn or numpy."
+    """Return the error message for a backend whose arrays are not in host memory."""
+    return f"exact sums gradients on the host, but the arrays of backend {name} are elsewhere; set backend to onednn or numpy."
 
 
 def synchronised(network: Network) -> tuple[str, ...]:
-    """Return the names of the batch norms of a network whose statistics are those of several ranks."""
+    """Return the names of the batch norms that compute statistics over several ranks."""
     nodes = network.graph(1).nodes
     return tuple(
         node.name for node in nodes if isinstance(node.spec, BatchNormSpec) and node.spec.synchronised and not node.spec.fixed
@@ -144,11 +152,12 @@ def synchronised(network: Network) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes that a rank splits its samples of a step into.
+    """Passes that a rank divides its samples of a step into.
 
     Attributes:
-        micro_batches: parts of each rank's samples. together: neighbouring parts that are computed side by side; the last pass
-            may have fewer. shards: the parts of all ranks, whose sums have one order; None: sums follow the ranks.
+        micro_batches: number of parts of each rank's samples.
+        shards: number of parts over all ranks, whose sums have a fixed order; None: the order of the sums depends on the ranks.
+        together: number of consecutive parts that one pass computes side by side; the last pass may have fewer.
     """
 
     micro_batches: int = 1
@@ -157,10 +166,10 @@ class Passes:
 
     @staticmethod
     def of(micro_batches: int, shards: int | None, network: Network, groups: GridGroups) -> Passes:
-        """Return the configured passes: with shards, a rank's are computed side by side, in at most `micro_batches` passes.
+        """Return the configured passes. With shards, a rank computes its shards side by side, in at most `micro_batches` passes.
 
         Raises:
-            ConfigError: with shards, what `check_exact` refuses.
+            ConfigError: the training cannot be exact (see `check_exact`).
         """
         if shards is None:
             return Passes(micro_batches)
@@ -169,28 +178,35 @@ class Passes:
 
     @staticmethod
     def over(parts: int, passes: int, shards: int) -> Passes:
-        """Return a rank's `parts` of all `shards`, in at most `passes` passes."""
+        """Return passes over `parts` of the `shards`, in at most `passes` passes."""
         return Passes(parts, shards, -(-parts // min(parts, passes)))
 
     @property
     def following(self) -> int:
-        """Passes that follow one another; memory is needed for one of them."""
+        """Number of consecutive passes. The memory of one pass is reused by the next."""
         return -(-self.micro_batches // self.together)
 
     def among(self, comm: Communicator) -> ShardsOfRank | None:
-        """Return this rank's shards, if the ranks of `comm` have all that count; None without shards."""
+        """Return this rank's shards, given a communicator whose ranks have equal numbers of shards; None without shards."""
         return None if self.shards is None else ShardsOfRank(comm.rank, comm.size, self.micro_batches * comm.size)
 
     def gradients(self, group: FlatGroup, comm: Communicator) -> ShardGradients | None:
-        """Return the sums of one group's gradients over this rank's shards. comm: the ranks that average the group."""
+        """Return the sums of one group's gradients over this rank's shards; None without shards.
+
+        Args:
+            comm: ranks that average the group.
+        """
         shards = self.among(comm)
         return None if shards is None else ShardGradients(group, shards, homes=self.following == 1)
 
     def check(self, of_ranks: Sequence[int]) -> None:
-        """Raise unless a step's samples are divided as passes need.
+        """Raise unless the samples of a step are distributed as the passes need.
+
+        Args:
+            of_ranks: number of samples of each rank.
 
         Raises:
-            ConfigError: as `check_counts`.
+            ConfigError: the distribution over the shards differs (see `check_counts`).
         """
         if self.shards is not None:
             check_counts(of_ranks, self.shards)
@@ -201,12 +217,12 @@ _CHECKED: list[tuple[weakref.ref[Network], int]] = []
 
 
 def check_memory(network: Network, batch: int, micro_batches: int) -> None:
-    """Raise unless a step of `batch` samples fits into the device's memory, or no memory is limited.
+    """Raise unless a step of `batch` samples fits into the device's memory. Do nothing if memory is not limited.
 
-    Parameters and gradients are allocated already; the optimiser's state, of the size of the parameters, is not.
+    Parameters and gradients are allocated already. The state of the optimiser, of the size of the parameters, is not.
 
     Raises:
-        BackendError: it does not fit; the sentence names a batch that does.
+        BackendError: the step does not fit; the message names a batch that does.
     """
     samples = -(-batch // micro_batches)
     _CHECKED[:] = [(weakref.ref(network), samples)]
@@ -221,31 +237,31 @@ def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     if fitting:
         remedy = f"{fitting} fit: set micro_batches to {-(-batch // fitting)}, or batch to {fitting}"
     else:
-        remedy = "not even one fits: take a smaller network or images, or a GPU with more memory"
+        remedy = "not even one sample fits: use a smaller network, smaller images or a GPU with more memory"
     raise BackendError(
-        f"A pass over {samples} samples needs {(arena + state) / 1e9:.2f} GB of the device's memory, "
-        f"of which {free / 1e9:.2f} GB are free; {remedy}."
+        f"A pass over {samples} samples needs {(arena + state) / 1e9:.2f} GB of device memory, "
+        f"but only {free / 1e9:.2f} GB are free; {remedy}."
     )
 
 
 def planned() -> str | None:
-    """Return the memory needs, in words, of the network that this process trains; None if there is none, or no plan yet."""
+    """Return the memory needs of the network that this process trains, as text; None if there is no network or no plan yet."""
     network = _CHECKED[-1][0]() if _CHECKED else None
     if network is None:
         return None
     samples = _CHECKED[-1][1]
     state = sum(group.data.nbytes for group in network.groups.values())
-    with contextlib.suppress(Exception):  # there is little memory left, and nothing may hide the first error
+    with contextlib.suppress(Exception):  # memory is short here, and no second error may hide the first
         arena = network.arena_bytes(samples, training=True)
         return (
-            f"the plan has {arena / 1e9:.3f} GB for a pass over {samples} samples and {3 * state / 1e9:.3f} GB for parameters, "
+            f"the plan needs {arena / 1e9:.3f} GB for a pass over {samples} samples and {3 * state / 1e9:.3f} GB for parameters, "
             "gradients and the optimiser's state"
         )
     return None
 
 
 def _fitting(network: Network, samples: int, arena: int, available: int) -> int:
-    """Return the largest number of samples found to fit, guessed from the bytes of larger ones; 0 if there is none."""
+    """Return a number of samples that fits into `available` bytes, found by repeated scaling of `samples`; 0 if there is none."""
     while samples > 1 and arena > available:
         samples = max(1, min(samples - 1, samples * max(available, 0) // arena))
         arena = network.arena_bytes(samples, training=True)

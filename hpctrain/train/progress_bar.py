@@ -1,6 +1,6 @@
-"""Show progress: estimate the time left, and draw a bar.
+"""Estimate the remaining time, and draw a progress bar.
 
-rich is loaded only where a bar is drawn.
+rich is imported only if a bar is drawn.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 
 class TimeLeft:
-    """Estimates how long the rest takes from how long the work so far took, evaluations and checkpoints included.
+    """Estimate of the remaining time from the pace so far, including evaluations and checkpoints.
 
     Args:
-        done, whole: of the work, in any unit; what was done before now took no time of this run's. clock: in seconds.
+        done: work done before this run, in any unit; it does not count for the pace.
+        whole: total work, in the same unit.
+        clock: function that returns seconds.
     """
 
     def __init__(self, done: int, whole: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,29 +32,31 @@ class TimeLeft:
         self._begin = clock()
 
     def seconds(self, done: int) -> float | None:
-        """Return the seconds left; None if this run has not done anything yet."""
+        """Return the estimated remaining seconds; None if this run has not done any work yet."""
         if done <= self._before:
             return None
         pace = (self._clock() - self._begin) / (done - self._before)
         return pace * max(0, self._whole - done)
 
 
-#: how a pass over samples shows where it is
+#: style of the progress display of a pass over samples
 PassStyle = Literal["bar", "none"]
-#: is called with the number of samples that are done
+#: callback, called with the number of samples done
 Advance = Callable[[int], None]
 
-# What a bar needs in addition to its facts: itself, the percentage, and the spaces between.
+# Columns that a bar needs in addition to its facts: the bar, the percentage, and the spaces between.
 _NARROWEST_BAR = 8
 _BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 
 
 class ProgressBar:
-    """A bar at the bottom of a terminal, until `close`.
+    """Bar at the bottom of a terminal, until `close`.
 
     Args:
-        console: where it is drawn. clock: in seconds. stays: as it was drawn last, once it is closed.
-        over_stdout: what is written to stdout while it is shown appears above it.
+        console: console on which the bar is drawn.
+        clock: function that returns seconds.
+        stays: whether the last state of the bar remains visible after `close`.
+        over_stdout: whether output to stdout appears above the bar.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class ProgressBar:
         stays: bool = True,
         over_stdout: bool = True,
     ) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # some dozen files for a bar alone
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # slow to import
 
         self._console, self._clock = console, clock
         self._progress = Progress(
@@ -81,18 +85,30 @@ class ProgressBar:
         self._progress.start()
 
     def begin(self, description: str, total: int, done: int = 0) -> None:
-        """Let the line show this work from now on. total, done: in any unit."""
+        """Show a new task.
+
+        Args:
+            description: text in front of the bar.
+            total: total amount of work, in any unit.
+            done: amount of work done, in the same unit.
+        """
         self._task = self._progress.add_task(description, total=total, completed=done, note="")
 
     def show(self, description: str, done: int, facts: Sequence[tuple[int, str]]) -> None:
-        """Show the work at the next redrawing. facts: as `fitting` takes; those without room are left out."""
+        """Update the task at the next redraw.
+
+        Args:
+            description: text in front of the bar.
+            done: amount of work done.
+            facts: facts as for `fitting`; the least important are omitted if the line is too short.
+        """
         assert self._task is not None, "it has begun"
         note = fitting(facts, self._console.width - len(description) - _BAR_ROOM)
         self._progress.update(self._task, description=description, completed=done, note=note)
 
     @contextmanager
     def pass_over(self, description: str, samples: int) -> Iterator[Advance]:
-        """Let the line show a pass over `samples` samples during the block, and then its former work again."""
+        """Show a pass over `samples` samples during the block, then the previous task again."""
         before = self._task
         if before is not None:
             self._progress.update(before, visible=False)
@@ -108,12 +124,12 @@ class ProgressBar:
                 self._progress.update(before, visible=True)
 
     def close(self) -> None:
-        """End the line; may be called twice."""
+        """Stop drawing. May be called twice."""
         self._progress.stop()
 
 
 def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int, str]]:
-    """Return the rate of a pass and the time that it has left."""
+    """Return the rate of a pass and its remaining time."""
     facts = [(1, f"{done / elapsed_seconds:,.0f} images/s")] if done and elapsed_seconds > 0 else []
     seconds = left.seconds(done)
     return facts if seconds is None else [*facts, (0, f"{duration_text(seconds)} left")]
@@ -121,11 +137,12 @@ def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int,
 
 @contextmanager
 def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, description: str) -> Iterator[Advance]:
-    """Show a pass over `samples` samples on stderr during the block; nothing of it stays, and stdout is unaffected.
+    """Show a pass over `samples` samples on stderr during the block, then erase it. stdout is not affected.
 
     Args:
-        style: None: a bar where stderr is a terminal, nothing elsewhere; "bar": one there, too. visible: False on ranks that show
-            nothing.
+        style: "bar": always a bar; "none": no bar; None: a bar if stderr is a terminal.
+        visible: whether this rank shows anything.
+        description: text in front of the bar.
     """
     shown = style == "bar" or (style is None and sys.stderr.isatty())
     if not (visible and shown):
@@ -133,7 +150,7 @@ def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, desc
         return
     from rich.console import Console
 
-    # Nothing is cut, and what a terminal gets from stdout stands above the line.
+    # Without truncation; output of stdout to the same terminal appears above the bar.
     console = Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True)
     bar = ProgressBar(console, stays=False, over_stdout=sys.stdout.isatty())
     try:

@@ -1,7 +1,7 @@
-"""A rank's trainable copy of a model: network, averagers and step, put together here for runs, tests and benchmarks alike.
+"""Replica of a model on one rank: network, averagers and step, joined here for runs, tests and benchmarks.
 
-`make_optimizers`, `make_strategies` and `make_averagers` make one of each for every group of parameters. `LoopState` is the
-state of the loop around steps, that of the trainer or of a program: skipped steps, stop requests, and the status of a checkpoint
+`make_optimizers`, `make_strategies` and `make_averagers` create one object per parameter group. `LoopState` is the state of the
+loop around the steps, which is the trainer's or a user program's: skipped steps, stop requests, and the status of a checkpoint
 that is being written.
 """
 
@@ -34,7 +34,6 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shards import Part
 from hpctrain.trace.tracer import Tracer
 from hpctrain.train import snapshot
-from hpctrain.train import snapshot as owned_parts
 from hpctrain.train.evaluation import ConfusionCounts, WeightAverage, evaluate, evaluated_with
 from hpctrain.train.finiteness import Cause
 from hpctrain.train.metrics import RunningSums, StepReduction, StepTotals
@@ -44,21 +43,24 @@ from hpctrain.train.snapshot import Position, Shards
 from hpctrain.train.step import StepGuard, TimedOptimizer, TrainingStep
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 
-#: the phase of a program that is in no call of hpctrain
+#: phase of a user program outside hpctrain's calls
 BETWEEN = "the program, between steps"
 
 
 class LoopState:
-    """The state of the loop around a replica's steps, that of the trainer or of a program. Only `end` may communicate.
+    """State of the loop around a replica's steps, which is the trainer's or a user program's. Only `end` may communicate.
 
     Args:
-        notes: for the flight record. stop_asked: whether this rank was asked to stop.
-        most_skips: maximum number of consecutive steps that may change nothing because they are not finite.
-        saver: of checkpoints that are written while steps continue; None if there are none.
+        notes: notes for the flight record.
+        stop_asked: function that returns whether this rank was asked to stop.
+        most_skips: maximum number of consecutive steps that may be skipped because they are not finite.
+        saver: saver that writes checkpoints while steps continue; None: there is none.
 
     Attributes:
-        skipped: steps that changed nothing. skipped_in_a_row: of the latest ones. cause: of the latest of them.
-        stop_requested: some rank was asked to stop, as all ranks know after the same step.
+        skipped: total number of steps that changed nothing.
+        skipped_in_a_row: number of consecutive steps, up to the latest, that changed nothing.
+        cause: cause of the latest skipped step; None if none was skipped.
+        stop_requested: whether some rank was asked to stop; all ranks read this after the same step.
     """
 
     def __init__(
@@ -77,7 +79,12 @@ class LoopState:
         self._status = 0
 
     def begin(self, epoch: int, global_step: int) -> None:
-        """Note that a step begins. epoch, global_step: epochs and steps done before it."""
+        """Note the start of a step for the flight record.
+
+        Args:
+            epoch: number of epochs done.
+            global_step: number of steps done.
+        """
         self._notes.step(epoch + 1, global_step + 1)
 
     def status_flag(self) -> int:
@@ -85,15 +92,20 @@ class LoopState:
         return 0 if self._saver is None else self._saver.status_flag()
 
     def take(self, totals: StepTotals) -> None:
-        """Take over what the sums of a step tell: whether some rank was asked to stop, and the status of a checkpoint."""
+        """Read from the sums of a step whether some rank was asked to stop, and the status of a checkpoint."""
         self.stop_requested = self.stop_requested or totals.stop > 0
         self._status = max(self._status, totals.status)
 
     def end(self, cause: Cause | None, lr: float, drain: Callable[[], None]) -> bool:
-        """End a step; return whether ranks exchanged the states of a checkpoint. Collective if they do.
+        """End a step. Collective if ranks exchange the states of a checkpoint.
 
         Args:
-            cause: why the step has changed nothing; None if it has. lr: its learning rate. drain: is called before an exchange.
+            cause: reason why the step has changed nothing; None if it has changed something.
+            lr: learning rate of the step.
+            drain: function that drains the replica, called before an exchange.
+
+        Returns:
+            Whether ranks exchanged the states of a checkpoint.
 
         Raises:
             DivergedError: more than `most_skips` consecutive steps were skipped.
@@ -108,11 +120,11 @@ class LoopState:
         return exchanges
 
     def restore(self, position: Position) -> None:
-        """Count on from a position."""
+        """Continue counting skipped steps from a position."""
         self.skipped, self.skipped_in_a_row, self.cause = position.skipped, position.skipped_in_a_row, None
 
     def position(self, global_step: int) -> Position:
-        """Return where training stands, as a checkpoint keeps it. global_step: steps done."""
+        """Return the position after `global_step` steps, for a checkpoint."""
         return Position(global_step=global_step, skipped=self.skipped, skipped_in_a_row=self.skipped_in_a_row)
 
     def _count(self, cause: Cause | None, lr: float) -> None:
@@ -124,8 +136,8 @@ class LoopState:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self._most_skips:
             raise DivergedError(
-                f"{self.skipped_in_a_row} steps, one after another, are not finite and were skipped, the last one step "
-                f"{cause.step}, as {cause}; lower optimizer.lr ({lr:g} there), look for broken samples, or raise "
+                f"{self.skipped_in_a_row} consecutive steps were not finite and were skipped. In the last one, step "
+                f"{cause.step}, {cause}; lower optimizer.lr ({lr:g} there), check for damaged samples, or raise "
                 "on_nonfinite.most.",
                 ranks=cause.blamed,
             )
@@ -133,9 +145,11 @@ class LoopState:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The optimisers of a replica, by group of parameters.
+    """Optimisers of a replica, by parameter group.
 
-    unbound: for averagers to bind and own. guards: within these, what notices writes of others to their state.
+    Attributes:
+        unbound: optimisers that averagers are to bind and own.
+        guards: wrappers inside these optimisers that detect writes to their state by other code.
     """
 
     unbound: dict[str, Optimizer] = field(default_factory=dict)
@@ -145,13 +159,14 @@ class Optimizers:
 def make_optimizers(
     make: Callable[[], Optimizer] | None, network: Network, progress: ProgressEngine, ema: EmaRule | None
 ) -> Optimizers:
-    """Return one optimiser for each group of parameters; none if `make` is None.
+    """Return one optimiser per parameter group; none if `make` is None.
 
     Args:
-        make: returns one that is not bound yet. ema: rule of an average of the weights that they keep; None: there is none.
+        make: function that returns an unbound optimiser.
+        ema: rule for an average of the weights, which the optimisers keep; None: no average.
 
     Raises:
-        BackendError: they cannot compute where the arrays of the network lie.
+        BackendError: the optimiser cannot compute where the arrays of the network are stored.
     """
     optimizers = Optimizers()
     if make is None:
@@ -170,10 +185,11 @@ def make_strategies(
     nominal_batch: int | None,
     passes: Passes,
 ) -> dict[str, Strategy]:
-    """Return the strategy of each group of parameters that has an optimiser; none if `make` is None.
+    """Return the strategy of each parameter group that has an optimiser; none if `make` is None.
 
     Raises:
-        ConfigError: a strategy that cannot do what is asked for. BackendError: one that the network's kernels do not take.
+        ConfigError: a strategy does not support the configuration.
+        BackendError: the network's kernels do not support the strategy.
     """
     if make is None:
         return {}
@@ -185,17 +201,18 @@ def make_strategies(
 
 
 def _check_rounding(strategy: Strategy, network: Network) -> None:
-    """Raise if parameters are rounded to 16 bits and do not lie on the host.
+    """Raise if parameters are rounded to 16 bits but are not in host memory.
 
     Raises:
-        BackendError: parameters travel in 16 bits and lie on a device, but an owner keeps rounding errors on the host only.
+        BackendError: parameters are sent in 16 bits and are in device memory, but owners keep rounding errors in host memory
+            only.
     """
     rounding = strategy.rounding
     if rounding is None or rounding.parameters == "float32" or network.kernels.arithmetic.on_host or strategy.group.ranks == 1:
         return
     raise BackendError(
-        f"wire_parameters is {rounding.parameters}, but parameters of backend {network.kernels.name} travel as they are so far; "
-        "set it to float32, or backend to onednn or numpy."
+        f"wire_parameters is {rounding.parameters}, but backend {network.kernels.name} sends parameters unrounded; "
+        "set wire_parameters to float32, or backend to onednn or numpy."
     )
 
 
@@ -207,7 +224,11 @@ def _planned_group(
     name: str,
     optimizer: Optimizer,
 ) -> PlannedGroup:
-    """Return a group of parameters, by name, as a strategy plans for it. optimizer: not bound yet."""
+    """Return parameter group `name` as the input of a strategy's plan.
+
+    Args:
+        optimizer: unbound optimiser.
+    """
     return PlannedGroup(
         network.groups[name],
         groups.gradients[name].size,
@@ -233,22 +254,24 @@ def make_averagers(
     transport: Transport,
     passes: Passes,
 ) -> dict[str, GradientAverager]:
-    """Return the averagers of all groups of parameters, which have agreed on what they post. Collective.
+    """Return the averagers of all parameter groups, which have agreed on the operations they post. Collective.
 
     Args:
-        strategies: by group. optimizers: of the same groups. stored: schedules of an earlier run, by group; used where they fit.
-        transport: of arrays that lie on a device.
-        passes: of each rank, whose gradients averagers add up.
+        strategies: strategies by group.
+        optimizers: optimisers of the same groups.
+        stored: schedules of an earlier run, by group; used if they fit.
+        transport: transport of arrays in device memory.
+        passes: passes of each rank, whose gradients the averagers add up.
 
     Raises:
-        CollectiveMismatchError: ranks with different schedules.
+        CollectiveMismatchError: the schedules of the ranks differ.
     """
     norms = None
     if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.unbound.values()):
         norms = JointNorms(groups.norms, progress, tuple(network.groups.values()))
     shared = None
     if MODEL in network.groups and strategies:
-        one_of_them = next(iter(strategies.values()))  # all have the same options
+        one_of_them = next(iter(strategies.values()))  # the options of all strategies are equal
         shared = one_of_them.shared(groups.norms, progress, len(strategies))
     averagers: dict[str, GradientAverager] = {}
     for name, strategy in strategies.items():
@@ -261,32 +284,36 @@ def make_averagers(
 
 
 def _transport_of(name: str, network: Network, transport: Transport) -> Transport:
-    """Return the transport of one group of parameters; NCCL takes a single group, preferably the one alike on all ranks.
+    """Return the transport of one parameter group. NCCL serves a single group, preferably the one identical on all ranks.
 
-    Two groups have a queue each, in which updates and gathers begin when sums are seen to be complete: another moment on each
-    rank, so their operations could be enqueued in another order on another rank, where each then waits for the other.
+    With two groups there are two queues, and each starts updates and gathers when it sees its sums complete. This moment differs
+    between ranks. The operations of both groups could then be enqueued in a different order on each rank, and the ranks would
+    deadlock.
     """
     by_nccl = ALL if ALL in network.groups else MODEL
     return "staged" if transport == "nccl" and name != by_nccl else transport
 
 
 def usable(optimizer: Optimizer, network: Network) -> Optimizer:
-    """Return the optimiser itself.
+    """Return the optimiser.
 
     Raises:
-        BackendError: it cannot compute where the arrays of the network lie.
+        BackendError: the optimiser cannot compute where the arrays of the network are stored.
     """
     if not (optimizer.any_arrays or network.kernels.arithmetic.on_host):
         raise BackendError(
-            f"The optimizer {type(optimizer).__name__} computes with NumPy, which does not reach arrays of backend "
-            f"{network.kernels.name}; let it compute by group.arithmetic and say any_arrays = True, or set backend to onednn or "
+            f"The optimizer {type(optimizer).__name__} computes with NumPy, which cannot access arrays of backend "
+            f"{network.kernels.name}; implement it with group.arithmetic and set any_arrays = True, or set backend to onednn or "
             "numpy."
         )
     return optimizer
 
 
 def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
-    """Return the numbers of all schedules' slices that hold each parameter; none if a rank is alone."""
+    """Return, for each parameter, the indices of the slices that contain it, counted over all schedules.
+
+    The result is empty if each averager has one rank.
+    """
     slices: dict[str, list[int]] = {}
     pieces = (piece for averager in averagers.values() if averager.comm.size > 1 for piece in _pieces(averager))
     for number, names in enumerate(pieces):
@@ -296,7 +323,7 @@ def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]
 
 
 def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
-    """Return the parameters of each slice of a schedule; without one every parameter is a slice."""
+    """Return the parameters of each slice of a schedule. Without a schedule every parameter is a slice."""
     if averager.schedule is None:
         return [(name,) for name in averager.group.parameters]
     return [(*piece.parameters, *piece.replicated) for piece in averager.schedule.slices]
@@ -307,40 +334,52 @@ _log = get_logger(__name__)
 # After an overflow every rank raises one error; NumPy's warnings would only precede it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
-#: the strategy for one group of parameters, such as the class `Sharded` itself
+#: factory of the strategy of one parameter group, for example the class `Sharded`
 StrategyFactory = Callable[[PlannedGroup], Strategy]
 
 
 class Replica:
-    """A rank's copy of a model, and what trains it. Making one is not collective; `agree` and all that trains is.
+    """A rank's copy of a model, and the objects that train it.
 
-    Until its ranks have agreed it has no averagers, and only evaluates. A step leaves its sums on their way: they travel under
-    the next step, or until `settle` waits for them.
+    Construction is not collective. `agree` and all methods that train are. Before `agree` a replica has no averagers and can only
+    evaluate. A step returns while its sums are in flight; the next step reads them, or a call to `settle`.
 
     Args:
-        network: this rank's part of the model (see `rank_graph.make_network`). groups: its communicators.
-        progress: the process's engine; where it has a tracer, steps are recorded.
-        strategy: makes the averaging strategy of each parameter group; None: a replica that only evaluates.
-        optimizer: makes an optimiser that is not bound yet. micro_batches: passes that one step's samples are split into.
-        nominal_batch: samples of a step over all ranks, where strategies may follow from it; shorter batches change nothing.
-        exact_shards: of a step, in `micro_batches` passes; their sums have one order on any number of ranks. None: no order.
-        checks: of what ranks must hold alike, and of what one rank alone holds; by default none. With checks, what else than
-            steps and loading writes to parameters or to the optimiser's state calls `parameters_written`.
-        skips: steps that are not finite on any rank change nothing; `update` returns the cause. Else they end the training.
-        ema: of an average of the weights, which owners keep and evaluations are made with, too; None: there is none.
-        loop: the state of the loop that calls `step`; by default one without stop requests and checkpoints.
+        network: this rank's part of the model (see `rank_graph.make_network`).
+        groups: communicators of the grid.
+        progress: progress engine of the process; if it has a tracer, steps are recorded.
+        strategy: factory of the averaging strategy of each parameter group; None: the replica only evaluates.
+        optimizer: factory of an unbound optimiser.
+        nominal_batch: number of samples of a usual step over all ranks, from which strategies may derive their plan; None:
+            unknown.
+        micro_batches: number of passes over the samples of a step.
+        exact_shards: number of shards of a step, whose sums have a fixed order on any number of ranks; a rank computes its shards
+            in at most `micro_batches` passes. None: the order depends on the ranks.
+        checks: cadence of the checks of values that ranks hold alike and of values that only one rank holds; default: none. With
+            checks, call `parameters_written` after modifying parameters or optimiser state outside `step` and `load`.
+        skips: whether steps that are not finite on any rank change nothing, and `update` returns their cause; if False, they end
+            the training.
+        ema: rule for an average of the weights, which owners keep and which is evaluated as well; None: no average.
+        loop: state of the loop that calls `step`; default: one without stop requests and checkpoints.
 
     Attributes:
-        strategies, averagers: by parameter group. shards: split parameters as whole ones and back.
-        passes: that a rank's samples are split into. loop: as given.
-        transport: of arrays that lie on a device; may be set until `agree`.
-        distribution: what this rank does of the model, where ranks share samples. tiles: what they read of them; None if each
-            reads its own. average: of the weights; None without. watch: of checks; None without.
-        global_step: steps done. lr: the learning rate of the last of them. kept_step: of the newest checkpoint, for messages.
+        strategies: averaging strategies by parameter group.
+        averagers: averagers by parameter group; empty before `agree`.
+        shards: conversion between split parameters and whole arrays.
+        passes: passes over a rank's samples.
+        loop: same as the argument.
+        transport: transport of arrays in device memory; may be set until `agree`.
+        distribution: this rank's part of the model if ranks share samples; None otherwise.
+        tiles: tiles of the images that this rank reads if ranks share samples; None: it reads whole images.
+        average: average of the weights; None without `ema`.
+        watch: comparison of values between ranks; None without checks.
+        global_step: number of steps done.
+        lr: learning rate of the last step.
+        kept_step: step of the newest checkpoint, for messages; None: there is none.
 
     Raises:
-        ConfigError: a strategy that cannot do what is asked for. BackendError: an optimiser that cannot compute where the arrays
-            of the network lie.
+        ConfigError: a strategy does not support the configuration.
+        BackendError: the optimiser cannot compute where the arrays of the network are stored.
     """
 
     def __init__(
@@ -360,7 +399,7 @@ class Replica:
         loop: LoopState | None = None,
     ) -> None:
         if not network.kernels.arithmetic.on_host:
-            groups = groups.local_where_alone()  # groups of one rank stage nothing
+            groups = groups.local_where_alone()  # groups of one rank need no copies to the host
         self.network, self.groups, self.progress = network, groups, progress
         self.loop = LoopState(progress.notes) if loop is None else loop
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
@@ -382,13 +421,15 @@ class Replica:
         self.kept_step: int | None = None
 
     def agree(self, stored: Mapping[str, CollectiveSchedule] | None = None) -> None:
-        """Make the averagers, with what each of them posts in a step. Collective; once, before all else that is.
+        """Create the averagers, and agree on the operations that each posts in a step.
+
+        Collective. Call it once, before any other collective method.
 
         Args:
-            stored: schedules of an earlier run, by parameter group; used where they fit.
+            stored: schedules of an earlier run, by parameter group; used if they fit.
 
         Raises:
-            CollectiveMismatchError: ranks with different schedules.
+            CollectiveMismatchError: the schedules of the ranks differ.
         """
         self._reduction.agree()
         averagers = self.averagers = make_averagers(
@@ -417,13 +458,13 @@ class Replica:
         )
 
     def record_operators(self, trace: Tracer | None) -> None:
-        """Record the operators of steps from now on; None: no longer. Where the engine has a tracer, that has them already."""
+        """Record the operators of the following steps; None: stop recording. The engine must not have a tracer."""
         assert self.progress.trace is None
         self._step.record_operators(trace)
 
     @property
     def place(self) -> LoaderRank:
-        """Keywords of a loader of this replica's batches."""
+        """Place of this rank among the loaders of the replica's batches."""
         ranks, size, shards = self.groups.all_ranks.size, self.groups.split_size, self.passes.shards
         return LoaderRank(rank=self.groups.position, ranks=ranks, split_size=size, tiles=self.tiles, shards=shards)
 
@@ -431,15 +472,16 @@ class Replica:
         """Do one update. Collective.
 
         Args:
-            batch: this rank's share of the step; without samples where it has none. lr: the learning rate.
+            batch: this rank's share of the step; empty if this rank has no samples.
+            lr: learning rate.
 
         Returns:
-            The sums over all ranks of the step before; None if `settle` gave them.
+            The sums of the previous step over all ranks; None if `settle` has returned them.
 
         Raises:
-            DivergedError: a loss, parameter, gradient or statistic of the step before is not finite, or more steps were skipped,
-                one after another, than may be; on every rank.
-            CorruptedStateError: with checks, something that ranks hold differs; on every rank.
+            DivergedError: a loss, parameter, gradient or statistic of the previous step is not finite, or too many consecutive
+                steps were skipped; raised on every rank.
+            CorruptedStateError: with checks, values that ranks must hold alike differ; raised on every rank.
         """
         self.loop.begin(batch.epoch, self.global_step)
         cause = self.update(batch, lr)
@@ -453,11 +495,11 @@ class Replica:
 
     @_without_warnings
     def update(self, batch: Batch, lr: float) -> Cause | None:
-        """Do the first part of a step, its update. `settle` and `post` follow, in this order. Collective.
+        """Do the first part of a step, its update. Call `settle` and `post` next, in this order. Collective.
 
         Returns:
-            The cause if the step was undone, else None. Only a replica that skips non-finite steps undoes any. The sums of an
-            undone step are zeros, its samples included.
+            The cause if the step was undone, else None. Only a replica that skips non-finite steps undoes them. The sums of an
+            undone step are zero, including its number of samples.
         """
         self._current_lr = lr
         self.passes.check(batch.counts)
@@ -473,7 +515,10 @@ class Replica:
 
     @_without_warnings
     def settle(self) -> StepTotals | None:
-        """Wait for the sums on their way, if any, and blend their batch statistics into the running ones. Collective.
+        """Wait for the sums in flight, if any, and blend their batch statistics into the running ones. Collective.
+
+        Returns:
+            The sums of the latest step over all ranks; None if none are in flight.
 
         Raises:
             DivergedError, CorruptedStateError: as `step`.
@@ -493,10 +538,11 @@ class Replica:
         return totals
 
     def post(self, *, stop: bool = False, status: int = 0) -> None:
-        """Do the last part of a step: send its sums. Collective; does not wait.
+        """Do the last part of a step: send its sums without waiting. Collective.
 
         Args:
-            stop: whether this rank was asked to stop; all ranks read how many were. status: all ranks read the sum.
+            stop: whether this rank was asked to stop; all ranks read the number of such ranks.
+            status: flag about a checkpoint; all ranks read the sum.
         """
         self._reduction.post(stop=stop, status=status, checks=None if self.watch is None else self.watch.message())
         self.global_step += 1
@@ -504,13 +550,13 @@ class Replica:
 
     @_without_warnings
     def drain(self) -> None:
-        """Complete everything of the steps so far, on every rank. Collective."""
+        """Complete all operations of the steps so far, on every rank. Collective."""
         for averager in self.averagers.values():
             averager.drain()
 
     @_without_warnings
     def require_finite(self) -> None:
-        """Drain, and check what the last step has made: before parameters are evaluated or kept. Collective.
+        """Drain, and check the parameters after the last step, before they are evaluated or saved. Collective.
 
         Raises:
             DivergedError: as `step`.
@@ -524,12 +570,13 @@ class Replica:
             self._finite_at_step = self.global_step
 
     def require_alike(self, *, schedules: bool = False) -> None:
-        """Drain, and compare all that ranks must hold alike: at the start, and before anything is kept. Collective.
+        """Drain, and compare all values that ranks must hold alike, after `settle`. No effect without checks. Collective.
 
-        After `settle`. Nothing where the replica has no checks. schedules: compare those of the averagers, too.
+        Args:
+            schedules: whether to compare the schedules of the averagers as well.
 
         Raises:
-            CorruptedStateError: something differs, or has changed while nothing wrote to it; on every rank.
+            CorruptedStateError: values differ, or have changed without a write; raised on every rank.
         """
         self.drain()
         if self.watch is not None and not self.watch.compare_all(self.global_step, schedules=schedules):
@@ -546,8 +593,12 @@ class Replica:
     ) -> RunningSums:
         """Return sums over a data set, each sample once, with running statistics, over all ranks. Collective.
 
-        The last step's sums, where they are wanted, are to be had from `settle` before. mirrored: as `evaluate` takes it;
-        confusion, advance: as `evaluated_with` does.
+        It discards the sums of the last step; call `settle` before to receive them.
+
+        Args:
+            mirrored: same samples, mirrored (see `evaluation.evaluate`).
+            confusion: counts of the pass with the weights themselves (see `evaluated_with`).
+            advance: callback, called with the number of samples done.
 
         Raises:
             DivergedError: as `step`.
@@ -560,26 +611,27 @@ class Replica:
         return evaluated_with(self.average, run, confusion, advance)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
-        """Return parameters, running statistics and optimiser state, whole. Collective; after `drain`.
+        """Return whole parameters, running statistics and optimiser state. Collective; after `drain`.
 
         Args:
-            position, meta: go into the content's metadata.
-            keep: False on ranks that do not write the content: theirs has no tensors.
-            copied: training may continue while the content is being written.
+            position: position of the training, stored in the metadata.
+            meta: additional metadata.
+            keep: False on ranks that do not write the content; their content has no tensors.
+            copied: whether all tensors are copies, so that training may continue while the content is being written.
         """
         network, averagers = self.network, self.averagers
         return snapshot.take(network, averagers, self.shards, position, meta, average=self.average, keep=keep, copied=copied)
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
         """Return copies of the parts of `state` that this rank writes if every rank writes some, and all metadata. Collective."""
-        parts = owned_parts.take_parts(self.network, self.averagers, self.shards, self.groups, self.average)
+        parts = snapshot.take_parts(self.network, self.averagers, self.shards, self.groups, self.average)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
     def load(self, content: CheckpointContent) -> Position:
-        """Restore what `state` returned, on any grid, also after `DivergedError`; return the position in it. Not collective.
+        """Restore the result of `state` on any grid, also after `DivergedError`, and return its position. Not collective.
 
         Raises:
-            CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
+            CheckpointError: a tensor is missing, has another shape or dtype, or has no place in this replica.
         """
         position = snapshot.put(content, self.network, self.averagers, self.shards, self.average)
         self._step.finiteness.forget()
@@ -591,7 +643,10 @@ class Replica:
         return position
 
     def parameters_written(self) -> None:
-        """Announce changes of parameters or optimiser state outside `step` and `load`: after `drain`, alike on all ranks."""
+        """Announce changes of parameters or optimiser state outside `step` and `load`.
+
+        Call it after `drain`, with the same changes on all ranks.
+        """
         self.network.parameters_changed()
         if self.average is not None:
             self.average.weights_changed()
@@ -599,23 +654,24 @@ class Replica:
             self.watch.forget()
 
     def load_weights(self, content: CheckpointContent, *, averaged: bool = False) -> None:
-        """Restore parameters and running statistics only: to evaluate, or to start from trained weights. Not collective.
+        """Restore parameters and running statistics only, to evaluate or to start from trained weights. Not collective.
 
-        averaged: the averages of both, which a training with `ema` keeps, in place of them.
+        Args:
+            averaged: whether to restore the averages that a training with `ema` keeps instead.
 
         Raises:
-            CheckpointError: as `load`.
+            CheckpointError: the tensors belong to another model, or averages were requested and there are none.
         """
         snapshot.put_weights(content, self.network, self.shards, averaged=averaged)
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise an error if any rank has seen non-finite values, the same on all ranks. Collective; after `drain`."""
+        """Raise an error if any rank has found non-finite values, the same on all ranks. Collective; after `drain`."""
         advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             if self.watch is not None and self.watch.explains(self._reduction.gather(self._step.finiteness.finding)):
-                self._raise_corrupted()  # NaN in the memory of one rank reaches all ranks within a step
+                self._raise_corrupted()  # a NaN in the memory of one rank spreads to all ranks within a step
             raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:

@@ -1,6 +1,6 @@
-"""Reporters of a run: rank 0's console and metrics, and the log file of each rank.
+"""Reporters of a run: the console and metrics of rank 0, and the log file of each rank.
 
-On a terminal there is a bar, elsewhere one line per interval; JSON lines are always written.
+On a terminal a bar is shown, elsewhere one line per interval. JSON lines are always written.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ if TYPE_CHECKING:
     from hpctrain.train.progress_bar import Advance, ProgressBar
 
 
-# With one of these environment variables, rich treats a stream that is no terminal as one.
+# Environment variables that make rich treat any stream as a terminal.
 _FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
-#: how a run shows where it is
+#: style of the progress display of a run
 ProgressStyle = Literal["bar", "lines", "none"]
 
 
 class ConsoleReporter(Reporter):
-    """Writes for people on stdout and for programs into the run directory, and passes on what happens to other reporters.
+    """Print progress to stdout, write metrics to the run directory, and pass all events to other reporters.
 
     Args:
-        directory: receives metrics; where its disk refuses them, they wait (see `Bookkeeping`).
-        interval_seconds: between two records of progress, and between two lines where there is no bar; the first step and the
-            last always have one. others: reporters that receive the same; they are closed with it.
-        console: where to print.
-        style: None: a bar on a terminal, lines elsewhere. clock: in seconds.
+        directory: run directory, which receives the metrics. While its disk rejects them, they are queued (see `Bookkeeping`).
+        interval_seconds: time between two records of progress, and between two lines if there is no bar. The first and the last
+            step are always recorded.
+        others: reporters that receive the same events; closed together with this one.
+        console: console to print to; None: stdout.
+        style: style of the progress display; None: a bar on a terminal, lines elsewhere.
+        clock: function that returns seconds.
     """
 
     def __init__(
@@ -72,14 +74,14 @@ class ConsoleReporter(Reporter):
         self._unrecorded: dict[str, Any] | None = None
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
-        """Report that training begins after `done_samples`; it will end after `last_sample`, counted over all epochs."""
+        """Report that training begins after `done_samples` samples and will end after `last_sample`, counted over all epochs."""
         self._epochs = epochs
         self._samples = samples_per_epoch
         self._left = TimeLeft(done_samples, last_sample, self._clock)
         begin = {"epochs": epochs, "samples": samples_per_epoch, "done_samples": done_samples, "last_sample": last_sample}
         self._metrics.add({"kind": "start", "time": time.time(), **begin})
         if self._style == "bar":
-            from hpctrain.train.progress_bar import ProgressBar  # here: it loads rich, for runs that draw a bar
+            from hpctrain.train.progress_bar import ProgressBar  # imports rich, which is slow
 
             assert not isinstance(self._console, Lines), "a bar has a console"
             self._bar = ProgressBar(self._console, self._clock)
@@ -87,7 +89,7 @@ class ConsoleReporter(Reporter):
         self._pass_on(lambda reporter: reporter.start(epochs, samples_per_epoch, done_samples, last_sample))
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """Move the bar; record, and print a line where there is no bar, at first and when the interval is over."""
+        """Update the bar. At the first step and once per interval, record the step and, without a bar, print a line."""
         means = sums.means()
         record = {"epoch": epoch, "step": step, "images": sums.count, **means, "lr": lr, "images_per_second": images_per_second}
         self._unrecorded = record
@@ -106,7 +108,7 @@ class ConsoleReporter(Reporter):
 
     @contextmanager
     def evaluation(self, samples: int) -> Iterator[Advance]:
-        """Show an evaluation of `samples` samples in the bar during the block; without a bar only its result is reported."""
+        """Show an evaluation of `samples` samples in the bar during the block. Without a bar only the result is reported."""
         if self._bar is None:
             with super().evaluation(samples) as advance:
                 yield advance
@@ -115,7 +117,7 @@ class ConsoleReporter(Reporter):
                 yield advance
 
     def _record_step(self) -> None:
-        """Record, and print where there are lines, the latest step unless that has been done."""
+        """Record the latest step and, with lines, print it, unless this was done already."""
         record, self._unrecorded = self._unrecorded, None
         if record is None:
             return
@@ -125,7 +127,7 @@ class ConsoleReporter(Reporter):
             self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], LOG_COLUMNS))
 
     def _facts(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
-        """Return the epoch, and the facts of a step, each with its rank: 0 is the most important."""
+        """Return the text for the epoch, and the facts of a step, each with its rank; rank 0 is the most important."""
         seconds = self._left.seconds((record["epoch"] - 1) * self._samples + record["images"])
         facts = [
             (0, f"loss {loss_text(record['loss'])}"),
@@ -138,7 +140,7 @@ class ConsoleReporter(Reporter):
         return f"epoch {record['epoch']}/{self._epochs}", facts
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append one line of metrics."""
+        """Append a record to the metrics."""
         self._metrics.add({"kind": kind, "time": time.time(), **values})
         self._pass_on(lambda reporter: reporter.record(kind, values))
 
@@ -148,7 +150,7 @@ class ConsoleReporter(Reporter):
         self._pass_on(lambda reporter: reporter.say(text))
 
     def close(self) -> None:
-        """End the bar and close the other reporters; may be called twice."""
+        """Close the bar and the other reporters. May be called twice."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -157,13 +159,16 @@ class ConsoleReporter(Reporter):
         self._metrics.close()
 
     def _pass_on(self, call: Callable[[Reporter], None]) -> None:
-        """Call the other reporters; a disk that refuses what they write ends nothing."""
+        """Call the other reporters. A disk error in one of them does not end the run."""
         for reporter in self._others:
             self._bookkeeping.attempt(f"files of the reporter {type(reporter).__name__}", partial(call, reporter))
 
 
 class Lines:
-    """Print lines unchanged to a stream that is no terminal, without the forty modules that `PlainConsole` loads."""
+    """Console that prints lines unchanged to a stream other than a terminal.
+
+    It avoids the forty modules that `PlainConsole` imports.
+    """
 
     is_terminal, width = False, 0
 
@@ -172,7 +177,10 @@ class Lines:
 
 
 def make_console(style: ProgressStyle | None) -> Console | Lines:
-    """Return stdout, where nothing is cut; a requested bar is drawn even if stdout is no terminal (under mpiexec)."""
+    """Return a console for stdout that truncates nothing.
+
+    A requested bar is drawn even if stdout is not a terminal (under mpiexec).
+    """
     if style != "bar" and not sys.stdout.isatty() and not any(name in os.environ for name in _FORCING):
         return Lines()
     from hpctrain.core.console import PlainConsole
@@ -185,11 +193,12 @@ _INTERVAL = "interval"
 
 
 class LogReporter(Reporter):
-    """Logs for this rank's file alone; nothing of it reaches the terminal.
+    """Reporter that writes to this rank's log file only, never to the terminal.
 
     Args:
-        progress: knows how long this rank has waited for others.
-        interval_seconds: between two lines on steps; the first step has one. clock: in seconds.
+        progress: engine that measures how long this rank has waited for other ranks.
+        interval_seconds: time between two lines about steps; the first step always has a line.
+        clock: function that returns seconds.
     """
 
     def __init__(
@@ -205,7 +214,7 @@ class LogReporter(Reporter):
         _info(f"training begins, {done_samples:,} of {last_sample:,} samples are done")
 
     def step(self, epoch: int, step: int, sums: RunningSums, lr: float, images_per_second: float) -> None:
-        """Log a line where the interval is over: the step, its loss over all ranks, and this rank's share of waiting."""
+        """Log a line once per interval: the step, its loss over all ranks, and this rank's waiting time."""
         self._steps += 1
         if self._last is None or self._clock() - self._last >= self._interval_seconds:
             self._log_step(epoch, step, sums)

@@ -1,8 +1,8 @@
-"""Checkpoints of all ranks, written at once or in the background, with the same view of its progress on every rank.
+"""Write checkpoints from all ranks, synchronously or in the background, with the same view of the progress on every rank.
 
-Two things are not known alike on all ranks: whether a rank's part is on the disk yet, and that it cannot be written. Each rank
-adds its flag to the small message of a step (`status_flag`); if the sum shows a flag, all exchange their states
-(`exchange_status`). `BackgroundWriter` is the thread that does one piece of work at a time.
+A rank does not know whether the other ranks have written their parts, or have failed to. Each rank adds its flag to the small
+message of a step (`status_flag`). If the sum shows a flag, all ranks exchange their states (`exchange_status`).
+`BackgroundWriter` is the thread that executes one task at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.train.metrics import Reporter
 
-#: the program's own threads come first where there is one core for both
+#: lower priority of the writing thread than of the program's other threads
 _NICENESS = 10
 
 
 class BackgroundWriter:
-    """Does work in a thread of its own, a new one for each. Its methods are called from one thread.
+    """Executes tasks in the background, each in a new thread. All methods must be called from one thread.
 
-    The thread ends with the process, whatever it does then: who wants its work waits for it.
+    The thread is a daemon: it ends with the process even if its task is not finished. Call `wait` to wait for the task.
     """
 
     def __init__(self) -> None:
@@ -38,32 +38,32 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Work is under way."""
+        """Whether a task is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def seconds(self) -> float:
-        """Since the latest start."""
+        """Seconds since the latest start."""
         return time.monotonic() - self._begin_seconds
 
     def start(self, work: Callable[[], Any]) -> None:
-        """Begin `work`; no other work is under way."""
+        """Start a task. No other task may be in progress."""
         assert not self.busy, "one piece of work at a time"
         self._outcome, self._begin_seconds = (None, None), time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(work,), name="hpctrain-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the work, so long at most; True if none is under way."""
+        """Wait up to `seconds` for the end of the task. Return True if no task is in progress."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.busy
 
     def result(self) -> Any:
-        """Return the result of the latest work, once it is done.
+        """Return the result of the latest task, which must be finished.
 
         Raises:
-            Exception: the one with which it ended.
+            Exception: the exception that ended the task.
         """
         assert not self.busy, "the work is not done"
         result, error = self._outcome
@@ -76,25 +76,28 @@ class BackgroundWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
         try:
             self._outcome = work(), None
-        except Exception as error:  # it is the caller's
+        except Exception as error:  # `result` raises it
             self._outcome = None, error
 
 
-#: between two polls at the states of all ranks, where the program waits for them
+#: interval of polls of all ranks' states while the program waits for them
 _POLL_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 60.0
-#: attempts to write a checkpoint at once while another process removes its files
+#: number of immediate attempts to write a checkpoint while another process removes its files
 _ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class Writing:
-    """A checkpoint that is to be written.
+    """Checkpoint to be written.
 
     Args:
-        step: of the position. path: where it will be.
-        own: writes this rank's part, and returns what the others have to know of it; None if this rank writes nothing.
-        publish: on rank 0, called with what `own` gave on each rank, makes the checkpoint visible; None if `own` has done so.
+        step: step of the position.
+        path: final path.
+        own: function that writes this rank's part and returns the facts that rank 0 needs to publish it; None: this rank writes
+            nothing.
+        publish: function that makes the checkpoint visible, called on rank 0 with the results of `own` on all ranks; None: `own`
+            does that.
     """
 
     step: int
@@ -105,9 +108,14 @@ class Writing:
 
 @dataclass(frozen=True)
 class _State:
-    """The state of a rank's part: under way, done with a result, or failed; seconds since its begin.
+    """State of a rank's part: in progress, done with a result, or failed.
 
-    removed: whether it failed because another process removed its files.
+    Attributes:
+        busy: whether the part is in progress.
+        result: result of `Writing.own` or of the publication.
+        failure: error message of a failed part.
+        seconds: seconds since the start.
+        removed: whether the part failed because another process removed its files.
     """
 
     busy: bool
@@ -125,12 +133,15 @@ class Saver:
     """Writes the checkpoints of a run, one at a time. All methods but `status_flag` and `wait_own_part` are collective.
 
     Args:
-        world: of all ranks. notes: the heartbeat's. reporter: of rank 0.
-        asynchronous: a checkpoint is written in the background. What it writes must be copies then.
-        deadline_seconds: after which a write is reported as slow, and for which the end of a run waits.
+        world: all ranks.
+        notes: notes for the flight record.
+        reporter: reporter of rank 0.
+        asynchronous: whether checkpoints are written in the background. Their arrays must then be copies.
+        deadline_seconds: time after which a write is reported as slow; also the maximum wait at the end of a run.
 
     Attributes:
-        asynchronous: as given. last_seconds: that the latest write in the background has taken, as far as this rank knows.
+        asynchronous: same as the argument.
+        last_seconds: duration of the latest write in the background; 0 before the first.
     """
 
     def __init__(
@@ -144,7 +155,7 @@ class Saver:
         self._work: Callable[[], Any] | None = None
         self._publishes = False
         self._begin_seconds = 0.0
-        self._reported: str | None = None  # this rank's failure that all know of
+        self._reported: str | None = None  # this rank's failure that was reported
         self._sentence = ""  # the latest failure that was reported
         self._reported_late = False
         self._pause_seconds = 0.0
@@ -157,7 +168,10 @@ class Saver:
         return self._world.size
 
     def ready(self, step: int) -> bool:
-        """Return whether a checkpoint of `step` can begin; if not, report that it is left out. Waits for the one before it."""
+        """Wait for the previous checkpoint, and return whether a checkpoint of `step` can begin.
+
+        If it cannot, report that it is skipped.
+        """
         before = self._writing
         if before is None:
             return True
@@ -165,19 +179,19 @@ class Saver:
         if written:
             return True
         if any(state.busy for state in states):
-            self._missing = f"The checkpoint of step {step} is left out, as that of step {before.step} is still being written"
+            self._missing = f"The checkpoint of step {step} is skipped, because that of step {before.step} is still being written"
             self._warn(step, f"{self._missing}.")
             return False
-        self._warn(before.step, f"The checkpoint of step {before.step} is given up for that of step {step}.")
-        self._let_go()
+        self._warn(before.step, f"The checkpoint of step {before.step} is abandoned for that of step {step}.")
+        self._release()
         return True
 
     def begin(self, writing: Writing) -> None:
-        """Write a checkpoint, or begin to, after `ready` returned True.
+        """Write a checkpoint, or start writing it in the background, after `ready` returned True.
 
         Raises:
-            CheckpointError: it cannot be written. In the background, or if another process removes its files, the failure is
-                reported and the write repeated instead.
+            CheckpointError: the checkpoint cannot be written. A failure in the background, or because another process removes the
+                files, is reported instead, and the write is repeated.
         """
         assert self._writing is None, "the checkpoint before it is still being written"
         self._missing = None
@@ -193,15 +207,15 @@ class Saver:
             try:
                 _write_now(self._world, writing)
                 return
-            except CheckpointRemovedError as error:  # on all ranks alike
+            except CheckpointRemovedError as error:  # the same on all ranks
                 removed = str(error)
-        self._warn(writing.step, f"{removed} The run goes on without the checkpoint of step {writing.step}.")
+        self._warn(writing.step, f"{removed} The run continues without the checkpoint of step {writing.step}.")
 
     def status_flag(self) -> int:
         """Return this rank's share of the step's message.
 
-        It is 1 if its part is written, the number of ranks if all ranks must exchange their states now, and 0 otherwise. Ranks
-        exchange their states when the sum of all shares reaches the number of ranks.
+        It is 1 if this rank's part is written, the number of ranks if all ranks must exchange their states now, and 0 otherwise.
+        Ranks exchange their states when the sum of all shares reaches the number of ranks.
         """
         if self._writing is None:
             return 0
@@ -218,33 +232,33 @@ class Saver:
         return 1 if failure is None else self._world.size
 
     def exchange_status(self) -> None:
-        """Exchange the states of all ranks: report failures, and continue if all are done."""
+        """Exchange the states of all ranks, report failures, and continue with the next phase if all are done."""
         if self._writing is not None:
             self._exchange_states()
 
     def wait_own_part(self) -> None:
-        """Wait for this rank's part of what is being written, for the deadline at most. Not collective.
+        """Wait for this rank's part of the current checkpoint, at most until the deadline. Not collective.
 
         Raises:
-            CheckpointError: it is still being written.
+            CheckpointError: the part is still being written.
         """
         if not self._writer.wait(self._deadline_seconds):
             raise CheckpointError(
                 f"A checkpoint is still being written on rank {self._world.rank} after the deadline of "
-                f"{self._deadline_seconds:g} s; look after the disk, and start again with --resume."
+                f"{self._deadline_seconds:g} s; check the disk, and restart with --resume."
             )
 
     def settle(self) -> None:
-        """Wait for what is being written, for the deadline at most, whether it comes to be or not."""
+        """Wait for the current checkpoint, at most until the deadline, and ignore its failure."""
         with contextlib.suppress(CheckpointError):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what is being written, for the deadline at most.
+        """Wait for the current checkpoint, at most until the deadline.
 
         Raises:
-            CheckpointError: the last checkpoint is missing; on every rank. If another process removed its files, that is only
-                reported.
+            CheckpointError: the last checkpoint is missing; raised on every rank. If another process removed its files, the
+                failure is only reported.
         """
         if self._writing is None:
             _require(self._missing)
@@ -258,7 +272,7 @@ class Saver:
         if written:
             _require(self._missing)
             return
-        self._let_go()
+        self._release()
         failed = [state for state in states if state.failure is not None]
         if failed and all(state.removed for state in failed):  # a moment later the finished files would have been removed
             self._warn(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
@@ -267,8 +281,8 @@ class Saver:
             raise CheckpointError(failed[0].failure or "")
         busy = [rank for rank, state in enumerate(states) if state.busy]
         raise CheckpointError(
-            f"The checkpoint {writing.path} is not written after the deadline of {self._deadline_seconds:g} s at the end of the "
-            f"run and given up{on_ranks(busy, self._world.size)}; look after the disk, and resume from the one before it."
+            f"The checkpoint {writing.path} was not written within the deadline of {self._deadline_seconds:g} s at the end of "
+            f"the run{on_ranks(busy, self._world.size)}; check the disk, and resume from the previous checkpoint."
         )
 
     def _start(self, work: Callable[[], Any] | None) -> None:
@@ -291,7 +305,11 @@ class Saver:
             return _State(False, None, str(error), seconds, isinstance(error, CheckpointRemovedError))
 
     def _advance(self, until_seconds: float) -> tuple[bool, Sequence[_State]]:
-        """Wait until it is written, or cannot be for now, or until that time on rank 0; return whether it is, and the states."""
+        """Wait until the checkpoint is written, has failed for now, or `until_seconds` is reached on rank 0.
+
+        Returns:
+            Whether the checkpoint is written, and the states of all ranks.
+        """
         while True:
             self._writer.wait(_POLL_SECONDS)
             self._notes.alive()
@@ -302,33 +320,33 @@ class Saver:
                 return self._writing is None, states
 
     def _exchange_states(self) -> Sequence[_State]:
-        """Exchange states, report what is new, and begin the next part of the work once all ranks have done one."""
+        """Exchange states, report news, and start the next phase once all ranks have finished one."""
         writing = self._writing
         assert writing is not None
         states: list[_State] = self._world.allgather_object(self._state())
         self._report_failures(writing, states)
         self._report_late(writing, states)
         if all(state.done for state in states):
-            self._go_on(writing, [state.result for state in states])
+            self._next_phase(writing, [state.result for state in states])
             if self._writing is not None:  # rank 0 is busy again
                 return self._world.allgather_object(self._state())
         return states
 
-    def _go_on(self, writing: Writing, results: Sequence[Any]) -> None:
+    def _next_phase(self, writing: Writing, results: Sequence[Any]) -> None:
         publish = writing.publish
         if publish is None or self._publishes:
             self.last_seconds = time.monotonic() - self._begin_seconds
-            self._let_go()
+            self._release()
             return
         self._publishes = True
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
 
-    def _let_go(self) -> None:
-        """Release the copies of tensors, as the next ones take as much memory."""
+    def _release(self) -> None:
+        """Release the copies of tensors, because the next checkpoint needs as much memory."""
         self._writing = self._work = None
 
     def _report_failures(self, writing: Writing, states: Sequence[_State]) -> None:
-        """Report failures, once for each sentence; this rank retries its own at the next step, then after pauses."""
+        """Report each new failure once. This rank retries its own part at the next step, then after growing pauses."""
         own = states[self._world.rank].failure
         if own is not None and own != self._reported:
             self._reported, self._retry_at = own, time.monotonic() + self._pause_seconds
@@ -338,7 +356,7 @@ class Saver:
         sentence = f"{states[failed[0]].failure}{on_ranks(failed, self._world.size)}"
         if sentence != self._sentence:
             self._sentence = sentence
-            self._warn(writing.step, f"{sentence} It is tried again while the run goes on.")
+            self._warn(writing.step, f"{sentence} The write is repeated while the run continues.")
 
     def _report_late(self, writing: Writing, states: Sequence[_State]) -> None:
         """Report once that the disk is slow."""
@@ -348,11 +366,11 @@ class Saver:
             return
         self._reported_late = True
         slow = f"is not written after {seconds:.0f} s{on_ranks(busy, self._world.size)}"
-        self._warn(writing.step, f"The checkpoint of step {writing.step} {slow}; the run goes on.")
+        self._warn(writing.step, f"The checkpoint of step {writing.step} {slow}; the run continues.")
 
     def _warn(self, step: int, sentence: str) -> None:
         self._reporter.say(f"warning: {sentence}")
-        with contextlib.suppress(OSError):  # where the disk is full, the metrics' may be the same
+        with contextlib.suppress(OSError):  # the metrics may be on the same full disk
             self._reporter.record("checkpoint", {"step": step, "warning": sentence})
 
 
@@ -365,9 +383,13 @@ def _write_now(world: Communicator, writing: Writing) -> None:
 
 
 def _require(missing: str | None) -> None:
-    """Raise if the last checkpoint was left out. missing: the sentence; None: it was not."""
+    """Raise if the last checkpoint was skipped.
+
+    Args:
+        missing: beginning of the message; None: it was not skipped.
+    """
     if missing is not None:
-        raise CheckpointError(f"{missing}; look after the disk, and resume from the checkpoint before it.")
+        raise CheckpointError(f"{missing}; check the disk, and resume from the previous checkpoint.")
 
 
 def _nothing() -> None:

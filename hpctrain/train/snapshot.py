@@ -1,8 +1,8 @@
-"""The state of a replica as plain arrays and back: what a checkpoint holds, independent of how many ranks wrote it.
+"""Conversion between the state of a replica and the tensors of a checkpoint, which does not depend on the number of ranks.
 
-`Shards` makes whole arrays of split parameters, and parts of whole arrays: a checkpoint knows no grid. `take` gathers whole
-tensors for one rank to write; `take_parts` copies the parts that each rank writes: everything once, whatever is split and
-whatever all ranks hold.
+`Shards` gathers whole arrays of split parameters and extracts parts of whole arrays, so that a checkpoint does not depend on a
+grid. `take` gathers whole tensors for one rank to write. `take_parts` copies the parts that this rank writes if every rank writes
+some; together, the parts of all ranks contain each element once.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from hpctrain.train.stopping import Stagnation
 
 
 class Shards:
-    """The tensors of one network, parameters or anything of their shape.
+    """Whole arrays and parts of one network's parameters, and of arrays with the shapes of parameters.
 
     Args:
-        holders: the ranks that hold the parts, in order; None if nothing is split.
+        holders: ranks that hold the parts, in order; None if no parameter is split.
     """
 
     def __init__(self, network: Network, holders: Communicator | None, progress: ProgressEngine) -> None:
@@ -51,25 +51,28 @@ class Shards:
         self._lengths: dict[str, list[int]] | None = None
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Return the parameter's shape, as the model declares it."""
+        """Return the shape of the whole parameter, as the model declares it."""
         return self._network.parameter_specs[name].shape
 
     def is_whole(self, name: str) -> bool:
-        """Return whether every rank holds all of it."""
+        """Return whether every rank holds the whole parameter."""
         return self._network.shards[name] is None
 
     def box(self, name: str) -> Box:
-        """Return the place of this rank's part in the whole."""
+        """Return the box of this rank's part in the whole parameter."""
         shape, shard = self.whole_shape(name), self._network.shards[name]
         return whole(shape) if shard is None else replace_dim(whole(shape), shard.dim, shard.interval)
 
     def part(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """Return the part of it that this rank holds; a view."""
+        """Return this rank's part of a whole array, as a view."""
         shard = self._network.shards[name]
         return whole if shard is None else whole[shard.index]
 
     def whole(self, name: str, part: np.ndarray) -> np.ndarray:
-        """Return all of it, from each rank's part in its parameter's shape; the part itself if nothing is split. Collective."""
+        """Gather the whole array from the ranks' parts, each in the shape of its parameter. Collective.
+
+        Return `part` itself if the parameter is not split.
+        """
         shard = self._network.shards[name]
         if shard is None:
             return part
@@ -85,8 +88,8 @@ class Shards:
         self._progress.wait_handle(handle, f"parts of {name}")
         return np.ascontiguousarray(np.moveaxis(joined, 0, shard.dim))
 
-    def most(self, name: str, counts: Sequence[int]) -> list[int]:
-        """Return the greatest value on any rank of each of `counts`, which are of a split parameter. Collective."""
+    def maxima(self, name: str, counts: Sequence[int]) -> list[int]:
+        """Return the maximum over ranks of each of `counts`, which belong to a split parameter. Collective."""
         assert self._holders is not None, f"{name} is split, but no rank holds the rest"
         of_ranks = np.empty((self._holders.size, len(counts)), np.int64)
         handle = self._holders.iallgather(np.array(counts, np.int64), of_ranks.reshape(-1), [len(counts)] * self._holders.size)
@@ -94,7 +97,7 @@ class Shards:
         return [int(count) for count in of_ranks.max(axis=0)]
 
     def _agree(self, holders: Communicator) -> dict[str, list[int]]:
-        """Return how much each rank holds of each split parameter."""
+        """Return, for each split parameter, the length of each rank's part along the split dim. Collective."""
         split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
         of_holders: list[dict[str, Shard]] = holders.allgather_object(split)
         for name in split:
@@ -106,9 +109,9 @@ class Shards:
 def full_states(averager: GradientAverager, shards: Shards) -> Iterator[tuple[Parameter, dict[str, np.ndarray]]]:
     """Yield each parameter of the averager with its `full_state`. After a drain; collective if anything is sharded or split.
 
-    The parts of a split parameter are in several averaging groups. As parts differ in size, a group may exchange or keep back
-    gradients while another does not, and all ranks of a group may update its part while those of another own and round shares of
-    theirs. If a part lacks a state that another part has, the state is zero for it.
+    The parts of a split parameter belong to several averaging groups. Because parts differ in size, one group may exchange or
+    keep back gradients while another does not. Likewise, all ranks of one group may update their part while the ranks of another
+    group own and round shares of it. If a part lacks a state that another part has, the state is zero for it.
     """
     for name, parameter in averager.group.parameters.items():
         state = averager.full_state(parameter)
@@ -118,9 +121,9 @@ def full_states(averager: GradientAverager, shards: Shards) -> Iterator[tuple[Pa
 def _with_states_of_all_parts(
     averager: GradientAverager, parameter: Parameter, state: Mapping[str, np.ndarray], shards: Shards
 ) -> dict[str, np.ndarray]:
-    """Return the state of this rank's part, sorted by name, with zeros for states that only other parts have. Collective.
+    """Return the states of this rank's part, sorted by name, with zeros for states that only other parts have. Collective.
 
-    Gradients that are kept back have as many holders as in the part with the most.
+    Gradients that are kept back have as many holders as the part with the maximum number of holders.
     """
     kept_back = tuple(averager.by_holder)
     optional = kept_back if averager.rounded is None else (*kept_back, PARAMETER_ERROR)
@@ -128,7 +131,7 @@ def _with_states_of_all_parts(
         return dict(state)
     same = {key: values for key, values in state.items() if key not in kept_back}
     counts = [(len(state[key]) if key in kept_back else 1) if key in state else 0 for key in optional]
-    for key, count in zip(optional, shards.most(parameter.name, counts), strict=True):
+    for key, count in zip(optional, shards.maxima(parameter.name, counts), strict=True):
         if count and key in kept_back:
             same[key] = np.zeros((count, parameter.size), averager.group.dtype)
             same[key][: len(state.get(key, ()))] = state.get(key, 0.0)
@@ -137,22 +140,27 @@ def _with_states_of_all_parts(
     return dict(sorted(same.items()))
 
 
-_COUNTERS = "averaging"  # key of the metadata: by parameter group, what its averager counts
-#: fields of a position that a checkpoint has only where they are not empty: older programs do not know them
+_COUNTERS = "averaging"  # key of the metadata: counters of averagers by parameter group
+#: fields of a position that are stored only if they are not empty, because older programs reject them
 _LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings", "stagnation")
-_PENDING = "_gradient"  # a state of that ending belongs to the averager before it, see GradientAverager.pending
+_PENDING = "_gradient"  # suffix of states of an averager, after its name (see GradientAverager.pending)
 
 
 @dataclass
 class Position:
-    """Progress of a training: everything that is not a tensor. Sample order and masks follow from it alone.
+    """Progress of a training: all state except tensors. The sample order and masks follow from it.
 
-    It counts samples, not steps, so that training can continue with another batch.
+    It counts samples, not steps, so that training can continue with a different batch.
 
-    epoch: the next step's. samples: of this epoch, in its order, that steps have taken. global_step: steps done. sums: of the
-    current epoch so far. skipped: steps that changed nothing, of all. skipped_in_a_row: of the latest ones.
-    reorderings: where the run went back and took another order, as `Sampler` has them.
-    stagnation: the evaluations so far, where the run may end early by these.
+    Attributes:
+        epoch: epoch of the next step, counted from 0.
+        samples: number of samples of this epoch that steps have used.
+        global_step: number of steps done.
+        sums: sums of the current epoch so far.
+        skipped: total number of steps that changed nothing.
+        skipped_in_a_row: number of consecutive steps, up to the latest, that changed nothing.
+        reorderings: positions at which the run went back and changed the sample order (see `Sampler`).
+        stagnation: state of early stopping; None without it.
     """
 
     epoch: int = 0
@@ -165,24 +173,24 @@ class Position:
     stagnation: Stagnation | None = None
 
     def in_steps(self, samples_per_epoch: int, batch: int) -> float:
-        """Return how far training is, in steps of `batch`, had all been of it: a whole number if they were, to the last bit."""
+        """Return the progress in steps of `batch` samples, as if all steps had this batch; exactly a whole number if they did."""
         return self.epoch * -(-samples_per_epoch // batch) + self.samples / batch
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the position as a checkpoint's metadata holds it, for `from_meta`."""
+        """Return the position as metadata of a checkpoint, for `from_meta`."""
         values = asdict(self)
         empty = [name for name in _LATER_FIELDS if not values[name]]
         return {name: value for name, value in values.items() if name not in empty}
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Position:
-        """Return the position in a checkpoint's metadata."""
+        """Return the position stored in a checkpoint's metadata."""
         values = dict(meta["position"])
         values["sums"] = RunningSums(**values["sums"])
         values["reorderings"] = tuple(Reordering(*each) for each in values.get("reorderings", ()))
         if values.get("stagnation") is not None:
             values["stagnation"] = Stagnation(**values["stagnation"])
-        if "step_in_epoch" in values:  # format version 1 counted steps; the sums were complete when it was written
+        if "step_in_epoch" in values:  # format version 1 counted steps; its sums were complete
             del values["step_in_epoch"]
             values["samples"] = values["sums"].count
         return cls(**values)
@@ -199,31 +207,25 @@ def take(
     keep: bool = True,
     copied: bool = False,
 ) -> CheckpointContent:
-    """Return all that a resume needs, one whole array per tensor. After a drain; collective if anything is sharded.
+    """Return the complete state for a resume, one whole array per tensor. After a drain; collective if anything is sharded.
 
-    keep: False on ranks that do not write: they get no tensors, and hold one at a time.
-    copied: no array is one that training continues with.
+    Args:
+        keep: False on ranks that do not write; they get no tensors and hold only one at a time.
+        copied: whether all tensors are copies, so that training may continue.
     """
     kept = np.array if copied else np.asarray
     tensors: dict[str, np.ndarray] = {}
-    to_host = network.kernels.arithmetic.to_host
-    for name, parameter in network.parameters.items():
-        value = shards.whole(name, to_host(parameter.data))
+    for each in _held(network, averagers, shards, average):
+        value = each.values
+        if each.name is not None and value.ndim > len(shards.whole_shape(each.name)):
+            value = np.stack([shards.whole(each.name, of_holder) for of_holder in value])
+        elif each.name is not None:
+            value = shards.whole(each.name, value)
         if keep:
-            tensors[parameter_key(name)] = kept(value)
-    if keep:
-        tensors |= {key: kept(statistic) for key, statistic in statistics_of(network, average).items()}
-    for averager in averagers.values():
-        for parameter, states in full_states(averager, shards):
-            name, shape = parameter.name, parameter.spec.shape
-            for state, values in states.items():
-                if state in averager.by_holder:
-                    value = np.stack([shards.whole(name, of_holder.reshape(shape)) for of_holder in values])
-                else:
-                    value = shards.whole(name, values.reshape(shape))
-                if keep:
-                    tensors[optimizer_key(state, name)] = kept(value)
-    return CheckpointContent(tensors, full_meta(averagers, position, meta))
+            tensors[each.key] = kept(value)
+    first = [*map(parameter_key, network.parameters), *statistics_of(network, average)]  # states of the optimiser follow
+    ordered = {key: tensors[key] for key in first if key in tensors} | tensors
+    return CheckpointContent(ordered, full_meta(averagers, position, meta))
 
 
 def statistics_of(network: Network, average: WeightAverage | None) -> dict[str, np.ndarray]:
@@ -234,7 +236,7 @@ def statistics_of(network: Network, average: WeightAverage | None) -> dict[str, 
 
 
 def full_meta(averagers: Mapping[str, GradientAverager], position: Position, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a checkpoint: what is not a tensor."""
+    """Return the metadata of a checkpoint: `meta`, the position, and the averagers' counters."""
     counters = {group: counts for group, averager in averagers.items() if (counts := averager.counters())}
     return {**meta, "position": position.to_meta(), _COUNTERS: counters}
 
@@ -246,12 +248,12 @@ def put(
     shards: Shards,
     average: WeightAverage | None = None,
 ) -> Position:
-    """Restore a snapshot, whatever grid and plan it was taken on; return the position in it.
+    """Restore a snapshot taken on any grid and with any plan, and return its position.
 
-    An average of weights that the snapshot does not have begins with its weights.
+    If the snapshot has no average of weights, the average begins with its weights.
 
     Raises:
-        CheckpointError: a tensor that is missing, of another shape or dtype, or that nothing here has a place for.
+        CheckpointError: a tensor is missing, has another shape or dtype, or has no place in this replica.
     """
     put_weights(content, network, shards)
     states: dict[str, list[str]] = {}
@@ -265,7 +267,7 @@ def put(
             for key in states[name]:
                 if key == EMA and optimizer_key(key, name) not in content.tensors:
                     state[key] = _exact(content, name, network, shards).reshape(-1)
-                elif key == PARAMETER_ERROR and optimizer_key(key, name) not in content.tensors:  # they were not rounded
+                elif key == PARAMETER_ERROR and optimizer_key(key, name) not in content.tensors:  # the parameter was not rounded
                     state[key] = np.zeros(parameter.size, network.parameter_dtype)
                 elif key in averager.by_holder:
                     state[key] = _kept_back(content, optimizer_key(key, name), name, network, shards, averager.holders)
@@ -278,12 +280,16 @@ def put(
             key = averaged_statistic_key(name)
             key = key if key in content.tensors else statistic_key(name)
             statistic[...] = restore(content, key, statistic.shape, network.parameter_dtype)
-        average.go_on()
+        average.loaded()
     return Position.from_meta(content.meta)
 
 
 def _put_exact(content: CheckpointContent, network: Network, shards: Shards, names: Collection[str]) -> set[str]:
-    """Make parameters exact that were rounded, where no averager keeps the errors now; the keys of these."""
+    """Restore the exact values of rounded parameters whose averagers now keep no rounding errors.
+
+    Returns:
+        The keys of these rounding errors.
+    """
     keys = {name: optimizer_key(PARAMETER_ERROR, name) for name in names}
     rounded = {name: key for name, key in keys.items() if key in content.tensors}
     for name in rounded:
@@ -294,14 +300,17 @@ def _put_exact(content: CheckpointContent, network: Network, shards: Shards, nam
 
 
 def _exact(content: CheckpointContent, name: str, network: Network, shards: Shards) -> np.ndarray:
-    """Return this rank's part of a parameter, with what rounding took away if it was rounded."""
+    """Return this rank's part of a parameter, with its rounding error added if it was rounded."""
     values = _part(content, parameter_key(name), name, network, shards)
     key = optimizer_key(PARAMETER_ERROR, name)
     return values + _part(content, key, name, network, shards) if key in content.tensors else values
 
 
 def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAverager]) -> None:
-    """Load counters by parameter group; those of any group serve groups of another grid, as names in several count alike."""
+    """Load the averagers' counters by parameter group.
+
+    On another grid, which has other groups, the counters of any group are used: counters of one name are equal in all groups.
+    """
     stored: Mapping[str, Mapping[str, int]] = content.meta.get(_COUNTERS) or {}  # type: ignore[assignment]
     of_all = {name: count for counters in stored.values() for name, count in counters.items()}
     for group, averager in averagers.items():
@@ -309,23 +318,24 @@ def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAv
 
 
 def _kept_back(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards, holders: int) -> np.ndarray:
-    """Return gradients of parameter `name` that are kept back, (holders, elements of this rank's part); zeros without any.
+    """Return the gradients of parameter `name` that are kept back, (holders, elements of this rank's part).
 
-    Each holder's own, where as many wrote the checkpoint; else the first one gets the sum.
+    They are zeros if the checkpoint has none. If the number of holders is unchanged, each gets its own gradients. Otherwise the
+    first holder gets the sum.
     """
     shape, dtype = shards.whole_shape(name), network.parameter_dtype
     stored = content.tensors.get(key)
     if stored is None:
         by_writer = np.zeros((holders, *shape), dtype)
     else:
-        has_writers = stored.ndim > len(shape)  # else a sum, before checkpoints had every holder's
+        has_writers = stored.ndim > len(shape)  # older checkpoints hold the sum over writers
         writers = stored.shape[0] if has_writers else 1
         by_writer = restore(content, key, (writers, *shape) if has_writers else shape, dtype).reshape(writers, *shape)
     return for_holders(np.stack([shards.part(name, of_writer).reshape(-1) for of_writer in by_writer]), holders)
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
-    """Raise unless all state of the checkpoint that is not zero has a place, or is an average of weights.
+    """Raise unless this replica has a place for each nonzero state in the checkpoint. Averages of weights may be left over.
 
     Raises:
         CheckpointError: gradients or momentum would be lost; the message names them and a remedy.
@@ -341,24 +351,25 @@ def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
     strategy = state.removesuffix(_PENDING)
     if strategy != state:
         raise CheckpointError(
-            f"The averager {strategy} has added up gradients of {many} parameters ({name} first) that are not applied yet, and "
-            f"that the averager of now would drop. First go on for one step (--steps 1) with the averager {strategy} and its "
-            f"options as they were, but for one with which it keeps nothing back (max_interval 1 of lazy, density 1 of sparse), "
-            f"which applies them; then change it."
+            f"The checkpoint holds gradients of {many} parameters ({name} first) that the averager {strategy} has not applied "
+            f"yet and that the current averager would drop. First continue for one step (--steps 1) with the averager "
+            f"{strategy} and its options, but with the value that makes it apply all gradients (max_interval 1 of lazy, "
+            f"density 1 of sparse); then change the averager."
         )
     raise CheckpointError(
-        f"The checkpoint holds the {state} of {many} parameters ({name} first), which neither optimizer nor averager has a "
-        f"place for now; give them the options that it was written with."
+        f"The checkpoint holds the {state} of {many} parameters ({name} first), for which neither optimizer nor averager has a "
+        f"place; use the options that the checkpoint was written with."
     )
 
 
 def put_weights(content: CheckpointContent, network: Network, shards: Shards, *, averaged: bool = False) -> None:
-    """Restore parameters and running statistics only: for evaluation, or to start from trained weights.
+    """Restore parameters and running statistics only, for evaluation or to start from trained weights.
 
-    averaged: their averages in place of them.
+    Args:
+        averaged: whether to restore their averages instead.
 
     Raises:
-        CheckpointError: tensors of another model, or no averages where these are asked for.
+        CheckpointError: the tensors belong to another model, or averages were requested and there are none.
     """
     keys = averaged_keys(content) if averaged else {}
     expected = {parameter_key(name) for name in network.parameters}
@@ -366,7 +377,7 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards, *,
     if extra:
         raise CheckpointError(
             f"The checkpoint holds {extra[0]}, which the configured model does not have ({len(extra)} such tensors); "
-            f"use the model that it was written with."
+            f"use the model that the checkpoint was written with."
         )
     for name, parameter in network.parameters.items():
         key = keys.get(parameter_key(name), parameter_key(name))
@@ -378,20 +389,22 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards, *,
 
 
 def averaged_keys(content: CheckpointContent) -> dict[str, str]:
-    """Return the keys of the averages in a checkpoint, by the keys of what they are of. Frozen layers are their own average.
+    """Return the keys of the averages in a checkpoint, by the keys of the averaged tensors.
+
+    Frozen layers have no separate averages.
 
     Raises:
-        CheckpointError: it holds none.
+        CheckpointError: the checkpoint has no averages.
     """
     weights, statistics = optimizer_key(EMA, ""), averaged_statistic_key("")
     keys = {parameter_key(key.removeprefix(weights)): key for key in content.tensors if key.startswith(weights)}
     if not keys:
-        raise CheckpointError("The checkpoint has no average of weights; take the weights themselves, or train with ema.decay.")
+        raise CheckpointError("The checkpoint has no average of weights; use the weights themselves, or train with ema.decay.")
     return keys | {statistic_key(key.removeprefix(statistics)): key for key in content.tensors if key.startswith(statistics)}
 
 
 def _part(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards) -> np.ndarray:
-    """Return the part that this rank holds of a tensor that has the shape of parameter `name`."""
+    """Return this rank's part of a tensor that has the shape of parameter `name`."""
     return restore(content, key, shards.whole_shape(name), network.parameter_dtype, shards.box(name))
 
 
@@ -402,48 +415,62 @@ def take_parts(
     groups: GridGroups,
     average: WeightAverage | None = None,
 ) -> dict[str, Part]:
-    """Return copies of this rank's parts. After a drain; collective if optimiser state is sharded."""
+    """Return copies of the parts that this rank writes. After a drain; collective if optimiser state is sharded."""
     everyone = groups.all_ranks
+    for_all, of_groups = _shares(everyone), {group: _shares(comm) for group, comm in groups.gradients.items()}
     parts: dict[str, Part] = {}
-    for key, shape, held, values, shares in _held(network, averagers, shards, groups, average):
-        empty = size_of(held) == 0
-        box = shares.own(held, values.itemsize) if not empty else None
-        if 0 in shape and everyone.rank == 0:  # of a tensor without elements, its name and shape
-            box = whole(shape)
-        if box is not None:
-            parts[key] = Part(shape, box, np.array(values[relative(box, held)], order="C"))
+    for each in _held(network, averagers, shards, average):
+        shape, box, shares = each.values.shape, whole(each.values.shape), for_all
+        if each.name is not None:
+            of_part = shards.box(each.name)
+            holders = each.values.shape[: each.values.ndim - len(of_part)]
+            shape, box = (*holders, *shards.whole_shape(each.name)), (*whole(holders), *of_part)
+            shares = for_all if shards.is_whole(each.name) else of_groups[each.group]
+        own = shares.own(box, each.values.itemsize) if size_of(box) else None
+        if 0 in shape and everyone.rank == 0:  # rank 0 writes name and shape of a tensor without elements
+            own = whole(shape)
+        if own is not None:
+            parts[each.key] = Part(shape, own, np.array(each.values[relative(own, box)], order="C"))
     return parts
 
 
+@dataclass(frozen=True)
+class _Held:
+    """This rank's part of one tensor.
+
+    Attributes:
+        key: key of the tensor.
+        values: values of the part; with a leading dim of holders for gradients that are kept back.
+        name: parameter whose shape the tensor has, apart from holders; None: a running statistic, whole on every rank.
+        group: group of this parameter; "" for a statistic.
+    """
+
+    key: str
+    values: np.ndarray
+    name: str | None = None
+    group: str = ""
+
+
 def _held(
-    network: Network,
-    averagers: Mapping[str, GradientAverager],
-    shards: Shards,
-    groups: GridGroups,
-    average: WeightAverage | None,
-) -> Iterator[tuple[str, tuple[int, ...], Box, np.ndarray, WriteShares]]:
-    """Yield (key, shape of the tensor, box that this rank holds, its values, those that hold it, too)."""
-    to_host, for_all = network.kernels.arithmetic.to_host, _shares(groups.all_ranks)
-    for averager in averagers.values():
-        of_group = _shares(averager.comm)
+    network: Network, averagers: Mapping[str, GradientAverager], shards: Shards, average: WeightAverage | None
+) -> Iterator[_Held]:
+    """Yield this rank's parts of all tensors of a checkpoint. Collective like `full_states`."""
+    to_host = network.kernels.arithmetic.to_host
+    for group, averager in averagers.items():
         for parameter, states in full_states(averager, shards):
-            name = parameter.name
-            shares = for_all if shards.is_whole(name) else of_group
-            shape, box = shards.whole_shape(name), shards.box(name)
-            yield parameter_key(name), shape, box, to_host(parameter.data), shares
+            name, shape = parameter.name, parameter.spec.shape
+            yield _Held(parameter_key(name), to_host(parameter.data), name, group)
             for state, values in states.items():
-                if state in averager.by_holder:
-                    count = len(values)
-                    holders = values.reshape(count, *parameter.spec.shape)
-                    yield optimizer_key(state, name), (count, *shape), ((0, count), *box), holders, shares
-                else:
-                    yield optimizer_key(state, name), shape, box, values.reshape(parameter.spec.shape), shares
-    for group, frozen in network.frozen_groups.items():
-        for name, parameter in frozen.parameters.items():
-            shares = for_all if shards.is_whole(name) else _shares(groups.gradients[group])
-            yield parameter_key(name), shards.whole_shape(name), shards.box(name), to_host(parameter.data), shares
+                holders = (len(values),) if state in averager.by_holder else ()
+                yield _Held(optimizer_key(state, name), values.reshape(*holders, *shape), name, group)
+    for groups in (network.groups, network.frozen_groups):
+        for group, members in groups.items():
+            if groups is network.groups and group in averagers:
+                continue
+            for name, parameter in members.parameters.items():
+                yield _Held(parameter_key(name), to_host(parameter.data), name, group)
     for key, statistic in statistics_of(network, average).items():
-        yield key, statistic.shape, whole(statistic.shape), statistic, for_all
+        yield _Held(key, statistic)
 
 
 def _shares(comm: Communicator) -> WriteShares:

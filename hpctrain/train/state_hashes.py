@@ -1,13 +1,14 @@
-"""Hashes of all tensors that a replica continues from, the same on any number of ranks, grid and strategy with the same bits.
+"""Hashes of all tensors of a replica. Equal bits have equal hashes on any number of ranks, grid and strategy.
 
-Nothing is gathered. Each rank sums one number for each element that it holds, each element on one rank; the sums of all ranks
-are added in one allreduce of a few integers. No cut of an array changes its hash.
+No tensor is gathered. Each rank computes one number for each element that it accounts for, so that each element is counted on one
+rank, and sums these numbers. One allreduce of a few integers adds the sums of all ranks. The hash of an array does not depend on
+how it is split.
 
-The number of an element is a mix of its bits and of its position in the whole array: x := position * 2^32 + bits, then twice a
-product with an odd constant modulo 2^64, each followed by x := x xor x >> 32. That maps different x to different numbers, so
-one element that changed always shows. Where several changed, the hash stays what it was with a probability of 2^-64, as far as
-the mix behaves like random numbers; two arrays of one hash can be made on purpose. Bellare and Micciancio, "A new paradigm for
-collision-free hashing", EUROCRYPT 1997 (AdHash); the mix is of the kind of MurmurHash3's.
+The number of an element mixes its bits and its position in the whole array. It is x := position * 2^32 + bits, then twice a
+product with an odd constant modulo 2^64, each followed by x := x xor x >> 32. This function is one-to-one, so that a change of
+one element always changes the hash. If several elements change, the hash remains the same with a probability of 2^-64, as far as
+the mix behaves like random numbers. It does not protect against deliberate collisions. Bellare and Micciancio, "A new paradigm
+for collision-free hashing", EUROCRYPT 1997 (AdHash); the mix resembles that of MurmurHash3.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from hpctrain.storage.checkpoint import optimizer_key, parameter_key
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import statistics_of
 
-#: hash values are modulo this
+#: modulus of hash values
 MODULUS = 1 << 64
-#: words that are mixed at once; two buffers and the positions are 384 KiB, which stay in a second-level cache (measured)
+#: words per chunk; two buffers and the positions take 384 KiB, which fit in a second-level cache (measured)
 CHUNK = 1 << 14
 
 _WORD = np.dtype(np.uint32)
@@ -39,12 +40,14 @@ _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB
 
 @dataclass(frozen=True)
 class PartPosition:
-    """The positions of a part's elements in the whole array, both counted in C order; the part is split in one dim at most.
+    """Positions of a part's elements in the whole array, both counted in C order. The part is split in one dim at most.
 
     Element i of the part is element i + i // run * gap + first of the whole.
 
     Attributes:
-        run: elements of the part that are neighbours in the whole. gap: elements of others between two runs. first: before all.
+        run: number of consecutive elements of the part that are neighbours in the whole.
+        gap: number of elements of other parts between two runs.
+        first: number of elements before the first run.
     """
 
     run: int
@@ -53,7 +56,7 @@ class PartPosition:
 
     @classmethod
     def of(cls, shape: Sequence[int], box: Box) -> PartPosition:
-        """Return the positions of a box in an array of that shape, cut in one dim at most."""
+        """Return the positions of a box in an array of `shape`, split in one dim at most."""
         split = [dim for dim, (interval, size) in enumerate(zip(box, shape, strict=True)) if interval != (0, size)]
         assert len(split) <= 1, f"the box {box} is cut in several dims of {tuple(shape)}"
         if not split:
@@ -68,20 +71,23 @@ class PartPosition:
 
 
 class ElementHash:
-    """Sums of elements' numbers, by buffers that are made once. Not for several threads at once."""
+    """Sum of the numbers of elements, computed in preallocated buffers. Not thread-safe."""
 
     def __init__(self) -> None:
         self._mixed, self._spare = (np.empty(CHUNK, np.uint64) for _ in range(2))
-        #: places in a chunk, where a mix has the position
+        #: indices in a chunk, in the bits of a position
         self._places = np.arange(CHUNK, dtype=np.uint64) << _UPPER_HALF
 
     def sum_of(self, values: np.ndarray, start: int, position: PartPosition) -> int:
-        """Return the sum of the numbers of some elements, modulo 2^64; sums over parts of an array add up to that of the array.
+        """Return the sum of the numbers of elements, modulo 2^64.
+
+        The sums over the parts of an array add up to the sum over the array.
 
         Args:
-            values: 1-D and contiguous, on the host, of a dtype of 4 or 8 bytes; it is read only. An element of 8 bytes is two
-                words of 4 in the order of the machine.
-            start: place in the part of the first of them. position: of the part in the whole array.
+            values: elements, 1-D, contiguous and in host memory, with a dtype of 4 or 8 bytes. An element of 8 bytes counts as
+                two words of 4 bytes in machine order. Read only.
+            start: index of the first element in the part.
+            position: position of the part in the whole array.
         """
         words, per_element = values.view(_WORD), values.itemsize // _WORD.itemsize
         run, gap = position.run * per_element, position.gap * per_element
@@ -97,10 +103,10 @@ class ElementHash:
         return total % MODULUS
 
     def _positions(self, size: int, begin: int, first: int, run: int, gap: int) -> np.ndarray:
-        """Return positions times 2^32, modulo 2^64, of the words of a part from its word `begin` on."""
+        """Return the positions, times 2^32 and modulo 2^64, of `size` words of a part, starting with word `begin`."""
         mixed = self._mixed[:size]
         np.add(self._places[:size], np.uint64((begin + first) % (1 << 32) << 32), out=mixed)
-        if gap and (begin + size - 1) // run:  # else all of them are in the first run
+        if gap and (begin + size - 1) // run:  # otherwise all words are in the first run
             before = (np.arange(begin, begin + size, dtype=np.uint64) // np.uint64(run)) * np.uint64(gap)
             np.add(mixed, before << _UPPER_HALF, out=mixed)
         return mixed
@@ -114,20 +120,20 @@ class ElementHash:
 
 
 def digest(total: int, shape: Sequence[int], dtype: str) -> str:
-    """Return the hash of a whole array from the sum over its elements: 16 hexadecimal digits, of its shape and dtype, too."""
+    """Return the hash of a whole array, 16 hexadecimal digits, from the sum over its elements, its shape and its dtype."""
     header = hashlib.blake2b(f"{dtype} {tuple(shape)}".encode(), digest_size=8)
     return f"{(total + int.from_bytes(header.digest(), 'little')) % MODULUS:016x}"
 
 
 def hash_of(values: np.ndarray) -> str:
-    """Return the hash of a whole array of the host, such as a tensor of a checkpoint."""
+    """Return the hash of a whole array in host memory, for example a tensor of a checkpoint."""
     flat = np.ascontiguousarray(values).reshape(-1)
     position = PartPosition.of(values.shape, tuple((0, size) for size in values.shape))
     return digest(ElementHash().sum_of(flat, 0, position), values.shape, str(values.dtype))
 
 
 def hash_of_all(digests: Mapping[str, str]) -> str:
-    """Return one hash of all tensors from each one's by its key, in any order: 16 hexadecimal digits."""
+    """Return one hash, 16 hexadecimal digits, of the hashes of all tensors by key, in any order."""
     lines = "".join(f"{key} {digests[key]}\n" for key in sorted(digests))
     return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
 
@@ -138,9 +144,13 @@ _HALF = (1 << _HALF_BITS) - 1
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements that this rank takes account of.
+    """Elements that this rank accounts for.
 
-    key: of the tensor. values: 1-D, where kernels compute. start: in this rank's part of it. position: of the part in it.
+    Attributes:
+        key: key of the tensor.
+        values: elements, 1-D, where the kernels compute.
+        start: index of the first element in this rank's part of the tensor.
+        position: position of the part in the tensor.
     """
 
     key: str
@@ -150,14 +160,14 @@ class _Piece:
 
 
 class StateHashes:
-    """The hashes of a replica's parameters, running statistics and optimiser state, and of the averages of these.
+    """Hashes of a replica's parameters, running statistics and optimiser state, and of their averages.
 
-    The keys are those of a checkpoint, and the hash of each is that of the checkpoint's tensor (`element_hash.hash_of`).
-    Gradients that `lazy` and `sparse` keep back are not among them, as each rank has its own, nor are counters, which follow from
-    the steps done. All methods are collective.
+    Keys and hashes are those of the tensors in a checkpoint (`hash_of`). Gradients that `lazy` and `sparse` keep back are
+    excluded, because they differ between ranks. Counters are excluded, because they follow from the number of steps. All methods
+    are collective.
 
     Args:
-        replica: agreed.
+        replica: replica whose averagers have agreed.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -172,7 +182,10 @@ class StateHashes:
         self._index = {key: number for number, key in enumerate(shapes)}
 
     def _agreed_states(self, replica: Replica) -> dict[str, list[str]]:
-        """Return the parameters with each state on any rank. A rank without elements of a parameter does not know its states."""
+        """Return, by state, the parameters that have it on any rank.
+
+        A rank without elements of a parameter does not see its states.
+        """
         averagers = replica.averagers.values()
         known = {
             (state, segment.parameter)
@@ -191,10 +204,10 @@ class StateHashes:
         """
         sums = [0] * len(self._index)
         for piece in self._pieces:
-            # Statistics lie on the host already.
+            # Statistics are in host memory already.
             values = piece.values if isinstance(piece.values, np.ndarray) else self._to_host(piece.values)
             sums[self._index[piece.key]] += self._hash.sum_of(values, piece.start, piece.position)
-        # In halves, so that no sum over ranks leaves the range of the integers that travel.
+        # Halves, so that no sum over ranks overflows int64.
         halves = np.array([[total & _HALF, total >> _HALF_BITS & _HALF] for total in sums], np.int64)
         self._progress.wait_handle(self._comm.iallreduce(halves.reshape(-1)), "hashes")
         totals = ((int(low) + (int(high) << _HALF_BITS)) % MODULUS for low, high in halves)
@@ -202,12 +215,12 @@ class StateHashes:
 
 
 def state_hashes(replica: Replica) -> dict[str, str]:
-    """Return the hashes of a replica as `StateHashes.take`. Collective; between steps, after `settle` and `drain`."""
+    """Return the hashes of a replica (see `StateHashes.take`). Collective; between steps, after `settle` and `drain`."""
     return StateHashes(replica).take()
 
 
 def _shapes(replica: Replica, states: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each whole tensor by its key: parameters, statistics, states of optimisers, each in forward order."""
+    """Return the shape of each whole tensor by key: parameters, statistics and optimiser states, each in forward order."""
     shapes = {name: spec.shape for name, spec in replica.network.parameter_specs.items()}
     statistics = statistics_of(replica.network, replica.average)
     return {
@@ -221,7 +234,8 @@ def _pieces(replica: Replica, with_state: Mapping[str, Sequence[str]]) -> Iterat
     """Yield all elements that this rank accounts for.
 
     Args:
-        with_state: by state, the parameters that have it on any rank. A part without it counts as zeros, as in `full_states`.
+        with_state: parameters that have a state on any rank, by state. A part without the state counts as zeros, as in
+            `full_states`.
     """
     network, groups = replica.network, replica.groups
     for averager in replica.averagers.values():
@@ -241,13 +255,13 @@ def _pieces(replica: Replica, with_state: Mapping[str, Sequence[str]]) -> Iterat
 
 
 def _place(replica: Replica, segment: Segment, whole: Segment) -> tuple[str, int, PartPosition]:
-    """Return (name, place of the segment in this rank's part of the parameter, position of the part)."""
+    """Return (name of the parameter, index of the segment in this rank's part, position of the part)."""
     name, shards = segment.parameter, replica.shards
     return name, segment.start - whole.start, PartPosition.of(shards.whole_shape(name), shards.box(name))
 
 
 def _statistics(replica: Replica) -> Iterable[_Piece]:
-    """Yield statistics, which are whole on every rank and lie on the host: each one on one rank, in turn."""
+    """Yield the statistics, which every rank holds whole in host memory. The ranks account for them in turn."""
     comm = replica.groups.all_ranks
     for number, (key, values) in enumerate(statistics_of(replica.network, replica.average).items()):
         if number % comm.size == comm.rank:

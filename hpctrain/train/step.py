@@ -1,9 +1,9 @@
-"""One training step: forward, loss and backward of each micro-batch; gradients are announced as they become final.
+"""One training step: forward, loss and backward of each micro-batch. Gradients are announced as they become final.
 
-Where a step is traced, operators, everything between them and updates are recorded (`TracingHooks`, `TimedOptimizer`).
-`StepGuard` undoes steps with non-finite values, and all ranks agree on each step before any of them continues: a step updates as
-usual, slice by slice; after its last update every rank checks the values that it has updated, and ranks sum one number. If any
-rank has found a non-finite value, each restores its copy from before the step.
+If a step is traced, operators, the time between them and updates are recorded (`TracingHooks`, `TimedOptimizer`). `StepGuard`
+undoes steps with non-finite values. All ranks agree on each step before any rank continues: the step updates the parameters as
+usual, slice by slice. After its last update every rank checks the values that it has updated, and the ranks sum one number. If
+any rank has found a non-finite value, each restores its copy from before the step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _PHASES: Mapping[str, Category] = {
 
 
 class TracingHooks(StepHooks):
-    """Hands every event of a step on to `inner`, and records operators and what lies between them, without gaps.
+    """Passes every event of a step to `inner`, and records operators and the time between them, without gaps.
 
-    An operator begins where the last hook before it ended. `begin` starts the clock, `lap` ends a stretch of other work.
+    An operator begins at the end of the last hook before it. `begin` starts the clock, and `lap` ends a stretch of other work.
     """
 
     def __init__(self, inner: StepHooks, trace: Tracer) -> None:
@@ -51,11 +51,11 @@ class TracingHooks(StepHooks):
         self._ready = 0  # when the last hook ended
 
     def begin(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         self._recorded = self._ready = self._clock_ns()
 
     def lap(self, category: Category, name: str) -> None:
-        """Record everything since the last record as this."""
+        """Record the time since the last record under a category and a name."""
         now = self._clock_ns()
         self._trace.add(category, name, self._recorded, now)
         self._recorded = self._ready = now
@@ -94,7 +94,7 @@ class TracingHooks(StepHooks):
 
 
 class TimedOptimizer(ForwardingOptimizer):
-    """An optimiser whose updates are reported to the engine's account, and recorded if there is a tracer."""
+    """Optimiser that reports its updates to the engine's account, and records them if there is a tracer."""
 
     def __init__(self, inner: Optimizer, progress: ProgressEngine) -> None:
         super().__init__(inner)
@@ -117,59 +117,63 @@ class TimedOptimizer(ForwardingOptimizer):
 
 
 class Sum(Protocol):
-    """The sum of one group's gradients over the parts of a step."""
+    """Interface of the sum of one group's gradients over the parts of a step."""
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
-        """Return the buffer to which the gradient of one parameter over a part is to be written."""
+        """Return the buffer for the gradient of one parameter over a part."""
         ...
 
     def start(self) -> None:
         """Begin a step."""
 
     def add(self, parameter: Parameter, part: int) -> None:
-        """Add the gradient of one parameter over a part that is not the last."""
+        """Add the gradient of one parameter over a part other than the last."""
 
     def end_pass(self) -> None:
-        """End the pass over a part that is not the last."""
+        """End the pass over a part other than the last."""
 
     def complete(self, parameter: Parameter) -> None:
-        """Add what the other parts have summed to the gradient of one parameter over the last part."""
+        """Add the sum over the other parts to the gradient of one parameter over the last part."""
 
 
 class GradientSum:
-    """The sum of one group's gradients over micro-batches, one after another: all parameters at once, at the end of each."""
+    """Sum of one group's gradients over consecutive micro-batches.
+
+    All parameters are added at once at the end of each micro-batch.
+    """
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
         self._total: Array = group.arithmetic.zeros(group.size, group.dtype)
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
-        """Return the group's own buffer, for every micro-batch."""
+        """Return the gradient buffer of the group, which all micro-batches share."""
         return parameter.grad
 
     def start(self) -> None:
-        """Begin a step."""
+        """Begin a step: set the sum to zero."""
         self._group.arithmetic.fill(self._total, 0.0)
 
     def add(self, parameter: Parameter, part: int) -> None:
-        """Do nothing yet; `end_pass` adds all at once."""
+        """Do nothing; `end_pass` adds all parameters at once."""
 
     def end_pass(self) -> None:
-        """Add the gradient of a micro-batch that is not the last, which is in the group's buffer."""
+        """Add the gradients of a micro-batch other than the last from the group's buffer."""
         self._group.arithmetic.add(self._total, self._group.grad)
 
     def complete(self, parameter: Parameter) -> None:
-        """Add the sum of the gradients before it to the last gradient of one parameter."""
+        """Add the sum of the preceding micro-batches to the last gradient of one parameter."""
         segment = self._group.segment(parameter.name)
         self._group.arithmetic.add(parameter.grad.reshape(-1), self._total[segment.start : segment.stop])
 
 
 class AveragingHooks(StepHooks):
-    """Passes a step's events to the averager of each parameter's group, and lets messages move between operators.
+    """Passes the events of a step to the averager of each parameter's group, and lets messages progress between operators.
 
-    A step may have several parts, passes over some of its samples. Gradients of all but the last add up in buffers of their own;
-    the last takes these just before it is announced, so averagers see one gradient per step, or that and what is left of a
-    tree's order.
+    A step may have several parts, each a pass over some of its samples. The gradients of all parts but the last are summed in
+    separate buffers. These sums are added to the last part's gradient just before it is announced, so that averagers receive one
+    gradient per step. With shards in the order of a tree, averagers also receive the partial sums that have no partner on this
+    rank.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class AveragingHooks(StepHooks):
         self._part, self.last = 0, True
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
-        """Return the buffer to which the program of a part writes a gradient."""
+        """Return the buffer to which the program of a part writes the gradient of a parameter."""
         return self._sum_of[parameter.name].buffer_for(parameter, part) if self._sums else parameter.grad
 
     def start(self) -> None:
@@ -200,11 +204,11 @@ class AveragingHooks(StepHooks):
             total.start()
 
     def turn(self, part: int) -> None:
-        """Let events belong to this part from now on."""
+        """Assign the following events to this part."""
         self._part, self.last = part, part == self._parts - 1
 
     def end_pass(self) -> None:
-        """End the pass over the present part, and over others side by side with it."""
+        """End the pass over the current part and the parts computed side by side with it."""
         if not self.last:
             for total in self._sums:
                 total.end_pass()
@@ -238,26 +242,30 @@ class AveragingHooks(StepHooks):
 
 
 def _labels(batch: Batch, own: slice) -> np.ndarray | MixedLabels:
-    """Return the labels of some of a batch's samples; two of each if its images are mixed."""
+    """Return the labels of a slice of the batch; two per image if the images are mixed."""
     if batch.mixed is None:
         return batch.y[own]
     return MixedLabels(batch.y[own], batch.mixed.labels[own], batch.mixed.weight)
 
 
 class TrainingStep:
-    """Runs steps on one rank. Collective: every rank runs it, with an empty batch where it has no samples.
+    """Runs the steps of one rank. Collective: every rank runs each step, with an empty batch if it has no samples.
 
-    Where the engine has a tracer, everything of a step is recorded.
+    If the engine has a tracer, the whole step is recorded.
 
     Args:
-        network: this rank's copy. averagers: one per parameter group. progress: the process's engine.
-        passes: that one step's samples are split into; by default one. message: receives the sums.
-        counts_of: samples on each rank of a parameter group's communicator, from those of all ranks.
-        watch: takes checksums of what ranks hold alike and sums of what a step has read; None: no checks.
-        checks_finite: whether to check the parameters that the step before has made; False if they were checked already.
+        network: this rank's copy of the network.
+        averagers: averagers by parameter group.
+        progress: progress engine of the process.
+        message: message of the step, to which the sums are added.
+        passes: passes over the samples of a step; default: one.
+        counts_of: function from a parameter group and the sample counts of all ranks to the counts of the ranks that average the
+            group.
+        watch: checksums of parameters and other state that ranks must hold alike; None: no checks.
+        checks_finite: whether to check the parameters that the previous step produced; False if they were checked already.
 
     Attributes:
-        finiteness: checks what this rank trains, once per step; the message informs the others.
+        finiteness: check of this rank's values, once per step; the message informs the other ranks.
     """
 
     def __init__(
@@ -285,11 +293,11 @@ class TrainingStep:
         self.record_operators(progress.trace)
 
     def record_operators(self, trace: Tracer | None) -> None:
-        """Record the operators of steps, and what lies between them, from now on; None: record nothing."""
+        """Record the operators of the following steps and the time between them; None: stop recording."""
         self._tracing = None if trace is None else TracingHooks(self._hooks, trace)
 
     def run(self, batch: Batch, global_step: int, lr: float) -> None:
-        """Do one update with learning rate `lr`; leaves this rank's sums in the message, which the caller posts."""
+        """Do one update with learning rate `lr`. This rank's sums are then in the message, which the caller posts."""
         if self._tracing is not None:
             self._tracing.begin()
         for group, averager in self._averagers.items():
@@ -309,13 +317,13 @@ class TrainingStep:
         self._lap(Category.AVERAGING, HOOKS)
 
     def _pass(self, batch: Batch, parts: Sequence[tuple[int, MicroBatch]], global_step: int) -> None:
-        """Run the pass over one part, or over several side by side."""
+        """Run the pass over one part, or over several parts side by side."""
         hooks = self._hooks if self._tracing is None else self._tracing
         self._lap(Category.AVERAGING, HOOKS)
         counts = [part.counts for _, part in parts]
         programs = self._network.side_by_side(counts, image_shape=batch.image_shape, gradient_buffers=self._hooks.buffer_for)
         for program, (_, part) in zip(programs, parts, strict=True):
-            # A rank that reads tiles of images has those of all samples of its split group.
+            # A rank that reads tiles of images has the tiles of all samples of its split group.
             program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])
         self._lap(Category.WORK, "input copy")
         contexts = [
@@ -356,7 +364,10 @@ class TrainingStep:
     def _add_to_message(
         self, global_step: int, loss: LossHandle, statistics: Fetch, check: FiniteCheck | None, group_count: int
     ) -> None:
-        """Wait for what was on its way to the host under backward: the only waits of a step if kernels run elsewhere."""
+        """Wait for the results that were copied to the host during backward, and add them to the message.
+
+        These are the only waits of a step if the kernels run on a device.
+        """
         sums = loss.result()
         terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())
         not_finite = self._network.statistics.not_finite(terms)
@@ -369,11 +380,15 @@ class TrainingStep:
 
 
 class StepGuard:
-    """Keeps what a step changes, and undoes the step if any rank has found a non-finite value. Making it is collective.
+    """Keeps a copy of the values that a step changes, and undoes the step if any rank finds a non-finite value.
+
+    Construction is collective.
 
     Args:
-        averagers: by parameter group. comm: all ranks that train together; the guard makes a copy of it.
-        finiteness: checks what this rank has updated. watch: is informed of undone steps; None if the replica has no checks.
+        averagers: averagers by parameter group.
+        comm: all ranks that train together; the guard duplicates it.
+        finiteness: check of the values that this rank has updated.
+        watch: watch to inform of undone steps; None if the replica has no checks.
     """
 
     def __init__(
@@ -393,7 +408,7 @@ class StepGuard:
         self._bad_ranks = np.zeros(1, np.float64)
 
     def begin(self) -> None:
-        """Copy what the next step changes."""
+        """Copy the values that the next step changes."""
         for copy in self._copies:
             copy.keep()
 
@@ -401,7 +416,8 @@ class StepGuard:
         """Complete the step on every rank. If any rank has found a non-finite value, undo it and return the cause. Collective.
 
         Args:
-            step: counted from 1. finite: this rank's loss and batch statistics.
+            step: number of the step, counted from 1.
+            finite: whether this rank's loss and batch statistics are finite.
         """
         for averager in self._averagers:
             averager.drain()
@@ -414,7 +430,7 @@ class StepGuard:
             return None
         cause = self._finiteness.cause(step, seen, finite=finite, gather=comm.allgather_object)
         if self._watch is not None:
-            self._watch.verify()  # before the copies overwrite what may be damaged
+            self._watch.verify()  # before the copies overwrite values that may be damaged
             self._watch.forget_step()
         for copy in self._copies:
             copy.restore()

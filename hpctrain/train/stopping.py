@@ -1,7 +1,7 @@
-"""Rules that end a training before its last epoch: evaluations that do not get better, and the time limit of the run.
+"""Rules that end a training before its last epoch: evaluations without improvement, and the time limit of the run.
 
-`EarlyStop` is a pure function of the evaluations so far. `TimeLimit` asks for the end early enough to have a checkpoint
-written before the limit.
+`EarlyStop` is a pure function of the evaluations so far. `TimeLimit` requests the end early enough to write a checkpoint before
+the limit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from hpctrain.core.text import loss_text
 
 @dataclass(frozen=True)
 class Stagnation:
-    """The evaluations of a run so far, by one metric.
+    """State of early stopping: the evaluations of a run so far, by one metric.
 
     Attributes:
-        metric: as in `EarlyStop`. best: the value that later ones are compared with; None: none was finite.
-        best_epoch: epochs before it.
-        evaluated_epoch: epochs before the latest one. waited: evaluations since the best that were no better.
+        metric: name of the metric, as in `EarlyStop`.
+        best: value that later evaluations are compared with; None: none was finite.
+        best_epoch: number of epochs before the best evaluation.
+        evaluated_epoch: number of epochs before the latest evaluation.
+        waited: number of evaluations without improvement since the best.
     """
 
     metric: str
@@ -34,11 +36,13 @@ class Stagnation:
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Training ends where `patience` evaluations, one after another, are no better than the best one before them.
+    """End the training after `patience` consecutive evaluations without improvement.
 
     Args:
-        metric: name of a mean of evaluations, such as "top1": more is better, or "loss": less is better.
-        patience: at least 1. min_delta: a value is better where it is so by more than this.
+        metric: metric of evaluations. The value of "loss" or "ema_loss" must decrease, and that of any other metric, for example
+            "top1", must increase.
+        patience: number of evaluations; at least 1.
+        min_delta: minimum change that counts as an improvement.
     """
 
     metric: str
@@ -46,9 +50,14 @@ class EarlyStop:
     min_delta: float = 0.0
 
     def after(self, before: Stagnation | None, epoch: int, means: Mapping[str, float]) -> Stagnation:
-        """Return the state after an evaluation that follows `epoch` epochs; another one of the same epoch changes nothing.
+        """Return the state after an evaluation that follows `epoch` epochs.
 
-        before: None, or of another metric, where this is the first that counts.
+        A second evaluation of the same epoch changes nothing.
+
+        Args:
+            before: state before the evaluation; None, or a state with another metric: this evaluation is the first.
+            epoch: number of epochs trained.
+            means: means of the evaluation, by metric.
         """
         if before is None or before.metric != self.metric:
             before = Stagnation(self.metric)
@@ -60,18 +69,18 @@ class EarlyStop:
         return Stagnation(self.metric, before.best, before.best_epoch, epoch, before.waited + 1)
 
     def ends(self, state: Stagnation | None) -> bool:
-        """Return whether training is over."""
+        """Return whether to end the training."""
         return state is not None and state.metric == self.metric and state.waited >= self.patience
 
     def sentence(self, state: Stagnation) -> str:
-        """Return why training is over, for people."""
+        """Return the reason for the end of the training as text."""
         count = f"{state.waited} evaluation{'' if state.waited == 1 else 's'}"
         if state.best is None:
             return f"early stop after epoch {state.evaluated_epoch}: {count} had no finite {self.metric}"
         best = loss_text(state.best) if self._is_loss else f"{state.best:.2%}"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        since = f"since epoch {state.best_epoch} with {self.metric} {best}"
-        return f"early stop after epoch {state.evaluated_epoch}: {count} {since} brought none that is better{by}"
+        best_epoch = f"epoch {state.best_epoch} ({self.metric} {best})"
+        return f"early stop after epoch {state.evaluated_epoch}: no improvement{by} in {count} since {best_epoch}"
 
     @property
     def _is_loss(self) -> bool:
@@ -83,23 +92,24 @@ class EarlyStop:
         return best is None or (best - value if self._is_loss else value - best) > self.min_delta
 
 
-# Of a checkpoint, before one was written, and of the end of a run: a share of the time, and the most that it may be.
+# Estimated times of the first checkpoint and of the end of a run: share of the limit, and maximum in seconds.
 _FIRST_CHECKPOINT = (0.1, 60.0)
 _LEAVING = (0.02, 10.0)
-# File systems are not always as fast as the last time.
+# The next checkpoint may take longer than the last one.
 _CHECKPOINT_SLACK = 1.5
-# A step that was long once (the first one makes its programs) is forgotten by so much a step.
+# Decay per step of the longest step time, since single steps are long (the first one compiles its programs).
 _STEP_DECAY = 0.9
 
 
 class TimeLimit:
-    """The seconds that this rank may still run, and what of them a step, a checkpoint and an evaluation take, as measured.
+    """Time limit of this rank, with the measured times of a step, a checkpoint and an evaluation.
 
     Args:
-        seconds: from now on; infinite: there is no limit. clock: in seconds.
+        seconds: time from now; infinite: no limit.
+        clock: function that returns seconds.
 
     Attributes:
-        asked: the limit has asked for the end of the run.
+        asked: whether the limit has requested the end of the run.
     """
 
     def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
@@ -114,16 +124,18 @@ class TimeLimit:
 
     @property
     def finite(self) -> bool:
-        """There is a limit."""
+        """Whether there is a limit."""
         return math.isfinite(self._end)
 
     def over(self, *, saves: bool = False, evaluates: bool = False) -> bool:
-        """Return whether the run has to end. Call it once a step, at its end.
+        """Return whether the run has to end. Call it at the end of each step.
 
-        A request is heard a step later, and not to ask now is to ask in the next one: two steps are still to come.
+        A request takes effect one step later, and a request that is not made now can only be made after the next step. Therefore
+        the time must suffice for two more steps.
 
         Args:
-            saves, evaluates: a checkpoint, an evaluation is due within these two steps.
+            saves: whether a checkpoint is due within these two steps.
+            evaluates: whether an evaluation is due within these two steps.
         """
         now = self._clock()
         step = now - self._last_check - self._other_seconds
@@ -135,7 +147,11 @@ class TimeLimit:
 
     @contextmanager
     def saving(self, *, whole: bool = True) -> Iterator[None]:
-        """Measure a checkpoint that is written during the block. whole: to its end; else `wrote` receives its time."""
+        """Measure the time of a checkpoint that is written during the block.
+
+        Args:
+            whole: whether the block includes the whole write; if False, `wrote` receives the time of the write.
+        """
         begin = self._clock()
         yield
         seconds = self._clock() - begin
@@ -144,13 +160,13 @@ class TimeLimit:
             self.wrote(seconds)
 
     def wrote(self, seconds: float) -> None:
-        """Take note that a checkpoint has taken this time."""
+        """Record the time that a checkpoint has taken."""
         self._checkpoint_seconds = max(_CHECKPOINT_SLACK * seconds, self._checkpoint_seconds if self._saved else 0.0)
         self._saved = True
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Measure an evaluation that is made during the block."""
+        """Measure the time of an evaluation during the block."""
         begin = self._clock()
         yield
         seconds = self._clock() - begin
@@ -159,6 +175,10 @@ class TimeLimit:
 
 
 def _part(rule: tuple[float, float], seconds: float) -> float:
-    """Return a share of a time, up to a number of seconds."""
+    """Return a share of a time, limited to a maximum.
+
+    Args:
+        rule: share, and maximum in seconds.
+    """
     share, most = rule
     return min(most, share * max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, and the end. The same on every rank."""
+"""The training loop, the same on every rank: steps, evaluation, checkpoints, and the end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from hpctrain.train.stopping import EarlyStop, TimeLimit
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a training evaluates, writes checkpoints and ends; 0 means never.
+    """Intervals of evaluations and checkpoints, and the end of a training; an interval of 0 means never.
 
     Args:
-        epochs: to train in all. steps: of this run, after which it stops, for tests and trials.
-        most_skips: maximum number of consecutive steps that may change nothing because they are not finite.
+        epochs: total number of epochs.
+        evaluate_epochs: epochs between evaluations.
+        checkpoint_epochs: epochs between checkpoints.
+        checkpoint_steps: steps between checkpoints.
+        steps: number of steps after which this run stops, for tests and trials; 0: no limit.
+        most_skips: maximum number of consecutive steps that may be skipped because they are not finite.
     """
 
     epochs: int
@@ -39,10 +43,14 @@ class Cadence:
 
 @dataclass
 class Outcome:
-    """How training ended.
+    """Result of a training.
 
-    evaluation: of the last evaluation, if any; evaluated_epochs: how many had been trained then.
-    stopped: before its last epoch, on request; steps_reached: the request was the number of steps that this run was given.
+    Attributes:
+        position: last position.
+        evaluation: sums of the last evaluation; None if there was none.
+        evaluated_epochs: number of epochs trained before this evaluation.
+        stopped: whether training ended before its last epoch on request.
+        steps_reached: whether the request was the limit of `Cadence.steps`.
     """
 
     position: Position
@@ -53,17 +61,21 @@ class Outcome:
 
 
 class Trainer:
-    """Drives training on this rank. Every public method is collective.
+    """Runs the training on this rank. Every public method is collective.
 
     Args:
-        replica: what is trained; its averagers have agreed. loader: its share of the training set. test_loader: of the test set.
-        schedule: learning rate by steps of the configured batch. save: writes a checkpoint at a position, after a drain.
-        go_back: returns the state from which training continues after an error, or raises; None if the error ends it. It receives
-            the position at which the error was raised.
-        stop_requested: whether this rank was asked to stop. limit: of its time; None if it has none.
-        saver: which `save` hands checkpoints to that are written in the background; None if there are none.
-        early_stop: ends the training before its last epoch by its evaluations; None if nothing does.
-        observers: are called in this order, the same ones on every rank.
+        replica: replica to train; its averagers have agreed.
+        loader: this rank's share of the training set.
+        test_loader: this rank's share of the test set; None: there is none.
+        schedule: learning rate as a function of steps of the configured batch.
+        save: function that writes a checkpoint at a position, after a drain.
+        go_back: function from an error and the position where it was raised to the position from which training continues; it
+            restores the state of that position, or raises. None: an error ends the training.
+        stop_requested: function that returns whether this rank was asked to stop.
+        limit: time limit; None: no limit.
+        saver: saver to which `save` hands checkpoints that are written in the background; None: there is none.
+        early_stop: rule that ends the training early; None: there is none.
+        observers: observers, called in this order; the same on every rank.
     """
 
     def __init__(
@@ -96,12 +108,12 @@ class Trainer:
         self._steps_run = 0
 
     def run(self, position: Position) -> Outcome:
-        """Train from `position` to the last epoch, or until some rank is asked to stop.
+        """Train from `position` to the last epoch, or until a rank is asked to stop.
 
         Raises:
-            DivergedError: a loss, parameter, gradient or statistic that is not finite, on every rank at the same step, and
-                nothing to go back to; or too many steps were skipped, one after another.
-            CorruptedStateError: what ranks must hold alike differs, on every rank at the same step.
+            DivergedError: a loss, parameter, gradient or statistic is not finite and the run cannot go back, or too many
+                consecutive steps were skipped; raised on every rank at the same step.
+            CorruptedStateError: values that ranks must hold alike differ; raised on every rank at the same step.
         """
         samples = self._loader.sampler.samples
         done = position.epoch * samples + position.sums.count
@@ -123,7 +135,7 @@ class Trainer:
                 self._replica.require_alike()
 
     def _check(self, *, schedules: bool = False) -> None:
-        """Check that all that is trained is finite, and the same wherever ranks must hold it alike. Collective."""
+        """Check that all trained values are finite, and identical on all ranks that must hold them alike. Collective."""
         self._notes.phase(RunPhase.CHECK)
         self._replica.require_finite()
         self._replica.require_alike(schedules=schedules)
@@ -133,14 +145,14 @@ class Trainer:
         self._state.restore(position)
         self._saved_step = position.global_step
         self._replica.global_step = position.global_step
-        # Of the step before: what is recorded of an epoch that ended with a checkpoint's step.
+        # The learning rate of the previous step, for the record of an epoch that ended with the checkpoint.
         sampler = self._loader.sampler
         self._replica.lr = self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
         self._replica.kept_step = position.global_step or None
         self._loader.sampler.reorder(position.reorderings)
 
     def _run_from(self, position: Position) -> Outcome:
-        """Train from `position` on, as `run` does, but without going back."""
+        """Train from `position` to the end without going back."""
         evaluation: RunningSums | None = None
         evaluated_epochs = 0
         stopped = False
@@ -159,7 +171,7 @@ class Trainer:
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
     def evaluate(self, position: Position) -> RunningSums | None:
-        """Return sums over the test set, and record them; None if there is none."""
+        """Evaluate the test set, record the sums and return them; None if there is no test set."""
         if self._test_loader is None:
             return None
         self._notes.phase(RunPhase.EVALUATE)
@@ -170,14 +182,14 @@ class Trainer:
             observer.after_evaluation(position, sums)
         if self._early_stop is not None:
             state = self._early_stop.after(position.stagnation, position.epoch, sums.means())
-            # All ranks have these sums, and rank 0's word counts should their last bits differ.
+            # All ranks have these sums. Rank 0's decision counts, in case their last bits differ.
             position.stagnation = self._replica.groups.all_ranks.broadcast_object(state)
         self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
         self._rate.restart()
         return sums
 
     def _run_epoch(self, position: Position) -> bool:
-        """Train the rest of an epoch; return whether it ended early, on request."""
+        """Train the rest of an epoch. Return whether it ended early on request."""
         self._rate.restart()
         for observer in self._observers:
             observer.before_epoch(position)
@@ -194,22 +206,26 @@ class Trainer:
         return self._state.stop_requested
 
     def _next_batch(self, batches: Generator[Batch, None, None]) -> Batch | None:
-        """Return the next batch; None after the epoch's last."""
+        """Return the next batch; None after the last batch of the epoch."""
         self._notes.phase("data loading")
         for observer in self._observers:
             observer.before_batch()
         return next(batches, None)
 
     def _run_step(self, batch: Batch, position: Position) -> bool:
-        """Do one step, move the position on, and do what is due after it; return whether it was a usual step."""
+        """Do one step, advance the position, and do what is due after it.
+
+        Returns:
+            Whether the step was usual (see `Observer.after_step`).
+        """
         replica = self._replica
-        # Neither an epoch's last one, nor of smaller images than those that the network was made for.
+        # False for a shorter last batch of an epoch, and for images smaller than the network's.
         whole = batch.global_count == self._loader.sampler.batch and batch.image_shape in (None, replica.network.image_shape)
         for observer in self._observers:
             observer.before_step(batch, whole=whole)
         cause = replica.update(batch, self._rate_at(position))
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
-        self._settle(position)  # the previous step's totals; they travelled under this one
+        self._settle(position)  # the previous step's totals, which were summed during this step
         self._steps_run += 1
         stop = self._enough or self._stop_requested() or self._time_is_over(position, batch)
         replica.post(stop=stop, status=self._state.status_flag())
@@ -222,7 +238,7 @@ class Trainer:
         position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
         if exchanged and self._saver is not None and self._saver.last_seconds:
             self._limit.wrote(self._saver.last_seconds)
-        # Before a checkpoint of the same step, from which a run may continue without repeating the step.
+        # Read before a checkpoint of the same step is written: a run that resumes from it does not repeat the step.
         readers = [observer for observer in self._observers if observer.reads_state(position.global_step)]
         if readers:
             self._notes.phase(RunPhase.READ_STATE)
@@ -235,7 +251,7 @@ class Trainer:
         return whole and not (exchanged or readers or saved)
 
     def _save_in_epoch(self, position: Position) -> bool:
-        """Write a checkpoint after a step that has one; return whether it did."""
+        """Write a checkpoint if one is due after this step. Return whether one was written."""
         every = self._cadence.checkpoint_steps
         if not (self._enough or (every and position.global_step % every == 0)):
             return False
@@ -243,7 +259,12 @@ class Trainer:
         return not self._state.stop_requested and self._save_once(position)
 
     def _time_is_over(self, position: Position, batch: Batch) -> bool:
-        """Return whether this rank's limit asks for the end. position: before the step of `batch`, which ends."""
+        """Return whether this rank's time limit requests the end of the run.
+
+        Args:
+            position: position before the step that is ending.
+            batch: batch of this step.
+        """
         if not self._limit.finite:
             return False
         cadence, epoch = self._cadence, position.epoch + 1
@@ -251,18 +272,18 @@ class Trainer:
         last, ends = epoch == cadence.epochs, left <= 1
         evaluates = ends and self._test_loader is not None and _due(epoch, cadence.evaluate_epochs, last)
         if last and not left and not evaluates:
-            return False  # to end takes no longer than to stop
+            return False  # ending takes no longer than stopping
         steps = cadence.checkpoint_steps
         saves = (ends and _due(epoch, cadence.checkpoint_epochs, last)) or (steps > 0 and (position.global_step + 1) % steps == 0)
         return self._limit.over(saves=saves, evaluates=evaluates)
 
     def _complete(self, position: Position) -> bool:
-        """Return whether a request to stop came too late: the last epoch has ended, and nothing is left to be evaluated."""
+        """Return whether a request to stop came too late: the last epoch has ended, and no evaluation is left."""
         whole = position.epoch == self._cadence.epochs - 1 and position.samples == self._loader.sampler.samples
         return whole and self._test_loader is None and not self._enough
 
     def _last_sample(self, position: Position) -> int:
-        """Return where this run ends unless it is stopped: samples, counted over all epochs."""
+        """Return the sample at which this run ends unless it is stopped, counted over all epochs."""
         sampler, steps = self._loader.sampler, self._cadence.steps
         epoch, first = position.epoch, position.samples
         while steps and epoch < self._cadence.epochs:
@@ -273,17 +294,20 @@ class Trainer:
         return (epoch if self._cadence.steps else self._cadence.epochs) * sampler.samples
 
     def _rate_at(self, position: Position) -> float:
-        """Return the learning rate of the step that begins at a position: by samples, so that another batch makes no jump."""
+        """Return the learning rate of the step at a position.
+
+        It follows from the number of samples, so that a change of the batch causes no jump.
+        """
         sampler = self._loader.sampler
         return self._schedule.lr(position.in_steps(sampler.samples, sampler.batch))
 
     @property
     def _enough(self) -> bool:
-        """This run has done the steps that it was given."""
+        """Whether this run has taken the requested number of steps."""
         return 0 < self._cadence.steps <= self._steps_run
 
     def _settle(self, position: Position) -> None:
-        """Read the pending sums, if any, and whether to continue."""
+        """Wait for the pending sums of a step, if any, and report them."""
         totals = self._replica.settle()
         if totals is None:
             return
@@ -309,7 +333,7 @@ class Trainer:
             words.append(f"test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}")
             if "ema_top1" in means:
                 words[-1] += f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})"
-        if values["images_per_second"] > 0.0:  # not where a checkpoint already had the whole epoch
+        if values["images_per_second"] > 0.0:  # 0 if the run resumed at the end of the epoch
             words.append(f"{values['images_per_second']:,.0f} images/s")
         for line in folded(words):
             self._reporter.say(line)
@@ -318,12 +342,12 @@ class Trainer:
         return evaluation
 
     def _is_over(self, position: Position) -> bool:
-        """Return whether there is nothing left to train after a position."""
+        """Return whether the training is complete at a position."""
         stops = self._early_stop is not None and self._early_stop.ends(position.stagnation)
         return position.epoch >= self._cadence.epochs or stops
 
     def _save_once(self, position: Position) -> bool:
-        """Write a checkpoint at a position, unless there is one already; return whether it did."""
+        """Write a checkpoint at a position unless one exists already. Return whether one was written."""
         if self._saved_step == position.global_step:
             return False
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0

@@ -1,16 +1,16 @@
-"""Watches what ranks must hold alike, as memory and links may flip bits unnoticed.
+"""Detect flipped bits, in memory or on links, in values that ranks must hold alike.
 
-If every rank holds something, ranks compare it. In every step they compare sums of the parameters that the step has read,
-taken before its update overwrites them. Every few steps they compare checksums of one part of everything in turn, and before
-checkpoints those of everything. What only updates write, such as an owner's optimiser state (`optim/guarded.py`), running
-statistics and frozen parameters, a rank compares by itself with the sums that it took after its last write.
+Values that every rank holds are compared between ranks. In every step, ranks compare sums of the parameters that the step has
+read, taken before its update overwrites them. Every few steps they compare checksums of one part of all values in turn. Before
+checkpoints they compare checksums of all values. Values that only updates write, for example an owner's optimiser state
+(`optim/guarded.py`), running statistics and frozen parameters, are compared locally with the sums taken after the last write.
 
-`AgreedChecksums` compares the checksums within several groups of ranks by a few numbers in one sum over all ranks. n numbers h
-are equal exactly if n times the sum of h^2 equals the square of the sum of h (Cauchy-Schwarz). A 32-bit checksum is sent as
-two halves of 16 bits and their squares. Their float64 sums over fewer than 2^21 ranks are exact in any order.
+`AgreedChecksums` compares checksums within several groups of ranks by a few numbers in one sum over all ranks. n numbers h are
+equal exactly if n times the sum of h^2 equals the square of the sum of h (Cauchy-Schwarz). A 32-bit checksum is sent as two
+halves of 16 bits and their squares. Their float64 sums over fewer than 2^21 ranks are exact in any order.
 
-`PartChecksums` and `PartGuard` take the checksums, `difference` makes one sentence of those of all ranks: who holds other bits
-than the others, and of what.
+`PartChecksums` and `PartGuard` compute the checksums. `difference` turns the checksums of all ranks into one sentence, which
+names the ranks that hold different bits and the array.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.train.evaluation import WeightAverage
 from hpctrain.train.finiteness import Finding, Held
 
-_PER_GROUP = 4  # both halves and their squares
+_PER_GROUP = 4  # numbers: both halves and their squares
 _HALF_BITS = 16
 _HALF = (1 << _HALF_BITS) - 1
 
 
 class AgreedChecksums:
-    """Makes the numbers of one rank, and interprets their sums over all ranks.
+    """Encodes checksums of one rank as numbers, and evaluates the sums of these numbers over all ranks.
 
     Args:
         alike: by kind, groups of positions that must have the same checksum; each position is in one group of a kind.
-        position: of this rank.
+        position: position of this rank.
 
     Attributes:
-        size: how many numbers there are.
+        size: number of elements of a message.
     """
 
     def __init__(self, alike: Sequence[Sequence[Sequence[int]]], position: int) -> None:
@@ -62,10 +62,11 @@ class AgreedChecksums:
         self.size = 1 + _PER_GROUP * len(self._counts)
 
     def numbers(self, checksums: Sequence[int], *, found: bool) -> np.ndarray:
-        """Return this rank's numbers, float64 (size,).
+        """Return the message of this rank, float64 (size,).
 
         Args:
-            checksums: of each kind, below 2^32. found: whether this rank has found damage by itself.
+            checksums: one checksum per kind, below 2^32.
+            found: whether this rank has found local damage.
         """
         numbers = np.zeros(self.size, np.float64)
         for place, checksum in zip(self._places, checksums, strict=True):
@@ -75,10 +76,10 @@ class AgreedChecksums:
         return numbers
 
     def agree(self, sums: np.ndarray) -> bool:
-        """Return whether the checksums within each group are equal and no rank has found damage.
+        """Return whether the checksums within each group are equal and no rank has found local damage.
 
         Args:
-            sums: the sum of `numbers` over all ranks.
+            sums: sum of `numbers` over all ranks.
         """
         values: list[int] = [round(value) for value in sums.tolist()]
         for place, count in enumerate(self._counts):
@@ -96,8 +97,10 @@ class WatchedPiece:
     """Elements of an array that must be equal on several ranks.
 
     Attributes:
-        name: of the whole array, in sentences. values: 1-D, of whole 32-bit words.
-        parameter: its name, where that must be complete before they are read. arithmetic: of where they lie.
+        name: name of the whole array, for messages.
+        values: elements, 1-D; whole 32-bit words.
+        parameter: parameter that must be complete before the elements are read; None: none.
+        arithmetic: arithmetic of the memory that holds them.
     """
 
     name: str
@@ -110,7 +113,10 @@ WatchedPart = tuple[WatchedPiece, ...]
 
 
 def cut(arrays: Sequence[WatchedPiece], *, most: int, least_bytes: int) -> tuple[WatchedPart, ...]:
-    """Return at most `most` parts of even size, in order, each of `least_bytes` or more if there are as many; at least one."""
+    """Divide arrays into at least one and at most `most` parts of even size, in order.
+
+    There are fewer parts if they would otherwise be smaller than `least_bytes`.
+    """
     total_bytes = sum(piece.values.nbytes for piece in arrays)
     parts = max(1, min(most, total_bytes // max(1, least_bytes)))
     intervals = even_intervals(sum(piece.values.size for piece in arrays), parts)
@@ -118,7 +124,7 @@ def cut(arrays: Sequence[WatchedPiece], *, most: int, least_bytes: int) -> tuple
 
 
 def _inside(arrays: Sequence[WatchedPiece], begin: int, end: int) -> Iterable[WatchedPiece]:
-    """Yield pieces that make up elements [begin, end) of all arrays in a row."""
+    """Yield the pieces that form elements [begin, end) of the concatenation of all arrays."""
     start = 0
     for piece in arrays:
         low, high = max(begin - start, 0), min(end - start, piece.values.size)
@@ -128,10 +134,11 @@ def _inside(arrays: Sequence[WatchedPiece], begin: int, end: int) -> Iterable[Wa
 
 
 class PartChecksums:
-    """The checksums of a part's pieces, wherever they lie. Made at set-up; its memory is there from then on.
+    """Computes the checksums of a part's pieces in any memory. All buffers are allocated in the constructor.
 
     Attributes:
-        part: as given. names: of its pieces.
+        part: same as the argument.
+        names: names of its pieces.
     """
 
     def __init__(self, part: WatchedPart) -> None:
@@ -139,12 +146,12 @@ class PartChecksums:
         self._tables = [(numbers, arrays.checksums()) for numbers, arrays in _by_place(part)]
 
     def fetch(self) -> PartDigests:
-        """Take the checksums of what the pieces hold at this point of the work; does not wait."""
+        """Start computing the checksums of the current values of the pieces, without waiting."""
         return PartDigests(len(self.part), [(numbers, table.fetch()) for numbers, table in self._tables])
 
 
 class PartDigests:
-    """Implements `Fetch`: the checksums (CRC-32) of a part's pieces on their way; uint32 (pieces,)."""
+    """Pending checksums (CRC-32) of a part's pieces, uint32 (pieces,). Implements `Fetch`."""
 
     def __init__(self, count: int, fetches: Sequence[tuple[Sequence[int], Fetch]]) -> None:
         self._count, self._fetches = count, fetches
@@ -158,11 +165,11 @@ class PartDigests:
 
 
 class PartGuard:
-    """Detects changes of a part's pieces between two writes. Made at set-up.
+    """Detects changes of a part's pieces between two writes. All buffers are allocated in the constructor.
 
     Attributes:
-        found: names of the pieces that had changed when a change was first seen; empty if none has.
-        remembered: whether the right values are known.
+        found: names of the pieces that had changed when a change was first detected; empty if none has.
+        remembered: whether the correct values are known.
     """
 
     def __init__(self, part: WatchedPart) -> None:
@@ -174,19 +181,19 @@ class PartGuard:
         self.found: tuple[str, ...] = ()
 
     def remember(self) -> None:
-        """Remember the current values as right, just after they were written."""
+        """Remember the current values as correct. Call it just after they were written."""
         for _, guard in self._guards:
             guard.remember()
         self.remembered = True
 
     def write(self, write: Callable[[], None]) -> None:
-        """Compare the pieces, call `write`, which writes to them, and remember them."""
+        """Compare the pieces, call `write`, which modifies them, and remember the new values."""
         self.compare()
         write()
         self.remember()
 
     def compare(self) -> None:
-        """Compare the pieces with the remembered values; remember them if there are none."""
+        """Compare the pieces with the remembered values. If there are none, remember the current ones."""
         if not self.remembered:
             self.remember()
             return
@@ -197,7 +204,7 @@ class PartGuard:
             self.read_findings()
 
     def fetch_findings(self) -> None:
-        """Request the findings of all comparisons so far; `read_findings` waits for them, if pieces are not on the host."""
+        """Request the findings of all comparisons so far. `read_findings` waits for them if pieces are not in host memory."""
         self._asked = [(numbers, guard.fetch_changed()) for numbers, guard in self._guards]
 
     def read_findings(self) -> None:
@@ -207,18 +214,18 @@ class PartGuard:
         self._asked = []
 
     def verify(self) -> None:
-        """Compare now, and wait for the findings."""
+        """Compare the pieces and wait for the findings."""
         self.compare()
         self.fetch_findings()
         self.read_findings()
 
     def forget(self) -> None:
-        """Forget the remembered values, after something else has written. The next comparison remembers new ones."""
+        """Forget the remembered values, after other code has written. The next comparison remembers new ones."""
         self.remembered = False
 
 
 def _by_place(part: WatchedPart) -> list[tuple[list[int], WatchedArrays]]:
-    """Return the numbers and the watched arrays of the pieces on each arithmetic."""
+    """Return the indices and the watched arrays of the pieces, for each arithmetic."""
     places: dict[int, list[int]] = {}
     for number, piece in enumerate(part):
         places.setdefault(id(piece.arithmetic), []).append(number)
@@ -229,13 +236,14 @@ def _by_place(part: WatchedPart) -> list[tuple[list[int], WatchedArrays]]:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Checksums of what several ranks must hold alike.
+    """Checksums of arrays that several ranks must hold alike.
 
     Attributes:
-        names: of the arrays, the same on each of the ranks. digests: uint32, of each.
-        equal_at: steps done when all of it was last found equal.
-        step: steps done when the checksums were taken; None: as many as in the report.
-        verified: by array, whether this rank owns it and knows that it is unchanged since it was written; empty if none is.
+        names: names of the arrays, the same on each of the ranks.
+        digests: checksum of each array, uint32.
+        equal_at: number of steps done when all arrays were last found equal.
+        step: number of steps done when the checksums were taken; None: as many as in the report.
+        verified: for each array, whether this rank owns it and knows that it is unchanged since it was written; empty if none is.
     """
 
     names: Sequence[str] = ()
@@ -245,13 +253,18 @@ class Checksums:
     verified: Sequence[bool] = ()
 
     def is_verified(self, place: int) -> bool:
-        """Return whether this rank's array is known to be right, independently of other ranks."""
+        """Return whether this rank's array is known to be correct, independently of other ranks."""
         return bool(self.verified) and self.verified[place]
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's checksums, by kind, and the names of what it found changed of its own between two updates."""
+    """Report of one rank.
+
+    Attributes:
+        checksums: checksums by kind.
+        found: names of local arrays that changed between two updates.
+    """
 
     checksums: tuple[Checksums, ...]
     found: tuple[str, ...] = ()
@@ -259,13 +272,22 @@ class RankReport:
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A sentence without its remedy, and the ranks of the world that are wrong; all that differ if there is no majority."""
+    """Difference between ranks.
+
+    Attributes:
+        text: message without a remedy.
+        ranks: world ranks that are wrong; all that differ if there is no majority.
+    """
 
     text: str
     ranks: tuple[int, ...]
 
     def sentence(self, kept_step: int | None) -> str:
-        """Return the sentence of an error. kept_step: of the newest checkpoint; None if there is none."""
+        """Return the error message, with a remedy.
+
+        Args:
+            kept_step: step of the newest checkpoint; None if there is none.
+        """
         remedy = "start again, as this run has no checkpoint yet"
         if kept_step is not None:
             remedy = f"resume from the checkpoint of step {kept_step}"
@@ -275,11 +297,13 @@ class ReplicaDifference:
 def difference(
     reports: Sequence[RankReport], alike: Sequence[Sequence[Sequence[int]]], world_ranks: Sequence[int], step: int
 ) -> ReplicaDifference:
-    """Return the first fault, in what one rank alone holds, then in what several hold.
+    """Return the first fault. Faults in arrays that only one rank holds come first.
 
     Args:
-        reports: by position; something in them is wrong. alike: by kind, the positions that must hold the same.
-        world_ranks: of the positions. step: steps done when the checksums were taken.
+        reports: reports by position; at least one contains a fault.
+        alike: by kind, groups of positions that must hold the same values.
+        world_ranks: world rank of each position.
+        step: number of steps done when the checksums were taken.
     """
     findings = [_of_owner(report, rank, step) for report, rank in zip(reports, world_ranks, strict=True)]
     for kind, classes in enumerate(alike):
@@ -293,7 +317,7 @@ def difference(
 
 
 def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | None:
-    """Return the changes that a rank has found in what it alone holds; None if there are none."""
+    """Return the changes that a rank found in arrays that only it holds; None if there are none."""
     if not report.found:
         return None
     text = (
@@ -304,7 +328,7 @@ def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | N
 
 
 def _among(checksums: Sequence[Checksums], ranks: Sequence[int], step: int) -> ReplicaDifference | None:
-    """Return the first thing that differs among some ranks, and on which; None if nothing does."""
+    """Return the first difference among some ranks; None if there is none."""
     table = np.array([one.digests for one in checksums])
     differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
     if not differing:
@@ -324,7 +348,7 @@ def _among(checksums: Sequence[Checksums], ranks: Sequence[int], step: int) -> R
         text = f"After step {step} {_named(odd)} {verb} other bits of {what} than {_named(most)}{owner}; {since}"
         return ReplicaDifference(text, tuple(odd))
     different = " and ".join(_named(members) for members in sorted(holders.values()))
-    text = f"After step {step} {different} hold different bits of {what}, and no majority tells who is wrong; {since}"
+    text = f"After step {step} {different} hold different bits of {what}, and there is no majority; {since}"
     return ReplicaDifference(text, tuple(ranks))
 
 
@@ -333,27 +357,29 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _others(names: Iterable[str]) -> str:
-    """Return how many more there are than the first, in words."""
+    """Return text for the number of other names; "" if there are none."""
     more = len(set(names)) - 1
     return f" (and {more} more)" if more > 0 else ""
 
 
-#: by kind: of what all ranks hold alike, and of what those with the same part of split layers do
+#: checksums by kind: of layers that all ranks hold alike, and of parts of split layers
 _AllChecksums = tuple[Checksums, ...]
 _Taken = tuple[Sequence[str], PartDigests]
 _KINDS = 2
-_PAIR = 2  # ranks; without a majority that shows which one is wrong
+_PAIR = 2  # number of ranks without a majority
 _NO_SUMS = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True)
 class CheckCadence:
-    """How often ranks compare a part of everything, and how large the part is.
+    """Interval of the comparisons between ranks, and size of the parts that are compared.
 
     Attributes:
-        every_steps: from one check of a part to the next; 0 switches all comparisons off, including those of what steps read.
-        most_parts: maximum number of checks until everything has been compared. least_part_bytes: minimum size of a part.
-        hint: a sentence that follows that of an error.
+        every_steps: steps between two checks of a part; 0 disables all comparisons, including those of parameters that steps
+            read.
+        most_parts: maximum number of checks until everything has been compared.
+        least_part_bytes: minimum size of a part.
+        hint: sentence appended to an error message.
     """
 
     every_steps: int = 0
@@ -366,7 +392,10 @@ class CheckCadence:
 class _Read:
     """Pending sums of the parameters that a step has read.
 
-    step: steps done before it. fetches: by kind. verified: by kind and piece, whether this rank owns it and knows it to be right.
+    Attributes:
+        step: number of steps done before this step.
+        fetches: pending sums, by kind.
+        verified: by kind and piece, whether this rank owns the piece and knows that it is correct.
     """
 
     step: int
@@ -390,13 +419,15 @@ def _agreed(groups: GridGroups) -> AgreedChecksums:
 
 
 class WeightWatch:
-    """Compares this rank's replica with those of the others, and guards what only this rank writes.
+    """Compares this rank's replica with the replicas of other ranks, and guards the values that only this rank writes.
 
-    Only `compare_all` and `error` are collective: checksums of steps are sent in the steps' messages.
+    Only `compare_all`, `explains` and `error` are collective: the checksums of steps are sent in the steps' messages.
 
     Args:
-        guards: the optimisers, by parameter group. average: of the weights; None: there is none. groups: of ranks.
-        cadence: of checks, with `every_steps` above 0.
+        guards: optimisers by parameter group.
+        average: average of the weights; None: there is none.
+        groups: communicators of the grid.
+        cadence: cadence of the checks; its `every_steps` must be above 0.
 
     Attributes:
         statistics: guard of the running statistics and their averages; every write to them must go through its `write`.
@@ -425,7 +456,7 @@ class WeightWatch:
         cuts = [cut(kind, most=cadence.most_parts, least_bytes=cadence.least_part_bytes) for kind in kinds]
         self._parts = tuple(tuple(map(PartChecksums, parts)) for parts in cuts)
         self._whole = tuple(PartChecksums(self._compared(kind, parts)) for kind, parts in enumerate(cuts))
-        #: by kind and part, steps done when it was last found equal
+        #: number of steps done when a part was last found equal, by kind and part
         self._equal_at = [[0] * len(parts) for parts in self._parts]
         self._part_checksums: tuple[_Taken, ...] | None = None
         self._checksums_step = self._taken_step = self._sent_step = 0
@@ -433,7 +464,7 @@ class WeightWatch:
         self._has_sent_parts = False
         self._all_equal_at = -1
         self._read_names, self._read_owned = self._watch_reads()
-        #: of steps whose sums are not sent yet. On a device, sums are sent one step late, so that nothing waits for them
+        #: sums of steps that are not sent yet. On a device they are sent one step late, to avoid a wait
         self._reads: list[_Read] = []
         self._steps_kept = 1 if network.kernels.arithmetic.on_host else 2
         self._read_equal_at = 0
@@ -449,11 +480,11 @@ class WeightWatch:
 
     @property
     def checks_to_see_all(self) -> int:
-        """Number of checks until each part was compared."""
+        """Number of checks until each part has been compared."""
         return max(map(len, self._parts))
 
     def _watch_reads(self) -> tuple[tuple[list[str], ...], tuple[list[bool], ...]]:
-        """Make averagers sum the parameters that steps read, if other ranks have copies.
+        """Let the averagers sum the parameters that steps read, if other ranks have copies.
 
         Returns:
             By kind, the name of each piece, and whether this rank owns it.
@@ -476,7 +507,7 @@ class WeightWatch:
     # -- in steps --------------------------------------------------------------------------------------------------------------
 
     def take_checksums(self, step: int) -> None:
-        """Take checksums of a part if one is due. Does not wait for them.
+        """Start computing the checksums of a part if a check is due, without waiting.
 
         Call it between forward and backward, when parameters hold all updates of `step` steps.
         """
@@ -492,7 +523,7 @@ class WeightWatch:
         self._part_checksums, self._checksums_step = tuple(taken), step
 
     def take_read_sums(self, step: int) -> None:
-        """Take sums of the parameters that a step has read. Call it between backward and `end_backward`. Does not wait for them.
+        """Start summing the parameters that a step has read, without waiting. Call it between backward and `end_backward`.
 
         Args:
             step: number of steps done before this one.
@@ -505,7 +536,7 @@ class WeightWatch:
             averager.complete_parameters()
             fetches[_kind(name)].extend(averager.reads.complete())
             if averager.comm.size == _PAIR:
-                # Whether they were known to be right before this step: its update has compared them with the remembered sums.
+                # The update of the previous step has compared the owned parameters with the remembered sums.
                 if self._owned_known[name]:
                     verified[_kind(name)] = self._read_owned[_kind(name)]
                 self._owned_known[name] = self._knows_owned(name)
@@ -514,7 +545,7 @@ class WeightWatch:
         self._taken_step = step
 
     def message(self) -> np.ndarray:
-        """Return the numbers for a step's message; see `AgreedChecksums.numbers`."""
+        """Return the numbers for a step's message (see `AgreedChecksums.numbers`)."""
         self._has_sent_parts, taken = self._part_checksums is not None, self._part_checksums
         of_parts = [Checksums() for _ in self._parts]
         if taken is not None:
@@ -526,7 +557,11 @@ class WeightWatch:
         return self._numbers()
 
     def read(self, sums: np.ndarray) -> bool:
-        """Return whether all is well, given the sum over all ranks of the latest `message`."""
+        """Return whether all compared values are equal and undamaged.
+
+        Args:
+            sums: sum of the latest `message` over all ranks.
+        """
         if not self._agreed.agree(sums):
             return False
         if self._has_sent_parts:
@@ -537,7 +572,7 @@ class WeightWatch:
         return True
 
     def _next_reads(self) -> list[Checksums]:
-        """Remove the oldest pending sums of a step, and return them by kind. Waits for them."""
+        """Remove the oldest pending sums of a step, wait for them, and return them by kind."""
         read = self._reads.pop(0)
         digests = [np.concatenate([_NO_SUMS, *(fetch.result() for fetch in fetches)]) for fetches in read.fetches]
         kinds = zip(self._read_names, digests, read.verified, strict=True)
@@ -546,10 +581,14 @@ class WeightWatch:
     # -- between steps ---------------------------------------------------------------------------------------------------------
 
     def compare_all(self, step: int, *, schedules: bool = False) -> bool:
-        """Compare everything, unless that was done after the same number of steps; return whether all is well. After a drain.
+        """Compare everything, unless that was done after the same number of steps. Collective; after a drain.
 
         Args:
-            step: steps done. schedules: those of the averagers, too.
+            step: number of steps done.
+            schedules: whether to compare the schedules of the averagers as well.
+
+        Returns:
+            Whether everything is equal and undamaged.
         """
         if self._all_equal_at == step:
             return True
@@ -567,19 +606,19 @@ class WeightWatch:
         return True
 
     def verify(self) -> bool:
-        """Return whether any values that only this rank writes differ from what it has written. After a drain."""
+        """Return whether any values that only this rank writes have changed without a write. After a drain."""
         for guard in self._guards:
             guard.verify()
         return any(guard.found for guard in self._guards)
 
     def explains(self, findings: Sequence[Finding | None]) -> bool:
-        """Return whether damage to some ranks explains non-finite values. Collective; after a drain, and before `error`.
+        """Return whether damage on some ranks explains non-finite values. Collective; after a drain, and before `error`.
 
-        Compare the sums again that were taken while parameters were finite, and those that are not sent yet. Once all ranks of a
-        group hold non-finite parameters, their sums may differ without damage: the sum of two NaN is the first of them.
+        Compare again the sums taken while parameters were finite, and the sums that are not sent yet. Once all ranks of a group
+        hold non-finite parameters, their sums may differ without damage, because the sum of two NaN is the first of them.
 
         Args:
-            findings: by position, what each rank has seen first; at least one is not None.
+            findings: first finding of each rank, by position; at least one is not None.
         """
         if any(self._comm.allgather_object(self.verify())):
             return True
@@ -604,7 +643,7 @@ class WeightWatch:
         self._frozen.forget()
 
     def forget_step(self) -> None:
-        """Forget sums of parameters and optimiser state, because a step was undone. Statistics were not written."""
+        """Forget the sums of parameters and optimiser state, because a step was undone. It has not written statistics."""
         self._all_equal_at, self._part_checksums = -1, None
         self._owned_known = dict.fromkeys(self._owned_known, False)
         for guard in self._guards:
@@ -612,22 +651,22 @@ class WeightWatch:
                 guard.forget()
 
     def error(self, kept_step: int | None) -> CorruptedStateError:
-        """Return the error about the latest comparison, the same on every rank, with the ranks that are wrong. After a drain.
+        """Return the error about the latest comparison, with the wrong ranks, the same on every rank. Collective; after a drain.
 
         Args:
-            kept_step: of the newest checkpoint; None if there is none.
+            kept_step: step of the newest checkpoint; None if there is none.
         """
-        self.verify()  # an owner may not yet have compared its arrays with what it wrote
+        self.verify()  # an owner may not yet have compared its arrays with the values that it wrote
         changed = tuple(name for guard in self._guards for name in guard.found)
         reports = self._comm.allgather_object(RankReport(self._sent, changed))
         found = difference(reports, (*self._alike, *self._alike), self._comm.world_ranks, self._sent_step)
         text = " ".join(filter(None, (found.sentence(kept_step), self._hint)))
         return CorruptedStateError(text, ranks=found.ranks)
 
-    # -- parts of these --------------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------------------------------
 
     def _compared(self, kind: int, parts: Sequence[WatchedPart]) -> WatchedPart:
-        """Return all pieces of a kind, if there are others to compare them with."""
+        """Return all pieces of a kind; none if no other rank holds them."""
         alone = all(len(positions) == 1 for positions in self._alike[kind])
         return () if alone else tuple(piece for part in parts for piece in part)
 
@@ -641,18 +680,18 @@ class WeightWatch:
         return step // self._every % len(parts)
 
     def _with_schedules(self, checksums: Checksums, kind: int) -> Checksums:
-        """Return checksums with those of the schedules of its kind's parameter groups."""
+        """Return checksums, extended by those of the schedules of the kind's parameter groups."""
         schedules = {name: averager.schedule for name, averager in self._averagers.items() if _kind(name) == kind}
         sums = {name: zlib.crc32(one.digest().encode()) for name, one in schedules.items() if one is not None}
         names = [*checksums.names, *(f"the schedule of parameters {name}" for name in sums)]
         return Checksums(names, np.concatenate([checksums.digests, np.array([*sums.values()], np.uint32)]), checksums.equal_at)
 
     def _compare_sent(self) -> bool:
-        """Return whether the checksums in `_sent` are equal and no rank has found damage by itself. Collective."""
+        """Return whether the checksums in `_sent` are equal and no rank has found local damage. Collective."""
         return self._agreed.agree(np.sum(self._comm.allgather_object(self._numbers()), axis=0))
 
     def _numbers(self) -> np.ndarray:
-        """Return the numbers for the checksums in `_sent`, and for whether this rank has found damage by itself."""
+        """Return the numbers that encode the checksums in `_sent` and whether this rank has found local damage."""
         for guard in self._guards:
             guard.read_findings()
         kinds = (self._sent[kind::_KINDS] for kind in range(_KINDS))
@@ -683,7 +722,7 @@ def _statistics(network: Network, average: WeightAverage | None) -> list[Watched
 
 
 def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
-    """Return all that an averager keeps equal on its ranks: parameters, and optimiser state that every rank has whole."""
+    """Return the arrays that the averager keeps equal on its ranks: parameters and replicated optimiser state."""
     group, pieces = averager.group, list[WatchedPiece]()
     for segment in group.segments:
         values = group.data[segment.start : segment.stop]
@@ -695,17 +734,17 @@ def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
 
 
 def _frozen_pieces(group: FlatGroup) -> list[WatchedPiece]:
-    """Return parameters that nothing writes to."""
+    """Return the frozen parameters, which must never change."""
     of_segments = ((segment, group.data[segment.start : segment.stop]) for segment in group.segments)
     return [WatchedPiece(f"parameter {segment.parameter}", data, arithmetic=group.arithmetic) for segment, data in of_segments]
 
 
 def _replicates_state(averager: GradientAverager) -> bool:
-    """Return whether every rank of its communicator holds the same optimiser state, all of it: so if it owns all there is."""
+    """Return whether every rank of the averager holds the whole optimiser state, that is, owns all parameters."""
     return type(averager).owned is GradientAverager.owned
 
 
 def _keeps_parameters(averager: GradientAverager) -> bool:
-    """Return whether only the next update changes what an update has made of this rank's part of the parameters."""
+    """Return whether this rank's parameters remain unchanged from one update to the next."""
     rounding = None if averager.schedule is None else averager.schedule.rounding
     return averager.comm.size == 1 or rounding is None or rounding.parameters == "float32"

@@ -59,7 +59,7 @@ class EmulatedDevice:
         self._random = random.Random(seed)
         self._streams = StreamTable(self._random, self.counters, partial(self._check_memory, always=False), ignored_wait)
         self._heap, self._pinned = Heap(self.run_all), PinnedMemory()
-        self._kernels: dict[tuple[str, str], CpuKernel] = {}
+        self._kernels: dict[tuple[str, str, str | None], CpuKernel] = {}
         self._convolutions: dict[ConvolutionKey, NumpyConvolution] = {}
         self._recent: Counter[str] = Counter()  # work since the latest check of memory
 
@@ -108,12 +108,13 @@ class EmulatedDevice:
 
     def kernel(self, source: str, name: str, *, text: str | None = None) -> CpuKernel:
         """Return a kernel, as `Device.kernel`. text: of a source that is not the package's."""
-        if (source, name) not in self._kernels:
+        key = (source, name, text)
+        if key not in self._kernels:
             self._streams.refuse_in_capture(f"load the kernel {name}")
             library = kernels.library(source) if text is None else kernels.build(text)
             seed = partial(self._random.getrandbits, 63)
-            self._kernels[source, name] = CpuKernel(library, name, seed, self._enqueue, self._heap.describe)
-        return self._kernels[source, name]
+            self._kernels[key] = CpuKernel(library, name, seed, self._enqueue, self._heap.describe)
+        return self._kernels[key]
 
     def _enqueue(
         self,

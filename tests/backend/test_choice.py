@@ -46,7 +46,7 @@ def test_auto_takes_onednn_for_float32_where_it_loads(
 
 def test_onednn_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_onednn_missing", lambda: "Its library is not installed.")
-    with pytest.raises(BackendError, match=r"not installed\. Backend numpy works everywhere"):
+    with pytest.raises(BackendError, match=r"not installed\. Set backend to numpy, which runs everywhere"):
         make_backend("onednn")
 
 
@@ -65,7 +65,7 @@ def test_unknown_names_and_dtypes_are_refused(name: str, dtype: str, message: st
 def test_onednn_refuses_float64() -> None:
     if module._onednn_missing() is not None:
         pytest.skip("oneDNN is not installed")
-    with pytest.raises(BackendError, match="float32, not in float64; backend numpy computes in float64"):
+    with pytest.raises(BackendError, match="float32, not in float64; set backend to numpy"):
         make_backend("onednn", "float64")
 
 
@@ -96,7 +96,7 @@ def test_only_cuda_has_a_choice_of_precision(name: str) -> None:
 
 
 def test_a_precision_goes_with_float32() -> None:
-    with pytest.raises(BackendError, match=r"precision is bfloat16, which goes with dtype float32 only; for dtype float64 leave"):
+    with pytest.raises(BackendError, match=r"precision is bfloat16, which requires dtype float32; for dtype float64, set"):
         make_backend("cuda", "float64", "bfloat16")
     with pytest.raises(BackendError, match=r"no precision 'int8'; the precisions are float32, tf32, bfloat16"):
         make_backend("cuda", "float32", "int8")
@@ -129,6 +129,6 @@ def test_auto_says_why_no_gpu_is_used_where_one_may_be_expected(
 def test_auto_needs_a_gpu_for_a_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda place: "There is no GPU.")
     with pytest.raises(
-        BackendError, match=r"precision is tf32, in which only backend cuda computes; others do with float32\. There is no GPU\."
+        BackendError, match=r"in which only backend cuda computes; set it to float32, or use a GPU\. There is no GPU\."
     ):
         make_backend("auto", "float32", "tf32")

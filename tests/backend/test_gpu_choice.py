@@ -61,7 +61,7 @@ def test_the_module_is_given_the_argument(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("value", ["", "gpu", ":3", "hpctrain_testing", "hpctrain_testing.emulators:1"])
 def test_other_modules_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, value)
-    sentence = rf"HPCTRAIN_CUDA_DEVICE is '{value}'; it must name a module that makes a device, such as hpctrain_testing.emulator"
+    sentence = rf"HPCTRAIN_CUDA_DEVICE is '{value}', which names no module with a function make_device"
     with pytest.raises(BackendError, match=sentence):
         choice.make_device("float32", NodePlace())
 
@@ -84,9 +84,9 @@ def test_what_is_no_seed_is_refused(seed: str, monkeypatch: pytest.MonkeyPatch) 
         (
             {"gpus": -1},
             NodePlace(),
-            r"needs a driver of NVIDIA that runs its CUDA \(cudaErrorInsufficientDriver.*; install it, or",
+            r"needs an NVIDIA driver for its CUDA version \(cudaErrorInsufficientDriver.*; install one, or",
         ),
-        ({"gpus": 0}, NodePlace(), r"shows no GPU to this process \(CUDA_VISIBLE_DEVICES is not set\); ask the scheduler"),
+        ({"gpus": 0}, NodePlace(), r"finds no GPU for this process \(CUDA_VISIBLE_DEVICES is not set\); request one"),
         ({"cudnn": False}, NodePlace(), r"need cuDNN and its frontend; install hpctrain\[gpu13\]"),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_a_gpu_does_not_compute_in_is_refused(monkeypatch: pytest.MonkeyPat
     _have(monkeypatch, capability=(7, 5))
     with pytest.raises(BackendError, match=r"Fake GPU does not compute in bfloat16: its compute capability is 7\.5.*float32"):
         choice.make_device("bfloat16", NodePlace())
-    with pytest.raises(BackendError, match=r"Fake GPU is not used for float64, or set backend.*or dtype to float32"):
+    with pytest.raises(BackendError, match=r"does not compute in float64 on Fake GPU; set dtype to float32, or backend to numpy"):
         choice.make_device("float64", NodePlace())
     assert choice.make_device("tf32", NodePlace()).dtypes == ("float32",)
 
@@ -131,7 +131,7 @@ def test_a_rank_takes_the_gpu_of_its_number_where_it_sees_several(count: int, pl
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(BackendError, match=r"shows 2 GPUs to each of its 3 ranks; start at most 2 ranks on a node"):
+    with pytest.raises(BackendError, match=r"The 3 ranks of this node see only 2 GPUs; start at most 2 ranks per node"):
         choice.gpu_index(2, NodePlace(3, 0, 3))
 
 

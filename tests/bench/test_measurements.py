@@ -66,7 +66,7 @@ def test_layers_that_bring_their_operators_are_computed_in_numpy_on_the_host_onl
     program = EngineStep(workload("resnet20", 1, 8, {"width": 0.125}), "numpy").program
     own, others = fallbacks(program)
     pads = ["layer2.0.downsample.pad", "layer3.0.downsample.pad"]
-    assert others == {"its layer brings its own": pads}
+    assert others == {"its layer defines its own operator": pads}
     assert fallbacks(program, on_host=False) == (own + len(pads), {})
 
 
@@ -77,7 +77,7 @@ def test_the_peak_of_products_is_the_best_of_all() -> None:
 
 @pytest.mark.parametrize(("batch", "pixels"), [(0, 28), (1, 0), (-1, None)])
 def test_an_empty_workload_is_refused(batch: int, pixels: int | None) -> None:
-    with pytest.raises(ConfigError, match="both must be at least 1"):
+    with pytest.raises(ConfigError, match="the smallest legal value of both is 1"):
         workload("small", batch, pixels)
 
 
@@ -310,7 +310,7 @@ def test_the_plot_is_an_image(tmp_path: Path) -> None:
     ("launcher", "words"),
     [
         ("srun -n 4", "must contain the number of ranks"),
-        ("no-such-launcher {ranks}", "cannot be started"),
+        ("no-such-launcher {ranks}", "Cannot start no-such-launcher"),
         ("false {ranks}", "exit code 1"),
     ],
 )

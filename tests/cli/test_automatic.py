@@ -94,7 +94,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_other_ranks_choose_again(folde
         (["machine=nowhere.yaml"], ["There is no machine file 'nowhere.yaml'"]),
         (["averager.window=3"], ["averager is auto, which also chooses the options"]),
         (["batch=2", "grid={rows: 1}"], ["batch is 2, but 3 ranks"]),
-        (["machine=poor.yaml"], ["fits in no plan on 3 ranks", "the leanest plan needs"]),
+        (["machine=poor.yaml"], ["does not fit in memory on 3 ranks", "the plan with the least memory needs"]),
     ],
 )
 def test_what_cannot_be_chosen_is_said_in_one_sentence(folder: Path, change: list[str], words: list[str]) -> None:

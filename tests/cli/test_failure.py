@@ -47,13 +47,13 @@ submit: CONFIG --site lumi-g --account a backend=cuda => site lumi-g has GPUs of
 submit: CONFIG --site slurm optimizer=adagrad => There is no optimizer "adagrad"
 sites: nowhere => There is no site 'nowhere'
 eval: nowhere.yaml => nowhere.yaml: Cannot read the configuration
-eval: CONFIG --checkpoint nowhere => nowhere is no run directory
+eval: CONFIG --checkpoint nowhere => nowhere is not a run directory
 eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, but the first rank of a range must not exceed the last; use 1-3.
 eval: CONFIG => has a checkpoint; train one first
-eval: CONFIG --checkpoint best => has a best checkpoint: with checkpoint.best one is kept where an evaluation and
+eval: CONFIG --checkpoint best => has a best checkpoint, which needs checkpoint.best, and an evaluation and
 eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot be written
 predict: photos => No run in runs has a checkpoint; train one first, or name a run by --checkpoint.
-predict: photos --checkpoint nowhere => nowhere is no run directory
+predict: photos --checkpoint nowhere => nowhere is not a run directory
 predict: photos --checkpoint file => file
 predict: photos --config nowhere.yaml => nowhere.yaml: Cannot read the configuration
 predict: photos --config CONFIG => has a checkpoint; train one first
@@ -61,11 +61,11 @@ predict: photos --checkpoint best --runs photos => No run in photos has a best c
 autopsy: nowhere => There is no directory nowhere; give that of a run.
 autopsy: photos => photos holds no flight records (rank-*.flight); give the directory of a run that kept them.
 trace: nowhere => nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
-watch: photos --once => photos is no run directory: it has no config.yaml.
+watch: photos --once => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 watch: --once => There is no run in runs; give the directory of a run, or of all runs with --runs.
-report: photos => photos is no run directory: it has no config.yaml.
+report: photos => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 report: photos file --test => --test evaluates a single run, but 2 are given; give one, or leave --test out.
-compare: photos file => photos is no run directory: it has no config.yaml.
+compare: photos file => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 compare: photos => A comparison needs at least two runs; give two run directories, or use `hpctrain report`.
 checkpoint list: photos => photos contains no checkpoints; give a run directory with checkpoints
 checkpoint verify: file => 1 of 1 checkpoints cannot be used; there is no other one to resume from.
@@ -89,7 +89,7 @@ config show: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config show: CONFIG batch => must have the form key=value
 config show: file => file:1: This is not valid YAML
 config check: nowhere.yaml => nowhere.yaml: Cannot read the configuration
-config check: bytes => is not UTF-8
+config check: bytes => is not valid UTF-8
 config check: CONFIG backend=onednn precision=bfloat16 => precision is bfloat16, in which only backend cuda computes
 config check: CONFIG backend=cuda progress=posting => progress is posting, but backend cuda enqueues kernels
 config check: CONFIG dtype=float16 => dtype is float16, but must be 'float32' or 'float64'.

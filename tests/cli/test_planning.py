@@ -80,7 +80,7 @@ def test_without_data_the_models_own_images_and_classes_are_taken_and_said(tmp_p
     path = tmp_path / "train.h5"
     config = (str(CONFIGS / "quickstart.yaml"), f"data.train={path}", "batch=8", "backend=numpy")
     arguments = (*config, "grid.rows=2", "--ranks", "4")
-    words = f"There is no {path} yet, so this assumes images of 28 x 28 x 1 and 10 classes"
+    words = f"{path} does not exist yet, so this assumes images of 28 x 28 x 1 and 10 classes"
     result = run("show", *arguments)
     assert result.exit_code == 0, result.output
     assert "".join(words.split()) in "".join(result.output.split())  # lines are folded
@@ -238,8 +238,8 @@ def test_a_job_that_fits_nowhere_says_what_would_do(tmp_path: Path) -> None:
     machine_file.write(tmp_path / "small.yaml", small)
     result = search(QUICKSTART, *SMALL, "--machine", str(tmp_path / "small.yaml"), "--ranks", "2")
     assert result.exit_code == 2
-    assert "fits in no plan on 2 ranks" in result.stderr
-    assert "the leanest plan needs" in result.stderr.replace("\n", " ")
+    assert "does not fit in memory on 2 ranks" in result.stderr
+    assert "the plan with the least memory needs" in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.job

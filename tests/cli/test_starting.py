@@ -116,7 +116,7 @@ def test_tensorboard_that_is_missing_is_told_before_the_run_begins(job: Job, fol
     )
     outcome = job(2, ["without.py", "train", "tiny.yaml", "metrics.tensorboard=true"], cwd=folder)
     assert outcome.code != 0, outcome.output
-    assert outcome.stderr.count("tensorboardX is not installed; install hpctrain[export]") == 1
+    assert outcome.stderr.count("tensorboardX, which is not installed; install hpctrain[export]") == 1
     assert not (folder / "runs").exists()
 
 

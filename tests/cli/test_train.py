@@ -352,7 +352,7 @@ def test_one_size_that_is_the_images_own_trains_what_no_size_does(by_size: Path)
         (("data.augment=[{name: center_crop, size: 8}]", "data.sizes=[{size: 20}]"), "at most 16 fits"),
         (
             ("model={name: vgg11, width: 0.0625}", "data.sizes=[{size: 32}]"),
-            "another size of this training or its evaluation: Layer",
+            "which this training or its evaluation also uses: Layer",
         ),
     ],
 )

@@ -107,9 +107,9 @@ def test_scores_of_the_device_are_counted_as_its_loss_counts_them(run: Run, fold
 
 
 WAYS = {
-    "staged": "transport staged: through the host's memory, as every MPI can",
-    "mpi": "transport mpi: as the configuration says (not yet run between GPUs)",
-    "nccl": "transport nccl: as the configuration says (not yet run between GPUs)",
+    "staged": "transport staged: messages pass through host memory",
+    "mpi": "transport mpi: as configured (not yet run between GPUs)",
+    "nccl": "transport nccl: as configured (not yet run between GPUs)",
 }
 
 
@@ -163,7 +163,7 @@ def test_two_ranks_that_split_layers_train_what_one_trains(run: Run, folder: Pat
     theirs = run("train", *options, "backend=numpy", "output=numpy")
     assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "numpy"))
     assert accuracy(ours) == accuracy(theirs)
-    assert "transport staged: through the host's memory, as every MPI can" in ours.stdout
+    assert "transport staged: messages pass through host memory" in ours.stdout
 
 
 def test_a_split_training_is_resumed_to_the_last_bit_and_evaluated(run: Run, folder: Path) -> None:
@@ -188,9 +188,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "NCCL beside sparse": (
         {"ranks": 2},
         ["averager.name=sparse", "transport=nccl"],
-        "transport is nccl, but averager sparse selects the values to send on the host",
+        "transport is nccl, but averager sparse chooses the elements to send",
     ),
-    "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but one thread enqueues"),
+    "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but backend cuda enqueues"),
     "rounded parameters": (
         {"ranks": 2},
         ["averager.name=sharded", "averager.wire_parameters=bfloat16"],
@@ -201,7 +201,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         [],
         "HPCTRAIN_CUDA_DEVICE is 'hpctrain_testing.emulator:x': the seed of an emulated device is a whole number",
     ),
-    "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which goes with dtype float32 only"),
+    "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which requires dtype float32"),
 }
 
 

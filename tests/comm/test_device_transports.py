@@ -581,7 +581,7 @@ def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.Mon
 
 def test_last_lines() -> None:
     assert device_probe.last_line("a\n b \n\n") == "b"
-    assert device_probe.last_line("\n") == "it printed nothing"
+    assert device_probe.last_line("\n") == ""
 
 
 @pytest.mark.job
@@ -593,17 +593,18 @@ def test_what_the_process_says_is_told_whatever_becomes_of_it(monkeypatch: pytes
         program = f"import sys; print({chr(10).join(words)!r}); sys.exit({code})"
         monkeypatch.setattr(device_probe, "_COMMAND", ("-c", program))
 
+    tried = f"{UNAWARE}: {device_probe._PROGRAM}"
     says("aware")
     assert device_probe.trial() == AWARE
     says("first", "Fatal error in MPI_Sendrecv", code=11)
-    assert device_probe.trial() == f"{UNAWARE}: Fatal error in MPI_Sendrecv"
+    assert device_probe.trial() == f"{tried} ended with exit code 11; its last line was: Fatal error in MPI_Sendrecv"
     says("abort", device_probe.GTL_WORDS, code=1)
     assert device_probe.trial() == f"abort\n{device_probe.GTL_WORDS}"
     monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
-    assert device_probe.trial() == f"{UNAWARE}: it printed nothing"
+    assert device_probe.trial() == f"{tried} ended with signal SIGSEGV and printed nothing"
     monkeypatch.setattr(device_probe, "_COMMAND", ("-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(device_probe, "_SECONDS", 0.2)
-    assert device_probe.trial() == f"{UNAWARE}: TimeoutExpired"
+    assert device_probe.trial() == f"{tried} did not end within 0.2 s"
 
 
 @pytest.mark.job

@@ -103,8 +103,8 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
     assert re.search(r"2 lines of \S*rank-0000.log could not be written and are lost", capsys.readouterr().err)
 
 
-def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
-    """A pipe that nobody reads takes no line: opening it waits without end."""
+def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Opening a pipe without a reader waits without end. When the disk answers after the end, the thread ends without a word."""
     os.mkfifo(tmp_path / "rank-0000.log")
     log = rank_log.begin_rank_log()
     configure(0, 1)
@@ -116,8 +116,13 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
     rank_log.tee("the last words", last=True)  # waits a second
     assert time.monotonic() - begin < 60
     assert len(log._waiting) == rank_log.MOST_WAITING
-    with open(tmp_path / "rank-0000.log", "rb"):  # lets the thread go on, and end
+    thread = log._thread
+    assert thread is not None
+    with open(tmp_path / "rank-0000.log", "rb"):  # the thread continues, until the reader is gone
         rank_log.end_rank_log()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "cannot be written" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 3])

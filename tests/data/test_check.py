@@ -8,8 +8,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.check import check_file
-from hpctrain.data.format import digest_of
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import ImageFile, digest_of
 from hpctrain.data.writer import write_data_file
 
 

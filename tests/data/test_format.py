@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from hpctrain.core.errors import DataError
-from hpctrain.data import format
+from hpctrain.data import image_file
 from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, class_difference, with_class_order
 from hpctrain.data.writer import ImageFileWriter, _moments, write_data_file
 
@@ -226,9 +226,9 @@ def test_files_with_wrong_content_are_refused(make_file, change, message):
 def test_a_file_that_ends_before_its_images_do_is_refused(make_file, place, message):
     path = make_file()[0].path
     with h5py.File(path) as opened:
-        contents = format.read_stored(opened)
+        contents = image_file.read_stored(opened)
     with pytest.raises(DataError, match=message):
-        format.check(path, replace(contents, images=replace(contents.images, **place)))
+        image_file.check(path, replace(contents, images=replace(contents.images, **place)))
 
 
 def one_value_changed(name):
@@ -384,7 +384,7 @@ def test_moments_are_those_of_exact_fractions(histogram):
 @given(st.floats(allow_nan=True), st.floats(allow_nan=True))
 def test_statistics_that_pass_give_finite_pixels_in_float32(mean, std):
     try:
-        format.check_statistics("a file", np.array([mean]), np.array([std]))
+        image_file.check_statistics("a file", np.array([mean]), np.array([std]))
     except DataError:
         return
     with np.errstate(over="raise", invalid="raise"):
@@ -394,9 +394,9 @@ def test_statistics_that_pass_give_finite_pixels_in_float32(mean, std):
 
 def test_digests_depend_on_the_values_and_not_on_their_place():
     values = np.arange(24, dtype=np.int64).reshape(4, 6)
-    assert format.digest_of(values[:, ::2]) == format.digest_of(values[:, ::2].copy())
-    assert format.digest_of(values) != format.digest_of(values + 1)
-    assert format.names_digest(["a,b"]) != format.names_digest(["a", "b"])
+    assert image_file.digest_of(values[:, ::2]) == image_file.digest_of(values[:, ::2].copy())
+    assert image_file.digest_of(values) != image_file.digest_of(values + 1)
+    assert image_file.names_digest(["a,b"]) != image_file.names_digest(["a", "b"])
 
 
 def test_json_keeps_every_bit(make_file):

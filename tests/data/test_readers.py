@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hpctrain.core.errors import DataError
 from hpctrain.data import decoding, readers
 from hpctrain.data.decoding import EncodedReader
-from hpctrain.data.format import digest_of
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import ImageFile, digest_of
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.readers import PAUSES_SECONDS, BlockReader, Extents, ReadPolicy, UnreadableError, pauses_within, reason

@@ -69,7 +69,7 @@ OTHER = (("/usr/bin/mpiexec", "Open MPI"), ("/venv/bin/mpiexec", "MPICH"))
 ALONE, OPEN_MPI = Launcher("none"), Launcher("Open MPI mpiexec", 4, 0)
 EACH_ALONE = "{} has started 4 processes, and each is rank 0 of 1"
 OTHER_MPI = "(/usr/bin/mpiexec) is of Open MPI, but mpi4py loads MPICH."
-LOADED = "Rank 1 (nid1) took {:.1f} s to load, 0.7 s of them computing; it opened 12,345 files."
+LOADED = "Rank 1 (nid1) loaded in {:.1f} s (processor time 0.7 s) and opened 12,345 files."
 STARTED = "started by MPICH hydra mpiexec."
 
 
@@ -315,7 +315,7 @@ def test_nodes_that_are_alike_show_their_versions() -> None:
     ("kind", "fix"),
     [
         ("software_versions", "Give all nodes the same environment."),
-        ("package_files", "Install the same version of it on all nodes."),
+        ("package_files", "Install the same version of hpctrain on all nodes."),
     ],
 )
 def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.MonkeyPatch, kind: str, fix: str) -> None:

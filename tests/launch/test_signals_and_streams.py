@@ -16,11 +16,11 @@ import pytest
 
 from hpctrain.core import log as rank_log
 from hpctrain.core.text import place
-from hpctrain.launch import process_end, signal_mask
+from hpctrain.launch import process_end, process_start
+from hpctrain.launch.process_end import flush_to_reader
+from hpctrain.launch.process_start import HELD, STOPS, ForgivingFile
 from hpctrain.launch.shared_segments import Removed, _folder, forget, remember, remove_stale
-from hpctrain.launch.signal_mask import HELD, STOPS
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.launch.streams import ForgivingFile, flush_to_reader
 from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.job
 _WITHOUT_MEANING = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 _START = """
 import os, signal, sys, time
-from hpctrain.launch import signal_mask, signals
+from hpctrain.launch import process_start, signals
 signals.AGAIN_SECONDS = 0.3
-held = signal_mask.hold()
+held = process_start.hold()
 watch = signals.SignalWatch(held, rank=0, at_once={at_once}).start()
 def send(number, seconds=10):
     os.kill(os.getpid(), number)
@@ -110,9 +110,9 @@ def test_children_get_no_mask() -> None:
     outcome = _run(
         """
         import subprocess
-        from hpctrain.launch import signal_mask
+        from hpctrain.launch import process_start
         show = [sys.executable, "-c", "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
-        subprocess.run(show, check=True, preexec_fn=signal_mask.release)
+        subprocess.run(show, check=True, preexec_fn=process_start.release)
         """
     )
     assert outcome.stdout == "set()\n"
@@ -150,7 +150,7 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 def test_the_mask_comes_before_all_else() -> None:
     outcome = run_job(0, ["-c", _LOADED])
     held, *loaded = outcome.stdout.splitlines()[0].split()
-    assert int(held) == len(signal_mask.HELD)
+    assert int(held) == len(process_start.HELD)
     # Of the interpreter's own: what it takes to run a module.
     theirs = {"runpy", "pkgutil", "importlib.util", "importlib._abc", "importlib.machinery", "importlib", "types", "zipimport"}
     ours = {name for name in loaded if name.startswith("hpctrain")}
@@ -160,7 +160,7 @@ def test_the_mask_comes_before_all_else() -> None:
         "hpctrain.cli",
         "hpctrain.cli.start",
         "hpctrain.launch",
-        "hpctrain.launch.signal_mask",
+        "hpctrain.launch.process_start",
     }
     assert not {"typing", "threading", "ctypes", "dataclasses", "numpy", "click"} & (set(loaded) - theirs)
 
@@ -180,7 +180,7 @@ def test_a_run_with_closed_streams_trains_and_writes_into_no_file_of_its_own(tmp
 def test_a_closed_descriptor_is_no_files(tmp_path: Path, stream: int) -> None:
     program = f"""
 import os, sys
-from hpctrain.launch.streams import open_closed_streams
+from hpctrain.launch.process_start import open_closed_streams
 open_closed_streams()
 open_closed_streams()
 with open({str(tmp_path / "file")!r}, "wb") as file:
@@ -203,7 +203,7 @@ with open({str(tmp_path / "file")!r}, "wb") as file:
 def test_a_process_that_is_about_to_be_ended_waits_for_its_reader(stream: str) -> None:
     program = f"""
 import os, sys
-from hpctrain.launch.streams import flush_to_reader
+from hpctrain.launch.process_end import flush_to_reader
 sys.{stream}.write("words")
 flush_to_reader(30.0)
 os.kill(os.getpid(), 9)
@@ -221,7 +221,7 @@ def test_nobody_waits_longer_than_asked_for(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_characters_that_the_encoding_of_an_output_lacks_are_escapes() -> None:
-    program = "from hpctrain.launch.streams import open_closed_streams as o; o(); print('caf\\xe9')"
+    program = "from hpctrain.launch.process_start import open_closed_streams as o; o(); print('caf\\xe9')"
     environ = clean_environment() | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "caf\\xe9\n"), done.stderr
@@ -250,7 +250,7 @@ def test_a_run_whose_output_finds_no_room_trains_on(tmp_path: Path) -> None:
         command, shell=True, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the standard output cannot be written (No space left on device); the run continues without it") == 1
+    assert done.stderr.count("cannot write to standard output (No space left on device); the run continues without it") == 1
     assert "Traceback" not in done.stderr
     assert list(tmp_path.glob("runs/*/checkpoints/*.h5"))
 

@@ -142,7 +142,9 @@ def test_a_job_that_fits_nowhere_is_refused_with_the_least_that_would_do() -> No
     with pytest.raises(ConfigError) as caught:
         searched(by_grid, memory_of=lambda one: (40 + one.plan.rows - one.micro_batches) << 30)
     sentence = str(caught.value)
-    assert sentence.startswith("net with a batch of 8 fits in no plan on 4 ranks of 16 GiB each; the leanest plan needs ")
+    assert sentence.startswith(
+        "net with a batch of 8 does not fit in memory on 4 ranks of 16 GiB each; the plan with the least memory needs "
+    )
     assert "with micro_batches 4" in sentence
     assert "\n" not in sentence
 
@@ -196,7 +198,7 @@ def test_ranks_that_no_grid_serves_are_refused_with_the_nearest_number() -> None
     with pytest.raises(ConfigError) as caught:
         grid_shapes(SearchSpace(), graph, 23, 4)
     assert "batch is 4, fewer samples than the 23 ranks" in str(caught.value)
-    assert "the nearest number of ranks that has a grid is 20." in str(caught.value)
+    assert "the nearest number of ranks with a grid is 20." in str(caught.value)
     assert "\n" not in str(caught.value)
     assert grid_shapes(SearchSpace(), graph, 20, 4)
 
@@ -232,7 +234,7 @@ BEST = prediction(CONV, FC)
         (prediction(CONV, replace(FC, exposed_seconds=0.0101)), "as fast, within the accuracy of predictions"),
         (
             prediction(CONV, replace(FC, compute_seconds=0.19)),
-            "10 ms shorter, which is within the error of predictions for split layers",
+            "10 ms shorter, within the error of predictions for split layers",
         ),
         (prediction(CONV, FC, memory_bytes=9 << 30), "does not fit: needs 9 GiB of 8 GiB"),
     ],

@@ -33,7 +33,7 @@ from hpctrain.run.messages import from_measurement, set_progress
 from hpctrain.run.training import StopReason, kept_clause, stop_reason
 from hpctrain.runs import state as run_state
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.runs.state import _WORDS, RunReader, RunState, events_of
+from hpctrain.runs.state import _TEXTS, RunReader, RunState, events_of
 from hpctrain.train.accounts import DataWait, MeasuredStep
 from hpctrain.train.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -221,7 +221,7 @@ def test_events_are_told_in_their_order() -> None:
     found = events_of([{**record, "time": float(time)} for time, (record, _) in enumerate(EVENTS)])
     told = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
     assert [(event.time, event.text) for event in found] == told
-    for kind in sorted(_WORDS):  # without its facts a record is told as far as it goes
+    for kind in sorted(_TEXTS):  # without its facts a record is told as far as it goes
         (event,) = events_of([{"kind": kind}])
         assert event.text
 

@@ -291,7 +291,7 @@ def test_outputs_that_are_not_finite_are_said(trained32: TrainedRun, tmp_path: P
 def test_what_is_not_there_is_said_on_all_ranks(trained32: TrainedRun) -> None:
     with pytest.raises(DataError, match=r"There is no image nowhere\.png"):
         _predicted(trained32, "1x2", PredictionRequest((Path("nowhere.png"),)))
-    with pytest.raises(CheckpointError, match="nowhere is no run directory"):
+    with pytest.raises(CheckpointError, match="nowhere is not a run directory"):
         _predicted(trained32, "1x2", source="nowhere")
 
 
@@ -381,10 +381,27 @@ def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:
         of_checkpoint(weights_of_run(tmp_path, facts=None))
     with pytest.raises(CheckpointError, match="has weights of the model small, not of resnet18"):
         of_checkpoint(weights_of_run(tmp_path), "resnet18")
-    with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\), its model's has \(5, 3, 3, 1\)"):
+    with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\) in .*, and \(5, 3, 3, 1\) in the model"):
         of_checkpoint(weights_of_run(tmp_path, model={"name": "small", "channels": [5], "hidden": 4}))
-    with pytest.raises(CheckpointError, match=r"lacks stage2\.conv\.weight, which its model has"):
+    with pytest.raises(CheckpointError, match=r"lacks stage2\.conv\.weight, which the model has"):
         of_checkpoint(weights_of_run(tmp_path, model={"name": "small", "channels": [3, 4], "hidden": 4}))
+
+
+def test_a_checkpoint_of_an_own_loop_is_exported_with_the_model_that_is_named(tmp_path: Path) -> None:
+    whole = checkpoint.read(weights_of_run(tmp_path / "run"))
+    path = tmp_path / "own.h5"
+    write(path, CheckpointContent(whole.tensors, {"position": whole.meta["position"], "notes": {}}))
+    with pytest.raises(CheckpointError, match=r"was written by job\.save and does not name its model; give --model"):
+        of_checkpoint(path)
+    options = {"channels": (3,), "hidden": 4}
+    content = of_checkpoint(path, "small", None, options)
+    expected = of_checkpoint(weights_of_run(tmp_path / "run")).state
+    for name in expected.keys() - {"stage1.bn.num_batches_tracked"}:
+        assert content.state[name].tobytes() == expected[name].tobytes()
+    with pytest.raises(CheckpointError, match=r"give --model, --classes and --option as in the program"):
+        of_checkpoint(path, "small", 7, options)
+    with pytest.raises(CheckpointError, match=r"contains the options of its model"):
+        of_checkpoint(weights_of_run(tmp_path / "run"), None, 7)
 
 
 def test_code_of_the_users_is_loaded_where_it_is_named_only(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_the_largest_size_is_that_which_the_training_comes_to(epochs: int, side:
 def test_a_network_that_does_not_take_a_shape_is_told_with_the_layer() -> None:
     network = Network(nets.plain(), (9, 7, 3), NumpyKernelSet())
     check_image_shapes(network, [(9, 7, 3), (10, 8, 3)])
-    with pytest.raises(ShapeError, match=r"images of \(9, 7, 3\) .*, but not those of \(16, 16, 3\), another size .*: Layer fc1"):
+    with pytest.raises(ShapeError, match=r"images of shape \(9, 7, 3\) .*, but not of \(16, 16, 3\), which .*: Layer fc1"):
         check_image_shapes(network, [(9, 7, 3), (16, 16, 3)])
 
 

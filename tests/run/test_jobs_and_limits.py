@@ -192,7 +192,7 @@ def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="the smallest value is 1"):
             job.loader(replica, tmp_path / "train.h5", sizes=[(0, 5), (0, 7)])
         plain = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
-        with pytest.raises(ShapeError, match="another size of this training or its evaluation: Layer fc1"):
+        with pytest.raises(ShapeError, match="which this training or its evaluation also uses: Layer fc1"):
             job.loader(plain, tmp_path / "train.h5", sizes=[(0, 5), (1, 7)])
 
 
@@ -554,7 +554,7 @@ def test_a_run_without_room_trains_to_its_end(small_disk: Path) -> None:
     assert outcome.code == 0, outcome.output
     errors = outcome.stderr
     assert "Traceback" not in errors
-    assert errors.count("The metrics cannot be written (No space left on device); the run goes on and will try again.") == 1
+    assert errors.count("Cannot write the metrics (No space left on device); the run continues and will try again.") == 1
     assert "lines of the metrics could not be written (No space left on device) and are lost." in errors
     assert "was not kept (No space left on device)" in outcome.stdout  # the trace
     assert "test accuracy" in outcome.stdout
@@ -586,4 +586,4 @@ def test_no_room_for_flight_records_is_told(small_disk: Path) -> None:
     keep(_kept_session(flight, "run"), directory, heard)
     assert flight.directory is None
     assert heard.lines[0].startswith("no flight records: ")
-    assert "cannot be written (No space left on device)" in heard.lines[0]
+    assert "(No space left on device)" in heard.lines[0]

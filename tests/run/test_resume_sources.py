@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,12 +18,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.cli.arguments import load_config
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.config.load import parse
+from hpctrain.config.resume_rules import Change
 from hpctrain.config.schema import CheckpointConfig, Config
 from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
 from hpctrain.core.intervals import Box, even_interval, size_of
-from hpctrain.run.checkpoints import EVALUATIONS, BestCheckpoint, StepEvaluation, best_of, nothing_to_choose, spared
-from hpctrain.run.resume import find_checkpoint, read_together
+from hpctrain.flight.recorder import FlightNotes
+from hpctrain.job.session import Session
+from hpctrain.run.build import TrainingSetup
+from hpctrain.run.checkpoints import (
+    EVALUATIONS,
+    BestCheckpoint,
+    RunCheckpoints,
+    StepEvaluation,
+    best_of,
+    nothing_to_choose,
+    spared,
+)
+from hpctrain.run.resume import Start, find_checkpoint, read_together
 from hpctrain.run.stored_run import FRESH, find_run
 from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory, latest
@@ -157,7 +171,7 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     [sentence] = raised_on(3, run, str(run.path))
     assert sentence == f"The run {run.path} holds no valid checkpoint; train one without --resume first."
     [sentence] = raised_on(3, run, "nowhere")
-    assert sentence.startswith("nowhere is no run directory")
+    assert sentence.startswith("nowhere is not a run directory")
 
 
 def test_no_checkpoint_is_found_for_a_name_without_one(tmp_path: Path) -> None:
@@ -347,7 +361,7 @@ def test_code_that_a_run_alone_names_is_not_imported(tmp_path: Path, model: str,
     [
         ("auto", r"No run in \S*empty has a checkpoint; train one first"),
         ("best", r"No run in \S*empty has a best checkpoint"),
-        ("nowhere", "nowhere is no run directory: it has no config.yaml"),
+        ("nowhere", "nowhere is not a run directory: it has no config.yaml"),
         ("nowhere.shards", "nowhere.shards"),
     ],
 )
@@ -631,6 +645,35 @@ def _save(directory: Path, best: BestCheckpoint, step: int, right: int) -> None:
     retain = best.retention(step)
     checkpoint.write(checkpoint_path(directory, step), content)
     retain()
+
+
+def test_an_evaluation_of_other_test_data_does_not_come_back_as_best_after_a_rollback(tmp_path: Path) -> None:
+    """A rollback takes up the checkpoint that the run resumed from, whose metadata have evaluations of the former test data."""
+    prepare(tmp_path)
+    directory = RunDirectory(make_unmarked(tmp_path / "run", ""))
+    config = _config(tmp_path, "checkpoint.keep=2", "checkpoint.best=top1")
+    before = BestCheckpoint(directory.checkpoints, config.checkpoint, Reporter())
+    _save(directory.checkpoints, before, 1, 9)
+    _save(directory.checkpoints, before, 2, 4)
+    path = checkpoint_path(directory.checkpoints, 2)
+    position = Position(epoch=2, global_step=2)
+    start = Start(directory, path, checkpoint.read(path), position, (Change("data.test", "old.h5", "new.h5"),), None)
+    session = SimpleNamespace(
+        config=config,
+        world=SingleCommunicator(),
+        progress=SimpleNamespace(notes=FlightNotes(None)),
+        is_root=True,
+    )
+    setup = SimpleNamespace(loader=SimpleNamespace(sampler=SimpleNamespace(samples=10)))
+    checkpoints = RunCheckpoints(cast(Session, session), cast(TrainingSetup, setup), directory, Reporter())
+    for _ in range(2):  # the resume, then the rollback
+        checkpoints.take_up(start)
+        assert best_record.read_best(directory.checkpoints) is None
+    assert checkpoints.best is not None
+    _save(directory.checkpoints, checkpoints.best, 3, 5)
+    record = best_record.read_best(directory.checkpoints)
+    assert record is not None
+    assert (record.step, record.value) == (3, 0.5)
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys:
 
 
 def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
-    words = "4 steps, one after another, are not finite and were skipped, the last one step 6, as layer"
+    words = "4 consecutive steps were not finite and were skipped. In the last one, step 6, layer"
     with pytest.raises(DivergedError, match=words):
         _train(folder, 2, {"rank": 0, "steps": [2, 3, 4, 5]}, "on_nonfinite.action=skip", "on_nonfinite.most=3")
     assert len(_records(_run(folder), "skip")) == 4
@@ -439,7 +439,7 @@ def test_a_resume_with_another_order_is_refused(sharded_file: Path, override: st
 
 
 def test_ranks_that_cannot_share_the_shards_out_are_refused(sharded_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"exact\.shards is 12, which 5 ranks cannot share out evenly; start 4 or 6 ranks"):
+    with pytest.raises(ConfigError, match=r"exact\.shards is 12, which 5 ranks cannot share evenly; start 4 or 6 ranks"):
         train_virtual(5, sharded_file, f"output={sharded_file.parent / 'runs'}")
 
 

@@ -158,7 +158,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on(folder: Path, capsys: pytest.Ca
     assert "warning: The checkpoint" in said
     assert "No space left on device" in said
     warnings = [str(record["warning"]) for record in run_of("runs").metrics() if record["kind"] == "checkpoint"]
-    assert any("It is tried again while the run goes on." in warning for warning in warnings)
+    assert any("The write is repeated while the run continues." in warning for warning in warnings)
     assert newest("runs")[1].meta["position"]["global_step"] == 10
 
 
@@ -169,7 +169,7 @@ def test_a_disk_that_hangs_does_not_end_the_training_and_is_told_at_its_end(fold
     outcome = train(folder, 0, *more, fault="time.sleep(1000)")
     assert outcome.code == 2, outcome.output
     assert "epoch 2/2" in outcome.stdout
-    assert "is left out, as that of step 5 is still being written" in outcome.output
+    assert "is skipped, because that of step 5 is still being written" in outcome.output
 
 
 RANKS = (1, 2, 3, 6)
@@ -511,7 +511,7 @@ def test_commands_take_no_other_directory_for_a_run(trained: Path, tmp_path: Pat
     for words in (["report", str(project)], ["compare", str(project), str(project)], ["watch", str(project), "--once"]):
         result = CliRunner().invoke(cli, words)
         assert result.exit_code == 2, words
-        assert "is no run directory: it has a config.yaml, but not the run.json" in result.output
+        assert "is not a run directory: it has a config.yaml, but not the run.json" in result.output
     result = CliRunner().invoke(cli, ["checkpoint", "prune", str(project), "--keep", "1"])
     assert (result.exit_code, result.output) == (0, "")
     assert latest(tmp_path, "tiny") is None

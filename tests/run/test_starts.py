@@ -22,8 +22,7 @@ from hpctrain.config.load import load
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.data.convert.common import PictureForm, pack
-from hpctrain.data.format import digest_of
-from hpctrain.data.image_file import ImageFile, compared_facts
+from hpctrain.data.image_file import ImageFile, compared_facts, digest_of
 from hpctrain.data.pictures import picture_facts
 from hpctrain.data.readers import BlockReader
 from hpctrain.data.writer import write_data_file
@@ -117,7 +116,7 @@ def test_another_option_of_the_command_or_argument_of_a_call_is_named() -> None:
     ("kind", "fact", "words"),
     [
         ("software_versions", "numpy", "packages than rank 0: numpy is 2, not 1; give all nodes the same environment."),
-        ("package_files", "nn/x.py", "files of hpctrain than rank 0: nn/x.py differs; install the same version of it on"),
+        ("package_files", "nn/x.py", "files of hpctrain than rank 0: nn/x.py differs; install the same version of hpctrain on"),
     ],
 )
 def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kind: str, fact: str, words: str) -> None:
@@ -139,7 +138,7 @@ def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
     assert said_of([8, 8, 8], [one, same, one]) == said_of([8, 8, 8], [None] * 3) == {""}
     sentence = "Rank 2 has another program than rank 0: train.py differs; give all nodes the same file."
     assert said_of([8, 8, 8], [one, same, other]) == {sentence}
-    sentence = "Rank 1 has other arguments of hpctrain.start than rank 0: batch is 9, not 8; give all ranks the same."
+    sentence = "Rank 1 has other arguments of hpctrain.start than rank 0: batch is 9, not 8; give all ranks the same arguments."
     assert said_of([8, 9, 8], [one] * 3) == {sentence}
 
 
@@ -169,11 +168,11 @@ def test_modules_of_gpus_are_compared_between_the_nodes_that_have_some(differ: b
     def work(comm: Communicator) -> None:
         of_gpus = None if comm.rank == 1 else {"backend/cuda/x.py": comm.rank if differ else 0}
         for facts in ({"nn/x.py": 0}, of_gpus):
-            mend = "install the same version of it on all nodes"
+            mend = "install the same version of hpctrain on all nodes"
             compare(comm, Subject("other files of hpctrain", mend, facts, lambda key, *_: f"{key} differs"))
 
     sentence = "Rank 2 has other files of hpctrain than rank 0: backend/cuda/x.py differs; "
-    sentence += "install the same version of it on all nodes."
+    sentence += "install the same version of hpctrain on all nodes."
     assert raised(3, work) == [sentence if differ else ""] * 3
 
 

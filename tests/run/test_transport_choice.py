@@ -20,7 +20,7 @@ from hpctrain_testing.virtual.run import run_virtual
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.faults import DEADLINE_SECONDS, FAULTS, findings, is_named, prepare, run_fault
 
-STAGED = "transport staged: through the host's memory, as every MPI can"
+STAGED = "transport staged: messages pass through host memory"
 
 
 def _config(**keys: Any) -> Config:
@@ -67,31 +67,37 @@ def _choices(wanted: str, found: Sequence[str | None], identities: Sequence[str]
         (
             "auto",
             (AWARE, None, AWARE),
-            ("mpi", ("transport mpi: a trial has shown that MPI takes messages from a GPU's memory (not yet run between GPUs)",)),
+            ("mpi", ("transport mpi: a trial has shown that MPI can send from GPU memory (not yet run between GPUs)",)),
         ),
         (
             "auto",
             (AWARE, f"{UNAWARE}: Segmentation fault."),
-            ("staged", (f"{STAGED}; from a GPU's own this one takes none: Segmentation fault",)),
+            ("staged", (f"{STAGED}; MPI cannot send from GPU memory: Segmentation fault",)),
         ),
         (
             "auto",
             ("abort\nGTL is not linked", None),
-            ("staged", (f"{STAGED}; from a GPU's own this one takes none: GTL is not linked",)),
+            ("staged", (f"{STAGED}; MPI cannot send from GPU memory: GTL is not linked",)),
         ),
         ("staged", (AWARE, AWARE), ("staged", (STAGED,))),
-        ("mpi", (None, None), ("mpi", ("transport mpi: as the configuration says (not yet run between GPUs)",))),
+        ("mpi", (None, None), ("mpi", ("transport mpi: as configured (not yet run between GPUs)",))),
         (
             "mpi",
             (AWARE, None),
-            ("mpi", ("transport mpi: as the configuration says, and a trial has shown that MPI can (not yet run between GPUs)",)),
+            (
+                "mpi",
+                (
+                    "transport mpi: as configured, and a trial has shown that MPI can send from GPU memory "
+                    "(not yet run between GPUs)",
+                ),
+            ),
         ),
         (
             "mpi",
             (None, f"{UNAWARE}: no driver"),
-            "transport is mpi, but MPI takes no messages from a GPU's memory (no driver); set it to staged.",
+            "transport is mpi, but MPI cannot send from GPU memory (no driver); set transport to staged.",
         ),
-        ("nccl", (None, None, None), ("nccl", ("transport nccl: as the configuration says (not yet run between GPUs)",))),
+        ("nccl", (None, None, None), ("nccl", ("transport nccl: as configured (not yet run between GPUs)",))),
     ],
 )
 def test_the_choice_is_that_of_all_ranks(wanted: str, found: Sequence[str | None], expected: Any) -> None:
@@ -144,7 +150,7 @@ def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> No
     ("keys", "sentence"),
     [
         ({"backend": "onednn", "transport": "staged"}, "transport is staged, which applies to GPUs only; set it to auto"),
-        ({"transport": "nccl", "averager": "sparse"}, "transport is nccl, but averager sparse selects the values to send"),
+        ({"transport": "nccl", "averager": "sparse"}, "transport is nccl, but averager sparse chooses the elements to send"),
         ({"transport": "nccl", "on_lost_rank": "shrink"}, "transport is nccl, whose operations do not end when a rank is lost"),
     ],
 )

@@ -76,7 +76,7 @@ def test_create_and_open(tmp_path):
     assert versions["numpy"] == np.__version__
     assert json.loads((run.path / "git.json").read_text()) == {"revision": "abc", "dirty": True}
     assert RunDirectory.open(run.path) == run
-    with pytest.raises(CheckpointError, match="no run directory"):
+    with pytest.raises(CheckpointError, match="not a run directory"):
         RunDirectory.open(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_directories_are_unique_however_many_start_at_once(tmp_path):
 
 @pytest.mark.parametrize(("name", "legal"), [("a/b", "a-b"), ("", "run"), ("-x", "x"), ("Größe 7", "Gr-e-7")])
 def test_names_that_are_no_file_names(tmp_path, name, legal):
-    with pytest.raises(ConfigError, match=f"as in '{legal}'"):
+    with pytest.raises(ConfigError, match=f"for example '{legal}'"):
         create(tmp_path, name)
     create(tmp_path, legal)
 
@@ -506,7 +506,7 @@ WRONG_VALUE = json.dumps({**vars(BEST), "value": "0.9193"})
 @pytest.mark.parametrize("text", ["", "[1]", '{"step": 3}', WRONG_VALUE, "\udcff"])
 def test_another_file_of_that_name_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / best_record.BEST_RECORD).write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(CheckpointError, match=r"best\.json is no record of a best checkpoint"):
+    with pytest.raises(CheckpointError, match=r"best\.json is not a record of a best checkpoint"):
         best_record.read_best(tmp_path)
     best_record.write_best(tmp_path, BEST)
     assert best_record.read_best(tmp_path) == BEST
@@ -524,7 +524,7 @@ def test_the_newest_run_that_has_one_counts(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No run of 'tiny'"):
         best_record.find_best(tmp_path, "tiny")
     best_record.write_best(older.checkpoints, BEST)
-    with pytest.raises(CheckpointError, match=r"checkpoint-00000035\.h5 \(top1 91\.93% after epoch 7\), is not there any more"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-00000035\.h5 \(top1 91\.93% after epoch 7\), does not exist any more"):
         best_record.find_best(tmp_path, "tiny")
     path = older.checkpoints / BEST.checkpoint
     path.write_bytes(b"")

@@ -215,12 +215,20 @@ def test_ranks_never_share_cores(site: str, ranks: int) -> None:
         ("local", JobRequest(1, account="a"), "--account is a, but site local has no such option; leave it out."),
         ("local", JobRequest(1, queue="q"), "--queue is q, but site local has no such option; leave it out."),
         ("slurm", JobRequest(1, hostfile=Path("h")), "--hostfile is h, but site slurm uses no hostfile; leave --hostfile out."),
-        ("hostfile", JobRequest(1, hostfile=Path("nowhere")), "Cannot read --hostfile nowhere: No such file or directory; give a readable text file in UTF-8."),
+        (
+            "hostfile",
+            JobRequest(1, hostfile=Path("nowhere")),
+            "Cannot read --hostfile nowhere: No such file or directory; give a readable text file in UTF-8.",
+        ),
         ("perlmutter-gpu", JobRequest(1, ranks_per_node=5), "--ranks-per-node is 5, but a node of site perlmutter-gpu takes"),
         ("slurm", JobRequest(1, 8, 9), "--cores-per-rank is 9, but 8 ranks share the 64 cores of a node of site slurm"),
         ("slurm", JobRequest(1, time="soon"), "--time is 'soon', but must be a time such as 06:00:00 or 5h30m."),
         ("slurm", JobRequest(1, time="0"), "--time is '0', but must be a time"),
-        ("slurm", JobRequest(1, stage=Path("nowhere.tar")), "--stage nowhere.tar is not a file; give a tar archive of the environment."),
+        (
+            "slurm",
+            JobRequest(1, stage=Path("nowhere.tar")),
+            "--stage nowhere.tar is not a file; give a tar archive of the environment.",
+        ),
         ("local", JobRequest(1, stage=Path("x")), "--stage is x, but site local has no node-local disk; leave --stage out."),
     ],
 )

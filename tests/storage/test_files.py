@@ -417,7 +417,7 @@ def test_records_wait_until_there_is_room(said, error):
     disk.error = error
     for number in (1, 2, 3):
         records.add({"n": number})
-    assert said() == [f"The metrics cannot be written ({os.strerror(error)}); the run goes on and will try again."]
+    assert said() == [f"Cannot write the metrics ({os.strerror(error)}); the run continues and will try again."]
     disk.error = 0
     records.add({"n": 4})
     assert (disk.records, said()[1:]) == ([0, 1, 2, 3, 4], ["The metrics can be written again."])

@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as hnp
 from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.runs.records import HashFile, HashRecord, cut_back, read_hashes, unreadable_path
 from hpctrain.storage import weights_file
+from hpctrain.storage.hdf5_store import read_file as read_store
 from hpctrain.storage.hdf5_store import write_store
-from hpctrain.storage.shards import read_file as read_store
 from hpctrain.storage.weights_file import WeightsFile
 
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", ">f4")
@@ -401,7 +401,7 @@ def test_another_line_is_told_with_its_number(tmp_path: Path, line: str) -> None
     path = tmp_path / "hashes.jsonl"
     HashFile(path).append(record(10, x=A))
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError, match=r"Line 3 of .*hashes\.jsonl holds no hashes of 1 tensors; delete the line\."):
+    with pytest.raises(DataError, match=r"Line 3 of .*hashes\.jsonl does not contain hashes of 1 tensors; delete the line\."):
         read_hashes(path)
     HashFile(path).append(record(20, x=B))  # a run goes on, with its tensors' names once more
     assert json.loads(path.read_text().splitlines()[-2]) == {"tensors": ["x"]}

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import Box, relative
-from hpctrain.storage import checkpoint
+from hpctrain.storage import checkpoint, hdf5_store
 from hpctrain.storage import shards as sharded_checkpoint
-from hpctrain.storage import shards as sharded_tensors
 from hpctrain.storage.checkpoint import (
     CheckpointContent,
     checkpoint_path,
@@ -28,12 +27,9 @@ from hpctrain.storage.checkpoint import (
     set_aside,
     write,
 )
+from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, ShardReader, contiguous_runs
 from hpctrain.storage.shards import (
     Part,
-    ShardedTensors,
-    ShardFacts,
-    ShardReader,
-    contiguous_runs,
     moved_away,
     publish,
     shares,
@@ -339,7 +335,7 @@ def shards_in(directory: Path) -> list[ShardFacts]:
 
 
 def test_any_box_comes_from_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_tensors, "_MOST_READERS", 2)
+    monkeypatch.setattr(hdf5_store, "_MOST_READERS", 2)
     tensors = ShardedTensors(tmp_path, shards_in(tmp_path))
     assert np.array_equal(tensors["parameters/w"], WHOLE)
     for a in range(5):

@@ -203,7 +203,7 @@ def tolerance(row: Row) -> float:
     """The largest distance from one rank that a combination may have: that of float64, or what rounded messages explain."""
     units = [_UNITS[value] for value in _wires(row) if value is not None]
     amplification = _AMPLIFICATION * (8 if value_of(row, "optimizer")["name"] in _DIVIDING else 1)
-    return amplification * value_of(row, "steps") * max(units) if units else TOLERANCE
+    return amplification * steps_of(row) * max(units) if units else TOLERANCE
 
 
 def _wires(row: Row) -> tuple[str | None, str | None]:

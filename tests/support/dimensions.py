@@ -22,7 +22,7 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, TensorSpec
 from hpctrain.comm.groups import coordinates
-from hpctrain.config.checks import mixing_fault, progress_fault, sparse_fault, transport_fault, wire_fault
+from hpctrain.config.checks import host_choice_fault, mixing_fault, progress_fault, transport_fault, wire_fault
 from hpctrain.config.grid import check_batch, check_overlap
 from hpctrain.config.images import check_image_shapes
 from hpctrain.config.schema import Config, MixingConfig
@@ -470,7 +470,7 @@ def _refused_transport(row: Row) -> str | None:
         return None
     if value_of(row, "device") is None:
         return transport_fault(value_of(row, "transport"))
-    return sparse_fault() if (value_of(row, "transport"), value_of(row, "averager")) == ("nccl", "sparse") else None
+    return host_choice_fault("sparse") if (value_of(row, "transport"), value_of(row, "averager")) == ("nccl", "sparse") else None
 
 
 def _refused_device(row: Row) -> str | None:

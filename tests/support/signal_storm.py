@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 
 from hpctrain.launch.process_end import FINISHED, STOPPED
-from hpctrain.launch.signal_mask import HELD, STOPS
+from hpctrain.launch.process_start import HELD, STOPS
 from hpctrain.runs.directory import latest, software_versions
 from hpctrain.storage import checkpoint
 from tests.support.jobs import StartedJob, find_mpiexec

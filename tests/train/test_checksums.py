@@ -413,14 +413,14 @@ def _difference(*reports: RankReport, splits: int = 1) -> ReplicaDifference:
         (
             [_report(1, 2, 3), _report(2, 2, 3)],
             (10, 11),
-            "After step 9 rank 10 and rank 11 hold different bits of parameter conv.weight, and no majority tells who is wrong; "
+            "After step 9 rank 10 and rank 11 hold different bits of parameter conv.weight, and there is no majority; "
             "all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(1, 2, 3), _report(2, 2, 3), _report(2, 2, 3)],
             (10, 11, 12, 13),
-            "After step 9 ranks 10-11 and ranks 12-13 hold different bits of parameter conv.weight, and no majority tells who is "
-            "wrong; all had the same after step 3",
+            "After step 9 ranks 10-11 and ranks 12-13 hold different bits of parameter conv.weight, and there is no majority; "
+            "all had the same after step 3",
         ),
         (
             [_report(1, 2, 3), _report(1, 2, 4), _report(1, 2, 3, found=("the momentum of fc.weight", "parameter fc.weight"))],

@@ -194,7 +194,7 @@ def test_parameters_in_16_bits_are_refused(emulated_device: EmulatedDeviceFactor
     task = _task(0)
 
     def program(comm: ThreadCommunicator) -> None:
-        with pytest.raises(BackendError, match=r"^wire_parameters is bfloat16, but parameters of backend cuda travel"):
+        with pytest.raises(BackendError, match=r"^wire_parameters is bfloat16, but backend cuda sends parameters unrounded"):
             replica_of(
                 replace(task, kernels=_kernels(emulated_device(comm.rank))),
                 comm,
@@ -355,7 +355,7 @@ class _InNumpy(Sgd):
 def test_an_optimiser_in_numpy_is_refused_where_the_arrays_are_elsewhere(emulated_device: EmulatedDeviceFactory) -> None:
     task = replace(_single_rank_task(0), optimizer=_InNumpy)
     _replica(task, NumpyKernelSet(), Sharded)
-    with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; let it .*\.$"):
+    with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; implement it .*\.$"):
         _replica(task, _kernels(emulated_device()), Sharded)
 
 

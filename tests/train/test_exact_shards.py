@@ -219,15 +219,15 @@ def test_an_evaluation_has_the_bits_of_one_rank(flip: bool) -> None:
     [
         (
             {"exact_shards": 8},
-            "exact.shards is 8, which 3 ranks cannot share out evenly; start 2 or 4 ranks, or set .* 9",
+            "exact.shards is 8, which 3 ranks cannot share evenly; start 2 or 4 ranks, or set .* 9",
         ),
         (
             {"exact_shards": 2},
-            "exact.shards is 2, which 3 ranks cannot share out evenly; start 2 ranks, or set .* 3",
+            "exact.shards is 2, which 3 ranks cannot share evenly; start 2 ranks, or set .* 3",
         ),
         ({"exact_shards": 0}, "must be at least 1"),
-        ({"model": nets.residual}, "bn1 has batch statistics over all ranks"),
-        ({"plan": ParallelPlan(3, 1, Parallelism.DOMAIN)}, "grid.rows is 3, but exact needs ranks that share no samples"),
+        ({"model": nets.residual}, "bn1 computes batch statistics over all ranks"),
+        ({"plan": ParallelPlan(3, 1, Parallelism.DOMAIN)}, "grid.rows is 3, but exact does not support ranks that share samples"),
     ],
 )
 def test_what_cannot_be_the_same_on_any_ranks_is_refused(changed: dict[str, Any], words: str) -> None:
@@ -244,5 +244,7 @@ def test_a_loader_that_was_not_told_of_shards_is_refused() -> None:
         for batch in batches(replace(task, exact_shards=None), replica.groups.position, comm.size):
             replica.step(batch, task.lr)
 
-    with pytest.raises(ConfigError, match=r"A step has 5, 5 samples on the ranks, but 8 shards of 10 samples are 6, 4; make the"):
+    with pytest.raises(
+        ConfigError, match=r"The ranks have 5, 5 samples of a step, but 8 shards of 10 samples require 6, 4; create the"
+    ):
         run_virtual(2, program)

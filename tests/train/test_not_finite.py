@@ -466,7 +466,7 @@ def test_a_skip_is_reported_with_the_first_layer_and_the_ranks() -> None:
         assert record == {"kind": "skip", "epoch": 1, "step": 3, **where}
         assert kept.said[0] == (
             "step 3 skipped: layer conv1 is the first, in forward order, whose gradients are not finite in step 3; losses or "
-            "batch statistics were so before they were summed (on rank 2 of 3)"
+            "batch statistics were not finite before they were summed (on rank 2 of 3)"
         )
 
 
@@ -492,7 +492,7 @@ def test_training_ends_with_one_step_more_in_a_row_than_may() -> None:
     runs = _run_case(2, Case(TASK, "sharded", (1, 3, 4, 5, 6), "gradient", most=2))
     (error,) = {run.error for run in runs}
     assert error.startswith(
-        "3 steps, one after another, are not finite and were skipped, the last one step 6, as layer conv2 is the first"
+        "3 consecutive steps were not finite and were skipped. In the last one, step 6, layer conv2 is the first"
     )
     assert error.endswith("or raise on_nonfinite.most.")
     assert [record["step"] for record in runs[0].of_kind("skip")] == [2, 4, 5, 6]

@@ -234,7 +234,7 @@ def test_one_skip_too_many_ends_the_training_on_all_ranks(ranks: int) -> None:
         return str(caught.value)
 
     (sentence,) = set(run_virtual(ranks, program))
-    assert sentence.startswith("3 steps, one after another, are not finite and were skipped, the last one step 4, as ")
+    assert sentence.startswith("3 consecutive steps were not finite and were skipped. In the last one, step 4, ")
 
 
 def test_counts_go_on_from_a_position() -> None:

@@ -146,7 +146,7 @@ def test_a_failure_is_told_once_on_all_ranks_and_tried_again() -> None:
         return told.lines
 
     first, *others = on_each(work)
-    assert first == ["warning: There is no room. (on rank 2 of 3) It is tried again while the run goes on."]
+    assert first == ["warning: There is no room. (on rank 2 of 3) The write is repeated while the run continues."]
     assert others == [first, first]
 
 
@@ -166,7 +166,7 @@ def test_the_next_one_takes_the_place_of_one_that_cannot_be_written() -> None:
         return told.lines
 
     for lines in on_each(work):
-        assert lines[1] == "warning: The checkpoint of step 5 is given up for that of step 6."
+        assert lines[1] == "warning: The checkpoint of step 5 is abandoned for that of step 6."
     assert written == [6]
 
 
@@ -202,14 +202,14 @@ def test_a_disk_that_hangs_is_told_once_leaves_checkpoints_out_and_is_given_up_a
         begin = time.monotonic()
         assert not saver.ready(6)
         assert time.monotonic() - begin < 5
-        with pytest.raises(CheckpointError, match=r"deadline of 0.3 s .* given up \(on rank 1 of 3\)"):
+        with pytest.raises(CheckpointError, match=r"deadline of 0.3 s at the end of the run \(on rank 1 of 3\)"):
             saver.finish()
         return told.lines
 
     for lines in on_each(work):
         assert len(lines) == 2
-        assert "step 5 is not written after 0 s (on rank 1 of 3); the run goes on" in lines[0]
-        assert lines[1].startswith("warning: The checkpoint of step 6 is left out, as that of step 5")
+        assert "step 5 is not written after 0 s (on rank 1 of 3); the run continues" in lines[0]
+        assert lines[1].startswith("warning: The checkpoint of step 6 is skipped, because that of step 5")
     release.set()
 
 
@@ -223,7 +223,7 @@ def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
         assert not saver.ready(6)
         comm.allgather_object(None)
         release.set()
-        with pytest.raises(CheckpointError, match="checkpoint of step 6 is left out"):
+        with pytest.raises(CheckpointError, match="checkpoint of step 6 is skipped"):
             saver.finish()
 
     on_each(work)

@@ -391,12 +391,12 @@ def test_another_metric_begins_to_count_and_another_patience_goes_on() -> None:
         (
             EarlyStop("top1", 2, 0.5),
             Stagnation("top1", 0.5, 1, 3, 2),
-            "early stop after epoch 3: 2 evaluations since epoch 1 with top1 50.00% brought none that is better by more than 0.5",
+            "early stop after epoch 3: no improvement by more than 0.5 in 2 evaluations since epoch 1 (top1 50.00%)",
         ),
         (
             EarlyStop("loss", 1),
             Stagnation("loss", 0.25, 4, 5, 1),
-            "early stop after epoch 5: 1 evaluation since epoch 4 with loss 0.2500 brought none that is better",
+            "early stop after epoch 5: no improvement in 1 evaluation since epoch 4 (loss 0.2500)",
         ),
         (EarlyStop("loss", 1), Stagnation("loss", None, 0, 1, 1), "early stop after epoch 1: 1 evaluation had no finite loss"),
     ],
@@ -442,7 +442,7 @@ def test_the_batch_that_is_told_fits_and_is_nearly_the_largest(fits: int) -> Non
 
 def test_no_batch_at_all() -> None:
     network = _network(_network(0).arena_bytes(1, training=True) + _state() - 1)
-    with pytest.raises(BackendError, match="not even one fits: take a smaller network"):
+    with pytest.raises(BackendError, match="not even one sample fits: use a smaller network"):
         check_memory(network, 8, 1)
 
 
@@ -455,7 +455,7 @@ def test_the_plan_is_told_of_the_network_that_was_checked_last() -> None:
     check_memory(network, 12, 3)
     sentence = planned()
     assert sentence is not None
-    assert f"the plan has {network.arena_bytes(4, training=True) / 1e9:.3f} GB for a pass over 4 samples" in sentence
+    assert f"the plan needs {network.arena_bytes(4, training=True) / 1e9:.3f} GB for a pass over 4 samples" in sentence
     assert f"{3 * _state() / 1e9:.3f} GB for parameters" in sentence
     del network
     assert planned() is None

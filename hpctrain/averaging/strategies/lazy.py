@@ -348,6 +348,7 @@ class Lazy(Sharded):
     """
 
     sums_shards = False
+    messages_vary = True
     Options = LazyOptions
     options: LazyOptions
 

@@ -517,6 +517,8 @@ class Sparse(ReduceScatterStrategy):
     """
 
     sums_shards = False
+    messages_vary = True
+    chooses_on_host = True
     Options = SparseOptions
     options: SparseOptions
     streams = (Stream.GRADIENTS, Stream.NODES, Stream.PARAMETERS)

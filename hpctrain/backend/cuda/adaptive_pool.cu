@@ -1,19 +1,19 @@
 // Adaptive average pooling over (N, H, W, C): output i of a dim of `outputs` is the mean over [floor(i size / outputs),
-// ceil((i + 1) size / outputs)); so is global pooling, with one output. An image without pixels averages to 0.
+// ceil((i + 1) size / outputs)). Global pooling has one output. An image without pixels averages to 0.
 #include "images.cuh"
 
-// Products of the two are below 2^31: the host sees to it.
+// The host checks that products of the two are below 2^31.
 struct Dim {
   int size, outputs;
   __device__ __forceinline__ int start(int i) const { return quotient(i * size, outputs); }
   __device__ __forceinline__ int stop(int i) const { return quotient((i + 1) * size + outputs - 1, outputs); }
   __device__ __forceinline__ int count(int i) const { const int n = stop(i) - start(i); return n > 0 ? n : 1; }
-  // Outputs [first, last) hold a position.
+  // Outputs [first, last) contain a position.
   __device__ __forceinline__ int first(int at) const { return quotient(at * outputs, size); }
   __device__ __forceinline__ int last(int at) const { return quotient((at + 1) * outputs + size - 1, size); }
 };
 
-// One thread a pack of outputs: for small windows.
+// For small windows: one thread per pack of outputs.
 template <class T, int W>
 __device__ __forceinline__ void forward(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int rows) {
   typedef typename Sum<T>::type S;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void forward(const T* __restrict__ x, T* __restrict__
   }
 }
 
-// One block an output of 32 packs: its 8 rows of threads share the pixels of the window, for large windows. Grid (tiles of 32
+// For large windows: one block per output of 32 packs, whose 8 rows of threads divide the window's pixels. Grid (tiles of 32
 // packs, outputs).
 template <class T, int W>
 __device__ __forceinline__ void forward_shared(const T* __restrict__ x, T* __restrict__ y, Dim h, Dim w, int packs, int outputs) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void forward_shared(const T* __restrict__ x, T* __res
     if (pack < packs) {
 #pragma unroll 4
       for (int pixel = part; pixel < pixels; pixel += 8) {
-        const int line = width == w.size ? 0 : pixel / width;  // a window as wide as the image is one piece of memory
+        const int line = width == w.size ? 0 : pixel / width;  // a window as wide as the image is contiguous
         const Pack<T, W> v = load<T, W>(from + (int64_t(line) * w.size + (pixel - line * width)) * channels);
 #pragma unroll
         for (int i = 0; i < W; i++) sum[i] += value(v.at[i]);
@@ -85,7 +85,7 @@ __device__ __forceinline__ void forward_shared(const T* __restrict__ x, T* __res
   }
 }
 
-// dx gathers from the outputs that hold it.
+// Each element of dx sums over the outputs that contain it.
 template <class T, int W>
 __device__ __forceinline__ void backward(
     const T* __restrict__ dy, T* __restrict__ dx, Dim h, Dim w, int packs, int rows, int accumulate) {

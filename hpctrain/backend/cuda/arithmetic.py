@@ -1,8 +1,8 @@
-"""The arithmetic service of the cuda set: what `Arithmetic` says, enqueued on the stream of all computation.
+"""The arithmetic service of the cuda set: implements `Arithmetic` on the stream of all computation.
 
-In order: tables of arrays, and by one or two launches for all arrays of a table their sums of squares, whether they are finite,
-their checksums and a guard of them; descents on flat memory, by one launch for all runs of an update; the service, with copies
-between boxes (which pack and unpack halos) and sums over the pixels of images.
+In order: tables of arrays, with sums of squares, tests for finite elements, checksums and guards of all arrays of a table in one
+or two launches; descents on flat memory, with one launch for all runs of an update; the service, with copies between boxes (to
+pack and unpack halos) and sums over the pixels of images.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from hpctrain.backend.host_arithmetic import HostFetch
 from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.core.intervals import Box, shape_of, size_of
 
-#: items of an array that a block looks at in one go: `TILE` of sums.cu and tables.cuh
+#: number of items in a tile, which a block processes at a time: `TILE` of tables.cuh
 TILE = 8192
 
 _THREADS = 256
-_DIMS = 4  # of boxes that are copied
+_DIMS = 4  # maximum number of dims of a copied box
 _POLYNOMIAL, _ONE = 0xEDB88320, 0x80000000  # of checksums.cu
 
 
 class _TiledArrays:
-    """Flat arrays, at least one, that one launch goes through, tile by tile: their table in the device's memory.
+    """Flat arrays, at least one, that one launch processes tile by tile.
 
-    The arrays' memory may hold other values each time. The caller keeps them.
+    The kernel reads a table of the arrays in the device's memory. The arrays' values may change between launches. The caller
+    keeps the arrays alive.
 
     Args:
-        sizes: items of each array: elements, or words. staging: the table goes through it to the device, once.
+        sizes: number of items of each array, which are elements or 32-bit words.
+        staging: pinned buffers for the single upload of the table.
     """
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], sizes: Sequence[int], staging: Staging) -> None:
@@ -68,12 +70,12 @@ class _TiledArrays:
         self._runtime.launch(source, kernel, grid, (_THREADS,), *arguments)
 
     def _join(self, source: str, kernel: str, partial: DeviceArray, out: DeviceArray) -> None:
-        """Enqueue a kernel with a block for each array, which joins the results of its tiles."""
+        """Enqueue a kernel with one block per array, which combines the results of the array's tiles."""
         self._runtime.launch(source, kernel, (self.count,), (_THREADS,), self._table, partial, out)
 
 
 class ArrayTable(_TiledArrays):
-    """Sums of squares of arrays of one dtype, and whether their elements are finite."""
+    """Sums of squares of arrays of one dtype, and tests for finite elements."""
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
         assert len({array.dtype for array in arrays}) == 1, "arrays that are summed together have one dtype"
@@ -84,16 +86,16 @@ class ArrayTable(_TiledArrays):
         self._fetch_sums, self._fetch_flags = (FetchBuffers(runtime, array.nbytes) for array in (self._sums, self._flags))
 
     def square_sums(self) -> CudaFetch:
-        """Enqueue the sums of squares: float64, one for each array, the same bits whatever else is in the table."""
+        """Enqueue and fetch the sum of squares of each array, float64. Its bits do not depend on the table's other arrays."""
         self._look("sums", f"square_sums_{self._tag}", self._partial)
         self._join("sums", "finish_sums", self._partial, self._sums)
         return self._fetch_sums.fetch(self._sums)
 
     def finite(self, arrays: Sequence[DeviceArray] = ()) -> CudaFetch:
-        """Enqueue the answers whether all elements of each array are finite: bool.
+        """Enqueue and fetch whether all elements of each array are finite, bool.
 
         Args:
-            arrays: those of the table, if the caller may drop them before the answers are there.
+            arrays: arrays of the table, if the caller may drop them before the result is read.
         """
         self._runtime.device.copy(self._runtime.stream, self._flags, self._no_flags)
         self._look("sums", f"find_not_finite_{self._tag}", self._flags)
@@ -101,14 +103,14 @@ class ArrayTable(_TiledArrays):
 
 
 class _Tables:
-    """Tables of arrays, each made at the first question about these arrays and kept."""
+    """Tables of arrays, each made at the first call for its arrays and then kept."""
 
     def __init__(self, runtime: CudaRuntime, staging: Staging) -> None:
         self._runtime, self._staging = runtime, staging
         self._tables: dict[tuple[object, ...], ArrayTable] = {}
 
     def of(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
-        """Return the table of some arrays."""
+        """Return the table of these arrays."""
         key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
         if key not in self._tables:
             self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
@@ -116,10 +118,10 @@ class _Tables:
 
 
 class WordSums(_TiledArrays):
-    """Sums over the 32-bit words of each of some arrays.
+    """A sum over the 32-bit words of each array.
 
     Args:
-        kind: "remainders" of CRC-32 without its inversions, or sums of "words".
+        kind: "remainders" for CRC-32 without its inversions, or "words" for sums of words.
     """
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], kind: str, staging: Staging) -> None:
@@ -128,16 +130,16 @@ class WordSums(_TiledArrays):
         self._kind, self._partial = kind, self.memory(self._tiles, "uint32")
 
     def sum_into(self, sums: DeviceArray) -> None:
-        """Enqueue the sums, uint32, one for each array."""
+        """Enqueue the sum of each array, uint32."""
         self._look("checksums", f"sum_{self._kind}", self._partial)
         self._join("checksums", f"join_{self._kind}", self._partial, sums)
 
 
 class CudaChecksums:
-    """Implements `ArrayChecksums`. Keeps the arrays.
+    """Implements `ArrayChecksums`. Keeps the arrays alive.
 
     Args:
-        of_zeros: for each array, the checksum of the same number of zero bytes, if `kind` omits that term.
+        of_zeros: checksums of as many zero bytes as each array has, if `kind` omits this term; otherwise 0.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class CudaChecksums:
 
 
 class CudaGuard:
-    """Implements `ArrayGuard`. Keeps the arrays."""
+    """Implements `ArrayGuard`. Keeps the arrays alive."""
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
         self._runtime, self._arrays = runtime, tuple(arrays)
@@ -195,7 +197,10 @@ class CudaWatchedArrays:
 
 
 def checksum_of_zeros(size_bytes: int) -> int:
-    """Return the CRC-32 of this number of zero bytes, computed without them: the term that its inversions add for any bytes."""
+    """Return the CRC-32 of `size_bytes` zero bytes, computed without them.
+
+    It equals the term that the inversions of CRC-32 contribute to the checksum of any data of this size.
+    """
     power, square, bits = _ONE, _ONE >> 1, 8 * size_bytes
     while bits:
         if bits & 1:
@@ -205,7 +210,7 @@ def checksum_of_zeros(size_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Return the product of polynomials over GF(2), modulo that of CRC-32; bit 31 is the coefficient of x^0."""
+    """Return the product of two polynomials over GF(2), modulo the polynomial of CRC-32; bit 31 is the coefficient of x^0."""
     total = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -214,15 +219,16 @@ def _product(a: int, b: int) -> int:
     return total
 
 
-#: elements of a block's work and of a thread's: `TILE` and `W` of runs.cuh
+#: number of elements that a block and a thread process at a time: `TILE` and `W` of runs.cuh
 DESCENT_TILE, PACK = 4096, 4
 
 
 class RunTable:
-    """The runs of one update in the device's memory, uploaded if they differ from those of the previous update.
+    """The runs of one update in the device's memory, uploaded if they differ from the previous update's.
 
     Args:
-        item: dtype of scales and decays. capacity: the most runs.
+        item: dtype of scales and decays.
+        capacity: maximum number of runs.
     """
 
     def __init__(self, runtime: CudaRuntime, item: str, capacity: int) -> None:
@@ -234,7 +240,7 @@ class RunTable:
         self._runs: Sequence[UpdateRun] = ()
 
     def set(self, runs: Sequence[UpdateRun]) -> None:
-        """Make these the table's runs, none of them empty."""
+        """Set the table's runs. No run may be empty."""
         if runs == self._runs:
             return
         self._runs = runs
@@ -249,10 +255,11 @@ class RunTable:
 
 
 class RunTables:
-    """Tables of runs, made when a part of the buffers is first updated, and what a launch over one takes.
+    """Tables of runs, one for each part of the buffers that is updated separately, and the launches over them.
 
     Args:
-        dtype: dtype of the buffers. buffers: flat arrays that a kernel takes; None for missing ones.
+        dtype: dtype of the buffers.
+        buffers: flat arrays that the kernel reads or writes; None for missing ones.
     """
 
     def __init__(self, runtime: CudaRuntime, dtype: str, buffers: Sequence[DeviceArray | None]) -> None:
@@ -263,7 +270,7 @@ class RunTables:
         self._tables: dict[tuple[int, int], list[RunTable]] = {}
 
     def launch(self, source: str, kernel: str, runs: Iterable[UpdateRun], *scalars: np.generic) -> None:
-        """Enqueue a kernel over the elements of `runs`, with its own arguments after the runs."""
+        """Enqueue a kernel over the elements of `runs`. `scalars` are its arguments after the runs."""
         wanted = tuple(run for run in runs if run.start < run.stop)
         if not wanted:
             return
@@ -275,7 +282,10 @@ class RunTables:
         self._runtime.launch(source, kernel, grid, (_THREADS,), *self.buffers, table.memory, np.int32(len(wanted)), *last)
 
     def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
-        """Return the table for this part of the buffers, which a step updates once; outgrown tables may still be read."""
+        """Return the table of the part of the buffers from the first to the last run.
+
+        A step updates a part once. If a table is too small, a larger one is added, since kernels may still read the small one.
+        """
         tables = self._tables.setdefault((runs[0].start, runs[-1].stop), [])
         if not tables or tables[-1].capacity < len(runs):
             capacity = 1 << (len(runs) - 1).bit_length()
@@ -284,10 +294,13 @@ class RunTables:
 
 
 class CudaDescent:
-    """Implements `Descent`, with the bits of the host's.
+    """Implements `Descent`, bit-equal to the host's.
 
     Args:
-        data, gradient: flat, of one size. momentum: flat state, None if there is none. shadow: bfloat16 copy of `data`.
+        data: flat data.
+        gradient: flat gradient, of the size of `data`.
+        momentum: flat state; None if there is none.
+        shadow: bfloat16 copy of `data`; None if there is none.
     """
 
     def __init__(
@@ -310,7 +323,7 @@ class CudaDescent:
 
 
 class CudaMomentDescent:
-    """Implements `MomentDescent`, with the bits of the host's. Arguments: `Arithmetic.moment_descent`."""
+    """Implements `MomentDescent`, bit-equal to the host's. Arguments: see `Arithmetic.moment_descent`."""
 
     def __init__(
         self,
@@ -331,7 +344,7 @@ class CudaMomentDescent:
         self._launch(runs, corrections, lr, directs=False)
 
     def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
-        """Enqueue that the gradient becomes the direction."""
+        """Enqueue the replacement of the gradient by the direction."""
         self._launch(runs, corrections, 0.0, directs=True)
 
     def _launch(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float, *, directs: bool) -> None:
@@ -340,22 +353,22 @@ class CudaMomentDescent:
         self._tables.launch("moments", "moments", runs, scalar(lr), *self._constants, *scales, np.int32(directs))
 
 
-#: pinned memory that copies of whole arrays go through: buffers at first, at most, and bytes of each. More are made for large
-#: arrays, so that the host can fill them with a batch while the device computes.
+#: pinned memory for copies of whole arrays: initial number of buffers, maximum number, and size of a buffer. Large arrays add
+#: buffers, so that the host can fill them with a batch while the device computes.
 STAGING_COUNT, STAGING_MOST, STAGING_BYTES = 4, 64, 4 << 20
 
-#: elements that a thread casts at once: 16 bytes of float32
+#: number of elements that a thread casts at a time: 16 bytes of float32
 _CAST_WIDTH = 4
 
 
 class CudaArithmetic(Arithmetic):
-    """Implements `Arithmetic` on one device. Waits in `to_host`, `square_sums` and `Fetch.result` alone.
+    """Implements `Arithmetic` on one device. Only `to_host`, `square_sums` and `Fetch.result` wait.
 
-    Tables of arrays, and pinned memory for what is fetched, are made at the first call for the same arrays and kept: later steps
-    allocate nothing.
+    Tables of arrays, and pinned memory for fetches, are allocated at the first call for the same arrays and kept, so that later
+    steps allocate nothing.
 
     Attributes:
-        made_mirrors: those that `mirrors` gives, once they are made.
+        made_mirrors: result of `mirrors`; None before its first call.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -368,13 +381,13 @@ class CudaArithmetic(Arithmetic):
         self._messages: CudaMessages | None = None
 
     def mirrors(self) -> CudaMirrors:
-        """Return the mirrors, made at the first call: a rank that is alone has none, and no streams for them."""
+        """Return the mirrors, made at the first call, so that a single rank has neither mirrors nor their streams."""
         if self.made_mirrors is None:
             self.made_mirrors = CudaMirrors(self._runtime)
         return self.made_mirrors
 
     def messages(self) -> CudaMessages:
-        """Return the service, made at the first call."""
+        """Return the service for transports, made at the first call."""
         if self._messages is None:
             self._messages = CudaMessages(self._runtime)
         return self._messages
@@ -409,7 +422,7 @@ class CudaArithmetic(Arithmetic):
 
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
         shape = shape_of(target_box)
-        assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
+        assert target.dtype == source.dtype, f"{source!r} does not have the dtype of {target!r}"
         assert shape == shape_of(source_box), f"boxes {target_box} and {source_box} have different shapes"
         if not size_of(target_box):
             return
@@ -423,7 +436,7 @@ class CudaArithmetic(Arithmetic):
         self._runtime.launch_items("copies", kernel, size_of(target_box) // width, to, origin, *steps, *sizes)
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
-        # A thread sums in the order of the pixels, independent of the launch: always the same bits.
+        # A thread sums in the order of the pixels, so the bits do not depend on the launch.
         _launch_pixels(self._runtime, "sum_pixels", target, source, source, target, scale)
 
     def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
@@ -455,7 +468,7 @@ class CudaArithmetic(Arithmetic):
             self._staging.reserve(target.nbytes)
             self._staging.upload(target, source)
             return
-        # By way of float32 on the device: a kernel rounds, which takes the host much longer than the copy.
+        # Upload float32, and round it by a kernel: on the host, rounding takes much longer than the copy.
         self._staging.reserve(4 * target.size)
         if self._unrounded is None:
             self._unrounded = self.zeros(STAGING_BYTES // 4, "float32")
@@ -486,7 +499,7 @@ def _add(runtime: CudaRuntime, target: DeviceArray, source: DeviceArray, sign: f
 
 
 def _launch_flat(runtime: CudaRuntime, kernel: str, width: int, target: DeviceArray, *arguments: Argument) -> None:
-    """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` of them at once."""
+    """Enqueue a kernel of copies.cu over the elements of flat arrays, `width` elements at a time."""
     grid = grid_for(-(-target.size // width), runtime.threads, runtime.device.multiprocessors)
     runtime.launch("copies", f"{kernel}_w{width}", grid, (runtime.threads,), target, *arguments, np.int64(target.size))
 
@@ -500,10 +513,10 @@ def _launch_pixels(
     means: DeviceArray,
     scale: float,
 ) -> None:
-    """Enqueue a kernel whose items are packs of the target."""
+    """Enqueue a kernel of pixel_sums.cu over the packs of the target."""
     n, height, width, channels = images.shape
-    assert means.shape == (n, 1, 1, channels), f"{means!r} has not one pixel for each of {images!r}"
-    assert target.dtype == source.dtype, f"{source!r} has not the dtype of {target!r}"
+    assert means.shape == (n, 1, 1, channels), f"{means!r} does not have one pixel for each of {images!r}"
+    assert target.dtype == source.dtype, f"{source!r} does not have the dtype of {target!r}"
     wide = pack_width(target.itemsize, channels, (target, source))
     sizes = np.int64(height * width), np.int32(channels // wide)
     name = f"{kernel}_{TAGS[target.dtype]}_w{wide}"
@@ -511,7 +524,7 @@ def _launch_pixels(
 
 
 def _corner(array: DeviceArray, box: Box) -> tuple[DeviceArray, tuple[int, ...]]:
-    """Return the array from the box's first element on, flat, and the steps of the three outer dims in elements."""
+    """Return the array from the box's first element on, flat, and the strides of the three outer dims in elements."""
     assert all(start >= 0 and stop <= size for (start, stop), size in zip(box, array.shape, strict=True)), (
         f"{box} leaves {array!r}"
     )
@@ -526,6 +539,6 @@ def _check_sizes(target: DeviceArray, source: Array) -> None:
 
 
 def _scalar(array: DeviceArray, value: float) -> np.generic:
-    """Return a kernel's argument that elements of `array` are computed with."""
+    """Return `value` as a kernel argument, in the dtype in which elements of `array` are computed."""
     scalar: np.generic = np.dtype(parameter_dtype(array.dtype)).type(value)
     return scalar

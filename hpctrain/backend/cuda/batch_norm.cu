@@ -1,13 +1,13 @@
 // Batch norm over (rows, channels), channels last (Ioffe and Szegedy, ICML 2015), then optionally the sum with a second input and a ReLU.
 //
-// Blocks are (packs of channels, rows): a thread keeps to its channels, so the coefficients stay in registers. Sums over rows are made in
-// two launches: in the first, the blocks of each blockIdx.y sum one part of the rows; the second adds the parts in float64. Deviations are
-// taken from one row of the part, so that a large mean costs no digits. Coefficients are (7, channels), by the names below.
+// Blocks are (packs of channels, rows). A thread's channels do not change, so the coefficients stay in registers. Sums over rows take two
+// launches: in the first, the blocks of each blockIdx.y sum one part of the rows; the second adds the parts in float64. Deviations are
+// taken from one row of the part, so that a large mean loses no digits. Coefficients are (7, channels), by the names below.
 //
-// All blocks of a sum pass over the rows together, from the last row to the first. The kernel before has written the last rows last, and
-// the kernel after reads the first rows first, so that caches still hold a share of both.
+// All blocks of a sum move over the rows together, from the last row to the first. The preceding kernel has written the last rows last, and
+// the next kernel reads the first rows first, so both find some of their rows in the caches.
 //
-// ReLU: backward makes the sign of the output again from x; where a second input was added it reads a bit that forward left.
+// ReLU: backward recomputes the sign of the output from x. If a second input was added, it reads the bit that forward has saved.
 #include "common.cuh"
 
 #define THREADS 256
@@ -15,18 +15,18 @@ enum Coefficient { CENTRE, SCALE, OFFSET, INVERSE, CORRECTION, SLOPE, SHIFT };
 enum Mask { NONE, REMADE, STORED };
 enum Flag { GRADIENT = 1, ADD_GRADIENT = 2, RESIDUAL = 4, ADD_RESIDUAL = 8 };
 
-// Rounded once, whatever the compiler does elsewhere: forward and backward get the same bits.
+// A fused multiply-add regardless of compiler options, so that forward and backward compute the same bits.
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
 template <int W> __device__ __forceinline__ int first_channel() { return int(blockIdx.x * blockDim.x + threadIdx.x) * W; }
 
-// A coefficient of W channels.
+// One coefficient of W channels.
 template <int W, class S> __device__ __forceinline__ Pack<S, W> pick(const S* coefficients, Coefficient which, int channels, int channel) {
   return load<S, W>(coefficients + int64_t(which) * channels + channel);
 }
 
-// Adds up two sums of W channels over the rows of a block; partial is (2, channels, gridDim.y).
+// Reduces two sums of W channels over the rows of a block; partial is (2, channels, gridDim.y).
 template <int W, class S> __device__ __forceinline__ void sum_rows(const Pack<S, W>* sums, S* partial, int channels) {
   SHARED(S, shared, 2 * W * THREADS);
   const int wide = blockDim.x, threads = wide * blockDim.y, thread = threadIdx.y * wide + threadIdx.x;
@@ -44,8 +44,7 @@ template <int W, class S> __device__ __forceinline__ void sum_rows(const Pack<S,
   }
 }
 
-// The first row that a block reads of its part, from which the part's deviations are taken. A part consists of groups of `high` adjacent
-// rows.
+// The first row of a part that a block reads. The part's deviations are taken from it. A part consists of groups of `high` adjacent rows.
 __device__ __forceinline__ int64_t first_row(int part, int64_t high, int64_t rows) { return rows - 1 - part * high; }
 
 // Sums of the deviations from a row of each part, and of their squares.
@@ -70,7 +69,7 @@ template <class T, int W> __device__ __forceinline__ void moments(const T* x, ty
   sum_rows<W, S>(sums, partial, channels);
 }
 
-// y = (x - centre) * scale + offset; the offset makes up for the rounding of the mean.
+// y = (x - centre) * scale + offset; the offset corrects the rounding of the mean.
 template <class S> __device__ __forceinline__ void normalisation(S* coefficients, int channels, int c, double mean, double inverse, S gamma, S beta) {
   const S centre = S(mean);
   const double scale = gamma * inverse;
@@ -79,14 +78,14 @@ template <class S> __device__ __forceinline__ void normalisation(S* coefficients
   coefficients[int64_t(OFFSET) * channels + c] = S(beta + (centre - mean) * scale);
 }
 
-// One warp a channel, c: the mean of all rows and the sum of squared deviations, by the formula of Chan, Golub and LeVeque (1979) for
-// parts. True in the one thread that has them.
+// One warp per channel c: the mean of all rows and the sum of squared deviations, by the formula of Chan, Golub and LeVeque (1979) for
+// parts. Returns true in the thread that has the results.
 template <class T, class S>
 __device__ __forceinline__ bool channel_moments(const S* partial, const T* x, int parts, int64_t rows, int64_t high, int channels, int c, double& mean, double& m2) {
   double total = 0, squares = 0, first = 0;
   if (c < channels && parts) {
     first = value(x[first_row(0, high, rows) * channels + c]);
-    // Every part has at least `whole` rows. Of the rows that are left, the first parts have `high` each, and one part has the rest.
+    // Every part has at least `whole` rows. Of the remaining rows, the first parts have `high` each, and one part has the rest.
     const int64_t whole = rows / (parts * high) * high, left = rows - whole * parts;
 #pragma unroll 4
     for (int p = threadIdx.x; p < parts; p += 32) {
@@ -138,14 +137,14 @@ __device__ __forceinline__ void moments_own(const S* partial, const T* x, double
   }
 }
 
-// One thread a channel: what moments_finish makes, of the moments of all ranks' rows.
+// One thread per channel: the results of moments_finish, from the moments of all ranks' rows.
 template <class S>
 __device__ __forceinline__ void moments_merged(const double* moments, const S* gamma, const S* beta, S* coefficients, S* batch_mean, S* batch_var, int64_t rows, int channels, double epsilon) {
   const int c = int(first_item());
   if (c < channels) take_moments<S>(moments[c], moments[channels + c], gamma, beta, coefficients, batch_mean, batch_var, rows, channels, c, epsilon);
 }
 
-// The coefficients of evaluation, and of the input's gradient where statistics are fixed in training: dx = scale d.
+// The coefficients of evaluation, and of the input's gradient if training has fixed statistics: dx = scale d.
 template <class S> __device__ __forceinline__ void evaluation(const S* mean, const S* variance, const S* gamma, const S* beta, S* coefficients, int channels, double epsilon) {
   const int c = int(first_item());
   if (c >= channels) return;
@@ -153,7 +152,7 @@ template <class S> __device__ __forceinline__ void evaluation(const S* mean, con
   coefficients[int64_t(SLOPE) * channels + c] = coefficients[int64_t(SHIFT) * channels + c] = S(0);
 }
 
-// Two rows at once: loads come before stores, which the compiler cannot arrange itself, as y may be x. mask: a byte for each pack, or null.
+// Two rows at a time, with all loads before the stores. The compiler cannot reorder these, since y may be x. mask: one byte per pack, or null.
 template <class T, int W, bool add, bool rectify>
 __device__ __forceinline__ void apply(const T* x, const T* residual, const typename Sum<T>::type* coefficients, T* y, uint8_t* mask, int64_t rows, int channels) {
   typedef typename Sum<T>::type S;
@@ -186,7 +185,7 @@ __device__ __forceinline__ void apply(const T* x, const T* residual, const typen
   }
 }
 
-// A bit for each channel of a pack: the ReLU let it pass.
+// One bit per channel of a pack: whether the ReLU was active.
 template <class T, int W, Mask kind, class S>
 __device__ __forceinline__ unsigned passes(const Pack<T, W>& x, const uint8_t* mask, int64_t at, const Pack<S, W>& centre, const Pack<S, W>& scale, const Pack<S, W>& offset) {
   if (kind == STORED) return mask[at / W];
@@ -197,7 +196,7 @@ __device__ __forceinline__ unsigned passes(const Pack<T, W>& x, const uint8_t* m
   return bits;
 }
 
-// Sums of d (x - centre) and of d, d being dy without what the ReLU stopped.
+// Sums of d (x - centre) and of d, where d is dy with zeros where the ReLU was inactive.
 template <class T, int W, Mask kind>
 __device__ __forceinline__ void backward_sums(const T* x, const T* dy, const uint8_t* mask, const typename Sum<T>::type* coefficients, typename Sum<T>::type* partial, int64_t rows, int channels) {
   typedef typename Sum<T>::type S;
@@ -224,7 +223,7 @@ __device__ __forceinline__ void backward_sums(const T* x, const T* dy, const uin
   sum_rows<W, S>(sums, partial, channels);
 }
 
-// One warp a channel, c: gradients of gamma and beta. True in the one thread that has them.
+// One warp per channel c: gradients of gamma and beta. Returns true in the thread that has them.
 template <class S> __device__ __forceinline__ bool channel_gradients(const S* partial, const S* coefficients, S* d_gamma, S* d_beta, int parts, int channels, int c, double& gamma, double& sum) {
   double products = 0;
   sum = 0;
@@ -269,13 +268,13 @@ template <class S> __device__ __forceinline__ void backward_own(const S* partial
   }
 }
 
-// One thread a channel: the coefficients that backward_finish makes, of all ranks' sums.
+// One thread per channel: the coefficients of backward_finish, from all ranks' sums.
 template <class S> __device__ __forceinline__ void backward_merged(const double* sums, S* coefficients, int64_t rows, int channels) {
   const int c = int(first_item());
   if (c < channels) take_gradients<S>(sums[c], sums[channels + c], coefficients, rows, channels, c);
 }
 
-// dx = scale d - (x - centre) slope - shift; the gradient of what was added is d. dx or d_residual may be dy.
+// dx = scale d - (x - centre) slope - shift; the gradient of the second input is d. dx or d_residual may be dy.
 template <class T, int W, Mask kind>
 __device__ __forceinline__ void backward_input(const T* x, const T* dy, const uint8_t* mask, const typename Sum<T>::type* coefficients, T* dx, T* d_residual, int flags, int64_t rows, int channels) {
   typedef typename Sum<T>::type S;
@@ -284,7 +283,7 @@ __device__ __forceinline__ void backward_input(const T* x, const T* dy, const ui
   const Pack<S, W> centre = pick<W>(coefficients, CENTRE, channels, channel), scale = pick<W>(coefficients, SCALE, channels, channel);
   const Pack<S, W> slope = pick<W>(coefficients, SLOPE, channels, channel), shift = pick<W>(coefficients, SHIFT, channels, channel);
   Pack<S, W> offset;
-  if (kind == REMADE) {  // nothing was added
+  if (kind == REMADE) {  // there is no second input
     offset = pick<W>(coefficients, OFFSET, channels, channel);
     flags &= GRADIENT | ADD_GRADIENT;
   }

@@ -1,6 +1,6 @@
 """Batch normalisation (Ioffe and Szegedy, ICML 2015) on the device, with an optional addition and ReLU after it.
 
-`CudaSynchronisedBatchNorm` uses statistics of several ranks: it takes a round trip to the host in each direction.
+`CudaSynchronisedBatchNorm` merges the statistics of several ranks, which needs a round trip to the host in each direction.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from hpctrain.backend.cuda.runtime import THREADS, CudaRuntime
 from hpctrain.backend.operators import Buffers, CallsHost, InPlace, Request, StepContext
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec, item_bytes, parameter_dtype
 
-#: coefficients of a channel in batch_norm.cu
+#: number of coefficients of a channel in batch_norm.cu
 _COEFFICIENTS = 7
-#: least rows that each thread of a sum reads, if there are as many
+#: minimum number of rows that a thread sums, if there are enough
 _ROWS = 4
-#: blocks per multiprocessor: those of a sum all run at once; other passes have more, so that few multiprocessors idle at the end
+#: blocks per multiprocessor. All blocks of a sum run at once; other passes have more, so that few multiprocessors idle at the end
 _SUM_BLOCKS, _PASS_BLOCKS = 3, 32
 _WARP = 32
-#: bits of the third last argument of bn_backward_input: a gradient is wanted, and is added to
+#: bits of the argument `flags` of bn_backward_input: whether each gradient is wanted, and whether it is added to
 _GRADIENT, _ADD_GRADIENT, _RESIDUAL, _ADD_RESIDUAL = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
 class ChannelBlocks:
-    """How blocks of threads divide (rows, channels): packs of channels along x, rows along y.
+    """The division of (rows, channels) into blocks of threads: packs of channels along x, rows along y.
 
     Attributes:
-        width: elements of a pack. block: threads along both.
-        sums: blocks along both of kernels that sum over rows. passes: the same of kernels that write each row.
+        width: number of elements in a pack.
+        block: number of threads along x and y.
+        sums: number of blocks along x and y for kernels that sum over rows.
+        passes: number of blocks along x and y for kernels that write each row.
     """
 
     width: int
@@ -61,9 +63,9 @@ class ChannelBlocks:
 class CudaBatchNorm(InPlace, CudaOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
-    Statistics and coefficients are in the dtype of parameters, made in float64 from sums over parts of the rows. Backward reads
-    only x and dy. It computes from x again where the ReLU was inactive; after an addition, forward keeps one bit per
-    element for this. `backward_parameters` makes coefficients that `backward_input` reads, so it comes first.
+    Statistics and coefficients have the dtype of parameters, and are computed in float64 from sums over parts of the rows.
+    Backward reads only x and dy. It recomputes from x where the ReLU was inactive; after an addition, forward saves this as one
+    bit per element. `backward_parameters` computes coefficients that `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
@@ -83,7 +85,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
             self.declare(scratch=[coefficients])
 
     def more_scratch(self, channels: int) -> Sequence[Request]:
-        """Return the arrays that a training operator needs in addition to the sums over parts."""
+        """Return the scratch arrays that an operator for training needs in addition to the sums over parts."""
         return ()
 
     def bind(self, buffers: Buffers) -> None:
@@ -112,7 +114,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         self._finish_gradients(partial, gradients["weight"], gradients["bias"], np.int32(blocks.sums[1]))
 
     def _finish_gradients(self, partial: DeviceArray, d_gamma: DeviceArray, d_beta: DeviceArray, parts: np.int32) -> None:
-        """Compute gradients of parameters, and coefficients of the input's gradient, from the sums over `parts` parts."""
+        """Enqueue the parameters' gradients and the coefficients of the input's gradient, from the sums over `parts` parts."""
         rows = np.int64(self._rows)
         self._launch_channels("bn_backward_finish", partial, self._coefficients, d_gamma, d_beta, parts, rows, *self._channels)
 
@@ -125,7 +127,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
             self._launch_packs(name, passes, *self._read_backward(), grad, residual, np.int32(flags), np.int64(self._rows))
 
     def _measure(self) -> None:
-        """Compute the statistics of the batch, and the coefficients that follow from them."""
+        """Enqueue the statistics of the batch, and the coefficients computed from them."""
         buffers, blocks, partial = self.buffers, self._blocks, self.scratch[0]
         x = buffers.inputs[0]
         rows, high = np.int64(self._rows), np.int64(blocks.block[1])
@@ -133,13 +135,17 @@ class CudaBatchNorm(InPlace, CudaOperator):
         self._finish_moments(partial, x, np.int32(blocks.sums[1]), rows, high)
 
     def _finish_moments(self, partial: DeviceArray, x: DeviceArray, *sizes: np.generic) -> None:
-        """Compute statistics and coefficients from sums over parts. sizes: number of parts, of rows, and of a block's rows."""
+        """Enqueue statistics and coefficients from the sums over parts.
+
+        Args:
+            sizes: number of parts, number of rows, and number of rows of a block.
+        """
         constants = *self._channels, np.float64(self.norm.epsilon)
         arrays = *self._affine, self._coefficients, *self._batch_statistics
         self._launch_channels("bn_moments_finish", partial, x, *arrays, *sizes, *constants)
 
     def _recall(self) -> None:
-        """Compute the coefficients of evaluation from the running statistics."""
+        """Enqueue the coefficients of evaluation, from the running statistics."""
         statistics = self.buffers.statistics["running_mean"], self.buffers.statistics["running_var"]
         arguments = *statistics, *self._affine, self._coefficients, *self._channels, np.float64(self.norm.epsilon)
         self._launch_each_channel("bn_evaluation", *arguments)
@@ -154,7 +160,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
 
     @property
     def _kind(self) -> str:
-        """Part of kernels' names that says how backward finds where the ReLU was inactive."""
+        """Suffix of backward kernels: "_mask" to read the saved mask, "_relu" to recompute the ReLU from x, otherwise ""."""
         return "_mask" if self._stores_mask else "_relu" if self.norm.relu else ""
 
     @property
@@ -173,7 +179,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         return self.buffers.inputs[0], self.output_grad, self._mask, self._coefficients
 
     def _launch_packs(self, name: str, grid: Extent, *arguments: Argument) -> None:
-        """Enqueue a kernel on packs of channels and rows; nothing without rows."""
+        """Enqueue a kernel over packs of channels and rows; do nothing without rows."""
         blocks = self._blocks
         kernel = f"{name}_{self.tag}_w{blocks.width}"
         self.runtime.launch("batch_norm", kernel, grid, blocks.block, *arguments, *self._channels)
@@ -196,8 +202,8 @@ def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) 
 class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):
     """`CudaBatchNorm` with moments and sums that the host merges over ranks. On a single rank both are the same.
 
-    Collective: `forward` and `backward_input` call the merger once each, on every rank, and wait for it. What crosses is
-    (2, channels) in float64, each way.
+    Collective over the merger's ranks: every rank calls `forward` and `backward_input`, which call the merger once each and wait
+    for it. Each call copies (2, channels) in float64 to the host and back.
     """
 
     def __init__(

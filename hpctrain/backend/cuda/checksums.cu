@@ -1,8 +1,8 @@
-// Checksums of many arrays of 32-bit words: CRC-32 with the bits of zlib's, and plain sums, one launch over a table of arrays each.
+// Checksums of many arrays of 32-bit words: CRC-32, equal to zlib's, and plain sums, each in one launch over a table of arrays.
 //
-// A CRC-32 is the remainder of a polynomial over GF(2) whose coefficients are the data's bits. Bit 31 of a number here is the coefficient of x^0,
-// as zlib has it. Without zlib's first and last inversion it is linear, so remainders of parts are moved to their places by a product with a
-// power of x, and added by XOR: in any order. The host adds what the inversions make of as many zeros.
+// A CRC-32 is the remainder of a polynomial over GF(2) whose coefficients are the data's bits. Bit 31 of a number is the coefficient of x^0, as
+// in zlib. Without zlib's first and last inversion it is linear. The remainder of a part is therefore moved to its position by a product with
+// a power of x, and added by XOR, in any order. The host adds the term of the inversions, which is the checksum of as many zeros.
 #include "tables.cuh"
 
 constexpr uint32_t POLYNOMIAL = 0xedb88320u, ONE = 0x80000000u;
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t power(int64_t words) {
 }
 
 struct Remainder {
-  // Of words of a thread THREADS apart, each times x^32 once for itself and once for each later word in the tile of `size`.
+  // A thread sums words that are THREADS apart. Each is multiplied by x^32 once, and once for each later word in the tile of `size`.
   static __device__ __forceinline__ uint32_t of(const uint32_t* words, int32_t size) {
     if (int32_t(threadIdx.x) >= size) return 0;
     const uint32_t step = power(THREADS);
@@ -52,7 +52,7 @@ struct WordSum {
   static __device__ __forceinline__ uint32_t in_place(uint32_t sum, int64_t) { return sum; }
 };
 
-// All threads' sums joined, in all lanes of warp 0.
+// The combination of all threads' sums, valid in all lanes of warp 0.
 template <class Kind> __device__ __forceinline__ uint32_t joined_in_block(uint32_t sum, uint32_t* warps) {
   for (int m = 16; m; m /= 2) sum = Kind::joined(sum, __shfl_xor_sync(0xffffffffu, sum, m));
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
@@ -73,7 +73,7 @@ template <class Kind> __device__ __forceinline__ void sum_tiles(const int64_t* t
   }
 }
 
-// One block an array: the sums of its tiles joined.
+// One block per array, which combines the sums of the array's tiles.
 template <class Kind> __device__ __forceinline__ void join_tiles(const int64_t* table, const uint32_t* partial, uint32_t* sums, uint32_t* warps) {
   const int64_t* array = table + int64_t(blockIdx.x) * COLUMNS;
   uint32_t sum = 0;
@@ -92,7 +92,7 @@ template <class Kind> __device__ __forceinline__ void join_tiles(const int64_t* 
   EXPORT(sum_##name) EXPORT(join_##name)
 MAKE(Remainder, remainders) MAKE(WordSum, words)
 
-// Marks the arrays whose sums are not those that are remembered.
+// Marks the arrays whose sums differ from the recorded ones.
 extern "C" __global__ __launch_bounds__(256) void mark_changed(uint8_t* changed, const uint32_t* sums, const uint32_t* remembered, int64_t arrays) {
   for (int64_t i = first_item(); i < arrays; i += item_step()) if (sums[i] != remembered[i]) changed[i] = 1;
 }

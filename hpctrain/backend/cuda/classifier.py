@@ -1,4 +1,4 @@
-"""The end of a classifier on a device: the fully connected layer, and softmax cross entropy.
+"""The last layers of a classifier on a device: the fully connected layer, and softmax cross entropy.
 
 The loss has label smoothing (Szegedy et al., CVPR 2016) and counts the two accuracies.
 """
@@ -25,10 +25,10 @@ from hpctrain.backend.specs import LinearSpec, SoftmaxCrossEntropySpec, TensorSp
 
 
 class CudaLinear(SufficientFactors, CudaOperator):
-    """y (N, out) = x (N, in) @ weight (in, out) + bias (out); weight in the dtype of activations, bias in that of parameters.
+    """y (N, out) = x (N, in) @ weight (in, out) + bias (out), with the weight in the dtype of activations.
 
-    All products sum in the dtype of parameters, and the gradients of weight and bias are written in it. With bfloat16 the product
-    goes to float32 scratch, so that it is rounded once, after the bias is added.
+    The bias has the dtype of parameters. All products sum in the dtype of parameters, and the gradients of weight and bias have
+    it. With bfloat16, the product is written to float32 scratch, so that it is rounded only once, after the bias is added.
     """
 
     def __init__(self, spec: LinearSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:
@@ -90,17 +90,17 @@ class CudaLinear(SufficientFactors, CudaOperator):
 
 
 _CLASSES_OF_A_WARP, _WARP, _MOST_THREADS = 128, 32, 256
-_SUMS = 3  # loss, first, among the first few
+_SUMS = 3  # loss, number of labels ranked first, number ranked among the first `top`
 
 
 class CudaLossHandle:
-    """Implements `LossHandle`: the sums of one batch, which are being copied to the host."""
+    """Implements `LossHandle` for the sums of one batch."""
 
     def __init__(self, sums: CudaFetch | None, count: int) -> None:
         self._sums, self._count = sums, count
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them. Call it before the second batch after this one is run."""
+        """Wait for the sums and return them. Call it before the loss operator's second next `run`."""
         if self._sums is None:
             return LossSums(0.0, 0, 0, 0)
         loss, top1, top5 = self._sums.result().tolist()
@@ -119,7 +119,7 @@ class _Rows:
 
 
 class CudaSoftmaxCrossEntropy(LossOperator):
-    """Over logits (N, classes) on the device; labels integer (N,) of the host.
+    """Loss over logits (N, classes) on the device and integer labels (N,) on the host.
 
     Losses are summed in float64 for every dtype of logits. The memory for rows grows with the largest batch, and is kept.
     """
@@ -133,7 +133,7 @@ class CudaSoftmaxCrossEntropy(LossOperator):
     def run(
         self, logits: DeviceArray, labels: np.ndarray | MixedLabels, global_count: int, d_logits: DeviceArray | None
     ) -> CudaLossHandle:
-        assert not isinstance(labels, MixedLabels), "a configuration that mixes images is refused for this set"
+        assert not isinstance(labels, MixedLabels), "configurations that mix images are refused for this set"
         count, classes = logits.shape
         if count == 0:
             return CudaLossHandle(None, 0)

@@ -1,6 +1,6 @@
-// Sums over the rows of a matrix (rows, columns), such as the gradient of a bias, by two launches: the first sums the rows of each block
-// of threads to one row of sums, the second these. Blocks are (packs of columns, rows), blockDim.y a power of two, 256 threads in all.
-// With y, the output of a ReLU, the matrix is its output's gradient: it becomes that of its input, in place, and then is summed.
+// Sums over the rows of a matrix (rows, columns), such as the gradient of a bias, in two launches. In the first, each block sums its rows to
+// one row; the second sums these rows. Blocks are (packs of columns, rows) of 256 threads in total; blockDim.y is a power of two. If y, the
+// output of a ReLU, is given, the matrix is its gradient, and is replaced by the gradient before the ReLU before it is summed.
 #include "common.cuh"
 
 #define THREADS 256

@@ -1,5 +1,5 @@
-// What all kernels share. T is the dtype of activations: double (on the emulated device only), float or bf16; Sum<T>::type that of sums,
-// parameters and statistics: double for double, else float. No kernel uses atomics or relies on the order of blocks.
+// Definitions for all kernels. T is the dtype of activations: double (only on the emulated device), float or bf16. Sum<T>::type is the dtype
+// of sums, parameters and statistics: double for double, otherwise float. No kernel uses atomics or depends on the order of blocks.
 #ifdef ON_CPU
 #include "cuda_on_cpu.h"
 #else
@@ -7,7 +7,7 @@
 #define EXPORT(name)
 #define EXPORT_INDEPENDENT(name)
 #define REQUIRE_ALIGNED(p, bytes)
-#ifdef __CUDACC_RTC__  // has no standard headers
+#ifdef __CUDACC_RTC__  // NVRTC has no standard headers
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
@@ -42,7 +42,7 @@ template <> struct Round<bf16> {
   }
 };
 
-// W neighbours that one thread loads and stores at once: 16 bytes of them, or one element.
+// W adjacent elements that a thread loads and stores at once: 16 bytes, or one element.
 template <class T, int W> struct alignas(W * sizeof(T)) Pack { T at[W]; };
 template <class T, int W> __device__ __forceinline__ Pack<T, W> load(const T* p) {
   REQUIRE_ALIGNED(p, W * sizeof(T));
@@ -53,11 +53,11 @@ template <class T, int W> __device__ __forceinline__ void store(T* p, const Pack
   *reinterpret_cast<Pack<T, W>*>(p) = v;
 }
 
-// The first item of this thread and the step to its next, in a kernel that strides over items along x.
+// The first item of this thread, and the distance to its next item, in a kernel that strides over items along x.
 __device__ __forceinline__ int64_t first_item() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int64_t item_step() { return int64_t(gridDim.x) * blockDim.x; }
 
-// The sum over a warp, the same bits in every lane.
+// The sum over a warp, with the same bits in every lane.
 template <class S> __device__ __forceinline__ S warp_sum(S x) {
   for (int m = 16; m; m /= 2) x += __shfl_xor_sync(0xffffffffu, x, m);
   return x;

@@ -1,6 +1,6 @@
-"""Convolution by the plans of a device, cuDNN's on a GPU, or as matrix products.
+"""Convolution by plans of the device (cuDNN's on a GPU), or as matrix products.
 
-A convolution is a product of pixels if a window is one pixel, and of patches if pixels have few channels.
+A convolution is a product of pixels if its window is one pixel, and of patches if pixels have few channels.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec, WithRelu, item_
 class CudaConv2d(OutputReadOnce, CudaOperatorBase):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K), all in the dtype of activations.
 
-    A ReLU after it is computed by the plan that adds the bias. Backward then reads the output, turns the output's gradient into
-    that before the ReLU, and sums it up for the bias in the same pass.
+    The plan that adds the bias also computes a ReLU after it. Backward then reads the output. In one pass it replaces the
+    output's gradient by the gradient before the ReLU, and sums it for the bias.
 
-    Plans write their results. So the input's gradient is not added to what is there (the operator is no `Accumulating`): scratch
-    for it would be as large as x in every convolution, while a plan has a partial gradient only where several gradients meet,
-    and the traffic is the same. For bfloat16 activations the weight's gradient is written in bfloat16 and then cast: cuDNN 9.19
-    has no plan from bfloat16 to float32. Parameters lie without gaps in their group, but plans read and write at multiples of 16
-    bytes: parameters that do not begin at one are copied to or from scratch. Without pixels there is no plan: the output is
-    empty, gradients of parameters are zero.
+    Plans overwrite their results, so the operator is not `Accumulating`. Scratch to add the input's gradient would be as large as
+    x in every convolution, whereas the plan of a network has partial gradients only where several gradients meet, with the same
+    memory traffic. For bfloat16 activations the weight's gradient is written in bfloat16 and then cast: cuDNN 9.19 has no plan
+    from bfloat16 to float32. Parameters have no gaps between them in their group, but plans read and write at multiples of 16
+    bytes: other parameters are copied to or from scratch. Without pixels there is no plan: the output is empty, and gradients of
+    parameters are zero.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         return self.runtime.device.convolution(key)
 
     def _fused(self) -> Literal["", "bias", "bias_relu"]:
-        """Return what the plan of forward includes. Not a ReLU alone: cuDNN 9.19 would have to compile that at run time."""
+        """Return the operations that the forward plan includes after the convolution.
+
+        A ReLU alone is not fused: cuDNN 9.19 would compile it at run time.
+        """
         if not self.conv.bias:
             return ""
         return "bias_relu" if self._relu else "bias"
@@ -131,7 +134,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
             self._input.run(self.runtime.stream, self.output_grad, self._aligned("weight", weight), grad, workspace)
 
     def _finish_output_grad(self) -> None:
-        """Compute the gradient before the ReLU and its sum, the gradient of the bias: once, in the first half of backward."""
+        """Compute the gradient before the ReLU and its sum, the gradient of the bias, once, in the first half of backward."""
         if self._sums is not None and not self._finished:
             sums, partial = self._arrays["sums"]
             if self.conv.bias:
@@ -140,7 +143,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         self._finished = True
 
     def _aligned(self, role: str, copy: DeviceArray) -> DeviceArray:
-        """Return a parameter's values where plans can read them: its own memory, or a copy."""
+        """Return a parameter's values where plans can read them: the parameter itself, or `copy`."""
         value = self._values[role]
         if _is_aligned(value):
             return value
@@ -158,13 +161,13 @@ def _workspace(plan: DeviceConvolution | None) -> Request:
 
 _PACK_BYTES = 16
 _BLOCKS = 32  # per multiprocessor
-_MOST_ELEMENTS = 2**31 - 1  # that patches.cu counts with 32 bits
+_MOST_ELEMENTS = 2**31 - 1  # limit of the 32-bit counts of patches.cu
 
 
 class _Products(CudaOperator):
-    """A convolution without bias as y (rows, K) = a (rows, width) @ weight (K, width)^T; a row is a pixel of the output.
+    """A convolution without bias as y (rows, K) = a (rows, width) @ weight (K, width)^T, with one row per output pixel.
 
-    Products sum in the dtype of parameters, and the weight's gradient is written in it.
+    Products sum in the dtype of parameters, which the weight's gradient also has.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:
@@ -187,12 +190,12 @@ class _Products(CudaOperator):
 class CudaPointwiseConv2d(_Products):
     """A convolution of single pixels: stride 1, no padding, one group.
 
-    cuBLAS itself adds the input's gradient to what other readers of the input have written.
+    cuBLAS adds the input's gradient to the gradients of other readers of the input.
     """
 
     @staticmethod
     def fits(spec: Spec) -> bool:
-        """Return whether this class computes the convolution."""
+        """Return whether this class can compute the convolution."""
         if not isinstance(spec, Conv2dSpec) or spec.bias or spec.groups != 1:
             return False
         window = spec.window
@@ -217,11 +220,11 @@ class CudaPointwiseConv2d(_Products):
 
 
 class CudaPatchConv2d(_Products):
-    """A convolution of pixels with so few channels that tensor cores would mostly multiply zeros: the first one of a network.
+    """A convolution of pixels with so few channels that tensor cores would mostly multiply zeros: a network's first convolution.
 
     A kernel copies the patch of x under each window to a row of `patches`, whose width is a multiple of a pack. Forward keeps the
-    patches for the weight's gradient. They take the bytes of x times the area of the window over that of the stride: 3.8 MB for
-    an image of 224 x 224 in bfloat16 and 7 x 7 windows of stride 2. The input gets no gradient.
+    patches for the weight's gradient. They take as many bytes as x times the ratio of the window's area to the stride's area: 3.8
+    MB for an image of 224 x 224 in bfloat16, with 7 x 7 windows and stride 2. The input gets no gradient.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:
@@ -239,10 +242,10 @@ class CudaPatchConv2d(_Products):
 
     @staticmethod
     def fits(spec: Spec, x: TensorSpec, *, input_gradient: bool) -> bool:
-        """Return whether this class computes the convolution: one group, no bias, no dilation, no gradient of the input.
+        """Return whether this class can compute the convolution: one group, no bias, no dilation, no gradient of the input.
 
-        A block needs a thread for each pack of a row of patches. 32-bit integers must count the elements of the image's rows that
-        a window covers.
+        A block needs a thread for each pack of a row of patches. 32-bit integers must suffice to count the elements of the
+        image's rows that a window covers.
         """
         if not isinstance(spec, Conv2dSpec) or spec.bias or spec.groups != 1 or input_gradient:
             return False
@@ -299,5 +302,5 @@ def _rows(array: DeviceArray) -> DeviceArray:
 
 
 def _whole(array: DeviceArray) -> tuple[tuple[int, int], ...]:
-    """Return the box of all elements."""
+    """Return the box that contains all elements."""
     return tuple((0, size) for size in array.shape)

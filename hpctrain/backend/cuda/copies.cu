@@ -2,7 +2,7 @@
 #include "common.cuh"
 #include "exact.cuh"
 
-// Strides over `size` elements in packs of W; the elements after the last whole pack go one by one.
+// Strides over `size` elements in packs of W, and over the elements after the last whole pack one by one.
 template <int W, class Operation> __device__ __forceinline__ void over_packs(const Operation& operation, int64_t size) {
   const int64_t packs = size / W, rest = size - packs * W;
   for (int64_t p = first_item(); p < packs; p += item_step()) operation.template at<W>(p * W);
@@ -42,7 +42,7 @@ template <class T> struct AddSigned {
   }
 };
 
-// target := (target - source) * kept + source, rounded operation by operation, as the host does.
+// target := (target - source) * kept + source, rounded after each operation, as on the host.
 template <class T> struct Average {
   typedef typename Sum<T>::type S;
   T* target; const T* source; S kept;
@@ -57,7 +57,7 @@ template <class T> struct Average {
   }
 };
 
-// A box of 4 dims: element (i, j, k, l) lies at i * step0 + j * step1 + k * step2 + l of either array; items are packs along l.
+// A box of 4 dims: element (i, j, k, l) has the index i * step0 + j * step1 + k * step2 + l in each array. Items are packs along l.
 template <class T, int W, bool ADD> __device__ __forceinline__ void box(
     T* target, const T* source, int64_t t0, int64_t t1, int64_t t2, int64_t s0, int64_t s1, int64_t s2, int32_t n1, int32_t n2, int32_t packs,
     int64_t items) {

@@ -1,7 +1,7 @@
-"""A GPU by way of CuPy: memory, streams, events, kernels compiled by NVRTC, graphs, and links between GPUs by NCCL.
+"""A GPU through CuPy: memory, streams, events, kernels compiled by NVRTC, graphs, and links between GPUs by NCCL.
 
-No other module imports CuPy. CuPy's arrays and memory pools are not used: each array is an allocation of its own, and the
-last reference to it frees it.
+No other module imports CuPy. CuPy's arrays and memory pools are not used: each array is its own allocation, which is freed with
+the last reference to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import Peers
 from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda import sources as cubins
 from hpctrain.backend.cuda.device import (
     Argument,
     ConvolutionKey,
@@ -37,17 +36,17 @@ from hpctrain.backend.cuda.device import (
 from hpctrain.backend.cuda.libraries import WORKSPACE_BYTES, ConvolutionPlan, CudnnPlans, MatrixProducts, new_handle
 from hpctrain.core.errors import BackendError
 
-_FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID; earlier ones by PCI bus, which slices of a GPU share
+_FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID, earlier versions by PCI bus, which slices of a GPU share
 
 
 class CupyLinks:
-    """Implements `DeviceLinks`. Making it is collective over the peers, and waits for them.
+    """Implements `DeviceLinks` by NCCL. The constructor is collective over `peers`, and waits for them.
 
     Args:
         pointer: address of the CUDA stream.
 
     Raises:
-        BackendError: NCCL finds no way between the GPUs.
+        BackendError: NCCL cannot connect the GPUs.
     """
 
     def __init__(self, peers: Peers, pointer: int) -> None:
@@ -58,7 +57,7 @@ class CupyLinks:
         if peers.rank == 0:
             try:
                 number = self._library.get_unique_id()
-            except self._library.NcclError as error:  # which the others, who wait for the number, have to hear of
+            except self._library.NcclError as error:  # broadcast below, since the other ranks wait for the number
                 fault = str(error)
         number, fault = peers.broadcast_object((number, fault))
         try:
@@ -66,14 +65,14 @@ class CupyLinks:
         except self._library.NcclError as error:
             fault = str(error)
         if fault is not None:
-            raise BackendError(f"NCCL does not join the GPUs of these {peers.size} ranks ({fault}); set transport to staged.")
+            raise BackendError(f"NCCL cannot connect the GPUs of these {peers.size} ranks ({fault}); set transport to staged.")
 
     @contextmanager
     def together(self) -> Iterator[None]:
         self._library.groupStart()
         try:
             yield
-        finally:  # NCCL holds everything back until then, of later groups as well
+        finally:  # until then NCCL starts no work, not even of later groups
             self._library.groupEnd()
 
     def send(self, array: DeviceArray, to: int) -> None:
@@ -108,11 +107,11 @@ def nccl_fault(device: str) -> str | None:
     """Return the reason why NCCL cannot be used here, as a clause; None if it can.
 
     Args:
-        device: name of this process's device; that of a slice of a GPU contains "MIG".
+        device: name of this process's device. The name of a slice of a GPU contains "MIG".
     """
     library = _nccl()
     if library is None:
-        return "CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12 or nvidia-nccl-cu13"
+        return "CuPy finds no NCCL, which the package nvidia-nccl-cu12 or nvidia-nccl-cu13 contains"
     if "MIG" in device and (version := int(library.get_version())) < _FIRST_WITH_SLICES:
         number = f"{version // 10000}.{version // 100 % 100}"
         return f"NCCL {number} treats all slices of a GPU (MIG) as one device (2.30 or later is required)"
@@ -120,10 +119,10 @@ def nccl_fault(device: str) -> str | None:
 
 
 def _nccl() -> Any:
-    """Return CuPy's module of NCCL; None if its library is missing."""
+    """Return CuPy's module for NCCL; None if NCCL's library is missing."""
     _load_wheel()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns of a library that is missing
+        warnings.simplefilter("ignore")  # CuPy warns if the library is missing
         try:
             from cupy.cuda import nccl
         except ImportError:
@@ -132,28 +131,32 @@ def _nccl() -> Any:
 
 
 def _load_wheel() -> None:
-    """Load NCCL from an installed wheel, so that CuPy's module finds it by its name."""
+    """Load NCCL from an installed wheel, so that CuPy's module finds the library by its name."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:  # no package of NVIDIA's at all
+    except ModuleNotFoundError:  # no package of NVIDIA is installed
         return
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         library = Path(folder) / "lib" / "libnccl.so.2"
         if library.exists():
-            with suppress(OSError):  # CuPy says what it misses
+            with suppress(OSError):  # CuPy then reports the missing library
                 ctypes.CDLL(os.fspath(library), mode=ctypes.RTLD_GLOBAL)
 
 
 _runtime = cupy.cuda.runtime
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
 _TIMED_ROUNDS = 9
-_BUSY_BYTES = 1 << 29  # setting them takes an H100 0.2 ms, longer than the host takes to enqueue a plan
+_BUSY_BYTES = 1 << 29  # a memset of them takes 0.2 ms on an H100, longer than the host needs to enqueue a plan
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CupyEvent:
-    """Implements `DeviceEvent`. raw: CuPy's."""
+    """Implements `DeviceEvent`.
+
+    Attributes:
+        raw: CuPy's event.
+    """
 
     def __init__(self) -> None:
         self.raw = cupy.cuda.Event(disable_timing=True)
@@ -170,7 +173,11 @@ class CupyEvent:
 
 
 class CupyStream:
-    """Implements `DeviceStream`: work of other streams is not waited for, that of CUDA's default stream included. raw: CuPy's."""
+    """Implements `DeviceStream`. Its work waits for no other stream, not even CUDA's default stream.
+
+    Attributes:
+        raw: CuPy's stream.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -187,7 +194,11 @@ class CupyStream:
 
 
 class CupyKernel:
-    """Implements `DeviceKernel`. function: CuPy's."""
+    """Implements `DeviceKernel`.
+
+    Args:
+        function: CuPy's function.
+    """
 
     def __init__(self, name: str, function: Callable[..., None]) -> None:
         self._name, self._function = name, function
@@ -198,7 +209,11 @@ class CupyKernel:
 
 
 class CupyGraph:
-    """Implements `CapturedGraph`. raw: CuPy's, once the capture has ended."""
+    """Implements `CapturedGraph`.
+
+    Attributes:
+        raw: CuPy's graph; None until the capture has ended.
+    """
 
     def __init__(self) -> None:
         self.raw: Any = None
@@ -228,13 +243,13 @@ class CupyConvolution:
 
 
 class CupyDevice:
-    """Implements `Device`. The thread that makes it works with that GPU.
+    """Implements `Device`. The constructor makes the GPU the current one of the calling thread.
 
     Args:
         index: index of the GPU among those that this process sees.
 
     Raises:
-        BackendError: there is no such GPU, it has no driver, or a library of CUDA is missing.
+        BackendError: there is no such GPU, its driver is missing, or a library of CUDA is missing.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -242,7 +257,7 @@ class CupyDevice:
             cupy.cuda.Device(index).use()
             properties = _runtime.getDeviceProperties(index)
             self.memory_bytes = int(_runtime.memGetInfo()[1])
-            # Slices of a GPU (MIG) share its bus; each has a UUID of its own.
+            # Slices of a GPU (MIG) share its bus ID, but each has its own UUID.
             self.identity = f"{platform.node()} {_runtime.deviceGetPCIBusId(index)} {bytes(properties['uuid']).hex()}"
         except _runtime.CUDARuntimeError as error:
             raise BackendError(f"GPU {index} cannot be used: {error}.") from error
@@ -250,8 +265,8 @@ class CupyDevice:
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
-        self._modules: dict[str, Any] = {}
-        self._kernels: dict[tuple[str, str], CupyKernel] = {}
+        self._modules: dict[tuple[str, str | None], Any] = {}  # by source and text; None: the package's own text
+        self._kernels: dict[tuple[str, str, str | None], CupyKernel] = {}
         self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
         self._products: dict[int, MatrixProducts] = {}
         self._plans: CudnnPlans | None = None
@@ -273,11 +288,11 @@ class CupyDevice:
                 raise
             free, total = _runtime.memGetInfo()
             raise BackendError(
-                f"{self.name} has {free / 1e9:.2f} GB of its {total / 1e9:.2f} GB of memory free, but {size_bytes / 1e9:.2f} GB "
-                "more are needed; take a smaller batch, or more micro_batches."
+                f"{self.name} has {free / 1e9:.2f} GB of {total / 1e9:.2f} GB of memory free, but {size_bytes / 1e9:.2f} GB more "
+                "are needed; reduce batch, or increase micro_batches."
             ) from error
         _runtime.memset(memory.ptr, 0, size_bytes)
-        # Streams that do not wait for the default one see zeros. They are not waited for: NCCL's may need this process meanwhile.
+        # The memset must end before other streams use the memory. Do not wait for these: NCCL's may depend on this process.
         _runtime.streamSynchronize(0)
         return DeviceArray(memory.ptr, (size_bytes,), "uint8", memory)
 
@@ -295,18 +310,22 @@ class CupyDevice:
         return CupyEvent()
 
     def kernel(self, source: str, name: str, *, text: str | None = None) -> CupyKernel:
-        """Return the kernel `name` of <source>.cu, or of `text`. Load the source's binary at the first request.
+        """Return the kernel `name` of <source>.cu. The source's binary is loaded at the first request.
+
+        Args:
+            text: text to compile instead of the package's source.
 
         Raises:
-            BackendError: as `sources.binary`.
+            BackendError: the source cannot be compiled; see `sources.binary`.
         """
-        if (source, name) not in self._kernels:
-            if source not in self._modules:
+        key = (source, name, text)
+        if key not in self._kernels:
+            if (source, text) not in self._modules:
                 module = cupy.cuda.function.Module()
-                module.load(cubins.binary(self._nvrtc, source, text or sources.text(source), self.capability))
-                self._modules[source] = module
-            self._kernels[source, name] = CupyKernel(name, self._modules[source].get_function(name))
-        return self._kernels[source, name]
+                module.load(sources.binary(self._nvrtc, source, text or sources.text(source), self.capability))
+                self._modules[source, text] = module
+            self._kernels[key] = CupyKernel(name, self._modules[source, text].get_function(name))
+        return self._kernels[key]
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
         self._copy(stream, target.pointer, _address(source), target.nbytes, source.nbytes, _runtime.memcpyHostToDevice)
@@ -321,7 +340,7 @@ class CupyDevice:
     @staticmethod
     def _copy(stream: DeviceStream, target: int, source: int, size_bytes: int, source_bytes: int, kind: int) -> None:
         if size_bytes != source_bytes:
-            raise ValueError(f"A copy of {source_bytes} bytes does not fit {size_bytes}.")
+            raise ValueError(f"Cannot copy {source_bytes} bytes to {size_bytes} bytes; both sizes must be equal.")
         if size_bytes:
             _runtime.memcpyAsync(target, source, size_bytes, kind, _stream(stream).ptr)
 
@@ -333,10 +352,9 @@ class CupyDevice:
         return self._convolutions[key]
 
     def median_seconds(self, stream: CupyStream, work: Callable[[], None]) -> float:
-        """Return the median seconds that the GPU takes for what `work` enqueues, over 9 turns after one to warm up.
+        """Return the median seconds that the GPU takes for the work that `work` enqueues, over 9 repetitions after a warm-up.
 
-        A memset keeps the stream busy until `work` is enqueued, so that the host's time to enqueue does not count. Waits for the
-        GPU.
+        A memset keeps the stream busy until `work` is enqueued, so that the host's time is not counted. Waits for the GPU.
         """
         seconds, busy = [], self.allocate(_BUSY_BYTES)
         work()
@@ -347,7 +365,7 @@ class CupyDevice:
             work()
             end.record(stream.raw)
             end.synchronize()
-            seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA's are milliseconds
+            seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA returns milliseconds
         return statistics.median(seconds)
 
     def gemm(
@@ -363,7 +381,7 @@ class CupyDevice:
         precision: Precision,
     ) -> None:
         pointer = _stream(stream).ptr
-        if not a.size and not accumulate:  # empty sums, which cuBLAS does not define
+        if not a.size and not accumulate:  # sums over no elements, for which cuBLAS writes nothing
             if c.size:
                 _runtime.memsetAsync(c.pointer, 0, c.nbytes, pointer)
             return
@@ -378,12 +396,12 @@ class CupyDevice:
         collects = gc.isenabled()
         gc.disable()  # a collection may free device memory, which makes the capture invalid
         try:
-            # CuPy's own default mode permits allocations, which would then be made once and not in each launch.
+            # CuPy's default mode permits allocations, which a launch of the graph would not repeat.
             raw.begin_capture(mode=_runtime.streamCaptureModeThreadLocal)
             try:
                 yield graph
             except BaseException:
-                with suppress(_runtime.CUDARuntimeError):  # what failed inside has made the capture invalid
+                with suppress(_runtime.CUDARuntimeError):  # the error has already made the capture invalid
                     raw.end_capture()
                 raise
             graph.raw = raw.end_capture()
@@ -406,7 +424,7 @@ def gpu_count() -> int:
     """Return the number of GPUs that this process sees.
 
     Raises:
-        BackendError: there is no driver for this CUDA; the message is its reason.
+        BackendError: no driver supports this CUDA version; the message is CUDA's reason.
     """
     try:
         return int(_runtime.getDeviceCount())
@@ -417,14 +435,14 @@ def gpu_count() -> int:
 
 
 def _by_value(kernel: str, place: int, argument: Argument) -> np.generic:
-    """Return an argument in the bytes that the kernel takes. CuPy would make int64 of a Python int, and None would crash."""
+    """Return an argument with the bytes that the kernel expects. CuPy would convert a Python int to int64, and crash at None."""
     if argument is None:
         return np.uint64(0)
     if isinstance(argument, DeviceArray):
         return np.uint64(argument.pointer)
     if isinstance(argument, np.generic):
         return argument
-    raise TypeError(f"Argument {place} of {kernel} is {type(argument).__name__}; kernels take device arrays and NumPy scalars.")
+    raise TypeError(f"Argument {place} of {kernel} is {type(argument).__name__}; it must be a device array or a NumPy scalar.")
 
 
 def _stream(stream: DeviceStream) -> Any:
@@ -438,16 +456,16 @@ def _event(event: DeviceEvent) -> Any:
 
 
 def _address(array: np.ndarray) -> int:
-    """Return the address of C-contiguous elements on the host."""
+    """Return the address of a C-contiguous array of the host."""
     if not array.flags.c_contiguous:
         raise ValueError("Copies to and from a device need C-contiguous arrays.")
     return int(array.ctypes.data)
 
 
 def _load_libraries() -> tuple[ctypes.CDLL, Any]:
-    """Load cuBLAS and NVRTC. Return the library of cuBLAS and CuPy's module of NVRTC.
+    """Load cuBLAS and NVRTC. Return cuBLAS's library and CuPy's module for NVRTC.
 
-    CuPy finds them in wheels and toolkits. cuDNN, which uses both, then opens them by name and gets the loaded ones.
+    CuPy finds them in wheels and toolkits. cuDNN, which uses both, later opens them by name and gets the loaded ones.
 
     Raises:
         BackendError: one of them is missing.

@@ -1,11 +1,11 @@
-// Momentum descent over a table of runs of flat memory, in the very order of the host's arithmetic: the bits are the same.
+// Momentum descent over a table of runs of flat memory. The order of operations is the host's, so the bits are the same.
 #include "common.cuh"
 #include "exact.cuh"
 #include "runs.cuh"
 
 template <class S> struct Rule {
   S lr, factor; bool nesterov;
-  // The new weight; m is replaced if there is momentum.
+  // Returns the new weight; updates m if there is momentum.
   __device__ __forceinline__ S operator()(S w, S g, S& m, S gradient_scale, S decay) const {
     g = exact_product(g, gradient_scale);
     if (decay != 0) g = exact_sum(g, exact_product(w, decay));

@@ -1,11 +1,11 @@
-"""The waist between kernels and a GPU: all that is asked of a device, in one narrow protocol, and arrays in its memory.
+"""The interface between kernels and a GPU: one narrow protocol of a device, and arrays in its memory.
 
-Implementations: `CupyDevice`, a GPU, and the emulated device of the tests, this CPU with the same CUDA sources. Work is
-enqueued on a stream and done in its order; nothing waits but `synchronize` of streams and events, and allocation. All above
-is the same code on both.
+Implementations are `CupyDevice`, a GPU, and the emulated device of the tests, which runs the same CUDA sources on this CPU. Work
+is enqueued on a stream and executed in its order; only `synchronize` of streams and events, and allocation, wait. All code above
+this interface is the same for both.
 
-A `DeviceArray` is a place, a shape and a dtype: never an ndarray, so that no host code computes with one. On the host
-bfloat16 is uint16, the upper half of a float32.
+A `DeviceArray` consists of an address, a shape and a dtype. It is not an ndarray, so that no host code computes with it. On the
+host, bfloat16 is represented by uint16, the upper half of a float32.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from hpctrain.backend.specs import item_bytes
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Round float32 or float64 values to bfloat16, to nearest even (float64 by way of float32); NaN becomes 0x7FFF."""
+    """Return float32 or float64 values rounded to bfloat16, as uint16.
+
+    Rounds to nearest even, float64 by way of float32. NaN becomes 0x7FFF.
+    """
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), np.uint16(0x7FFF), rounded)
 
 
 def bfloat16_values(bits: np.ndarray) -> np.ndarray:
-    """Return the float32 values of bfloat16 bits (uint16): exact."""
+    """Return the exact float32 values of bfloat16 bits (uint16)."""
     return (np.ascontiguousarray(bits, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -40,11 +43,12 @@ Shape = tuple[int, ...]
 class DeviceArray:
     """C-contiguous elements in a device's memory, which the array keeps alive.
 
-    Views are made by `view`, `reshape` and slices of the first dim with step 1. Reading or writing elements is for kernels, and
-    for the device's `upload` and `download`: everything that would do so on the host raises TypeError.
+    `view`, `reshape` and slices of the first dim with step 1 return views. Only kernels and the device's `upload` and `download`
+    read or write elements; all other operations of the host on elements raise TypeError.
 
     Args:
-        pointer: address on the device. owner: keeps the memory alive.
+        pointer: address on the device.
+        owner: object that keeps the memory alive.
     """
 
     __slots__ = ("dtype", "itemsize", "owner", "pointer", "shape", "size")
@@ -56,7 +60,7 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
         return self.size * self.itemsize
 
     @property
@@ -74,35 +78,35 @@ class DeviceArray:
         return DeviceArray(self.pointer + start * row, (max(0, stop - start), *self.shape[1:]), self.dtype, self.owner)
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """Return the same elements in another shape; -1 stands for the remaining size."""
+        """Return the same elements in another shape; -1 is replaced by the remaining size."""
         wanted: Shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if wanted.count(-1) == 1 and (known := -math.prod(wanted)):
             wanted = tuple(self.size // known if n == -1 else n for n in wanted)
         if -1 in wanted or math.prod(wanted) != self.size:
-            raise ValueError(f"{self.size} elements of shape {self.shape} have no shape {wanted}.")
+            raise ValueError(f"Cannot reshape {self.shape} to {wanted}; the number of elements must stay {self.size}.")
         return DeviceArray(self.pointer, wanted, self.dtype, self.owner)
 
     def view(self, dtype: str) -> DeviceArray:
-        """Return the same bytes as a flat array of another dtype; they must be whole elements of it."""
+        """Return the same bytes as a flat array of another dtype, whose item size must divide their number."""
         count, rest = divmod(self.nbytes, item_bytes(dtype))
         if rest:
-            raise ValueError(f"{self.nbytes} bytes are no whole number of {dtype} elements.")
+            raise ValueError(f"Cannot view {self.nbytes} bytes as {dtype}; they must be a multiple of {item_bytes(dtype)} bytes.")
         return DeviceArray(self.pointer, (count,), dtype, self.owner)
 
     def __repr__(self) -> str:
         return f"DeviceArray({self.shape}, {self.dtype}, at {self.pointer:#x})"
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(f"Elements of {self!r} are in the device's memory; ask its arithmetic for to_host.")
+        raise TypeError(f"Elements of {self!r} are in the device's memory; copy them by the arithmetic's `to_host`.")
 
     __array__ = __array_ufunc__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __contains__ = _refuse
 
 
-#: what a kernel takes: a place in the device's memory (None: nowhere), or a NumPy scalar of exactly the parameter's type
+#: argument of a kernel: an array on the device (None: a null pointer), or a NumPy scalar of exactly the parameter's type
 Argument = DeviceArray | np.generic | None
 Extent = tuple[int, ...]  # of a grid or a block, up to three dims
 
-#: alignment of all device memory: what cuDNN and 16-byte loads ask for, and more
+#: alignment of all device memory, sufficient for cuDNN and 16-byte loads
 ALIGNMENT_BYTES = 256
 
 #: alignment of the arrays of a convolution's plan
@@ -116,7 +120,7 @@ class DeviceEvent(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the work before the latest record is done (True before the first record)."""
+        """Whether the work before the latest record is done; true before the first record."""
         ...
 
     def synchronize(self) -> None:
@@ -125,16 +129,16 @@ class DeviceEvent(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work, done in order."""
+    """A queue of work that is executed in order."""
 
     name: str
 
     def record(self, event: DeviceEvent) -> None:
-        """Mark all work so far."""
+        """Mark all work so far by `event`."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let later work begin after what the event marks now; the host does not wait."""
+        """Make later work wait for the work that `event` now marks; the host does not wait."""
         ...
 
     def synchronize(self) -> None:
@@ -146,24 +150,30 @@ class DeviceKernel(Protocol):
     """A compiled kernel."""
 
     def __call__(self, stream: DeviceStream, grid: Extent, block: Extent, *arguments: Argument) -> None:
-        """Enqueue it. Every argument has the size of the kernel's parameter."""
+        """Enqueue the kernel. Every argument has the size of the kernel's parameter."""
         ...
 
 
 @runtime_checkable
 class CapturedGraph(Protocol):
-    """Work that was captured instead of done; `launch` enqueues all of it at once, as often as wanted."""
+    """Work that was captured instead of executed. `launch` enqueues all of it at once, any number of times."""
 
     def launch(self, stream: DeviceStream) -> None: ...
 
 
 @dataclass(frozen=True)
 class ConvolutionKey:
-    """All that the choice of a convolution's plan depends on. Shapes are NHWC and KRSC (C by group).
+    """All properties on which the choice of a convolution's plan depends. Shapes are NHWC and KRSC (C per group).
 
-    kind: "forward" writes y from (x, w); "input" writes dx from (dy, w); "weight" writes dw from (x, dy).
-    fused: "bias" and "bias_relu" compute y = x * w + bias, and then the ReLU; for "forward" only.
-    dtype: dtype of x, w, y and their gradients. precision: precision of products; sums are float32 (float64 for float64).
+    Attributes:
+        kind: "forward" writes y from (x, w); "input" writes dx from (dy, w); "weight" writes dw from (x, dy).
+        x: shape of x.
+        w: shape of the weight.
+        y: shape of y.
+        padding: top, bottom, left, right.
+        dtype: dtype of x, w, y and their gradients.
+        precision: precision of products; sums are float32 (float64 for float64).
+        fused: operations after "forward": "bias", or "bias_relu" for bias and ReLU.
     """
 
     kind: Literal["forward", "input", "weight"]
@@ -180,7 +190,11 @@ class ConvolutionKey:
 
 
 class DeviceConvolution(Protocol):
-    """The plan of one convolution, built once."""
+    """The plan of one convolution, built once.
+
+    Attributes:
+        workspace_bytes: size of the workspace in bytes.
+    """
 
     workspace_bytes: int
 
@@ -193,9 +207,9 @@ class DeviceConvolution(Protocol):
         workspace: DeviceArray | None,
         bias: DeviceArray | None = None,
     ) -> None:
-        """Enqueue it: (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, by the key's kind. `out` is written, never added to.
+        """Enqueue (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, by the key's kind. `out` is overwritten.
 
-        All arrays have the key's dtype, the bias too, and begin at multiples of PLAN_ALIGNMENT_BYTES.
+        All arrays, also the bias, have the key's dtype and begin at multiples of PLAN_ALIGNMENT_BYTES.
         """
         ...
 
@@ -204,9 +218,12 @@ class Device(Protocol):
     """A GPU, or the emulated device.
 
     Attributes:
-        name: the vendor's name. identity: name that no other device has, on any node. capability: (major, minor).
-        multiprocessors: number of multiprocessors, which run blocks at once.
-        dtypes: dtypes that kernels compute in. memory_bytes: memory of the whole device.
+        name: the vendor's name of the device.
+        identity: name that no other device has, on any node.
+        capability: compute capability (major, minor).
+        multiprocessors: number of multiprocessors.
+        dtypes: dtypes that kernels compute in.
+        memory_bytes: size of the whole memory.
         versions: versions of its libraries, and its name as "device", for a run's records.
     """
 
@@ -223,7 +240,7 @@ class Device(Protocol):
         ...
 
     def pinned(self, size_bytes: int) -> np.ndarray:
-        """Return uint8 memory of the host that copies to and from the device may use without waiting."""
+        """Return zeroed uint8 memory of the host for asynchronous copies to and from the device."""
         ...
 
     def stream(self, name: str) -> DeviceStream: ...
@@ -231,26 +248,26 @@ class Device(Protocol):
     def event(self) -> DeviceEvent: ...
 
     def kernel(self, source: str, name: str) -> DeviceKernel:
-        """Return the kernel `name` of <source>.cu, compiled at first use."""
+        """Return the kernel `name` of <source>.cu, compiled at its first use."""
         ...
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
-        """Enqueue a copy from pinned memory, which must not change until the stream has done the copy."""
+        """Enqueue a copy from pinned memory, which must not change until the copy is done."""
         ...
 
     def download(self, stream: DeviceStream, target: np.ndarray, source: DeviceArray) -> None:
-        """Enqueue a copy to pinned memory, which may be read after the stream has done the copy."""
+        """Enqueue a copy to pinned memory, which must not be read before the copy is done."""
         ...
 
     def copy(self, stream: DeviceStream, target: DeviceArray, source: DeviceArray) -> None:
-        """Enqueue a copy of equally many bytes within the device."""
+        """Enqueue a copy within the device, between arrays of the same number of bytes."""
         ...
 
     def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
         """Return the plan for a key, from a cache.
 
         Raises:
-            BackendError: no plan exists.
+            BackendError: there is no plan for the key.
         """
         ...
 
@@ -266,33 +283,39 @@ class Device(Protocol):
         accumulate: bool = False,
         precision: Precision,
     ) -> None:
-        """Enqueue c := op(a) op(b), plus c if `accumulate`; row-major matrices. a and b share a dtype, c may be float32."""
+        """Enqueue c := op(a) op(b), plus c if `accumulate`, for row-major matrices. a and b share a dtype; c may be float32."""
         ...
 
     def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
-        """Record what is enqueued on `stream` inside this context, instead of doing it. Allocating and waiting are refused."""
+        """Record the work that is enqueued on `stream` inside this context, instead of executing it.
+
+        Allocating and waiting are refused inside the context.
+        """
         ...
 
     def link_fault(self) -> str | None:
-        """Return the reason why this device cannot exchange arrays with others by itself, in one clause; None if it can."""
+        """Return the reason why this device cannot exchange arrays with others directly, as a clause; None if it can."""
         ...
 
     def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
-        """Link this device to those of its peers; work of the links is enqueued on `stream`. Collective; waits for all peers."""
+        """Link this device to the devices of `peers`. Work of the links is enqueued on `stream`. Collective over `peers`.
+
+        Waits for all peers.
+        """
         ...
 
     def memory_used(self) -> int:
-        """Return the bytes of the device's memory that are in use."""
+        """Return the number of bytes of the device's memory that are in use."""
         ...
 
 
 def grid_for(items: int, block: int, multiprocessors: int, *, waves: int = 8) -> Extent:
-    """Return the grid of a kernel that strides over `items`: the blocks that they fill, at most `waves` per multiprocessor."""
+    """Return the grid of a kernel that strides over `items`, with at most `waves` blocks per multiprocessor."""
     return (min(-(-items // block), waves * multiprocessors),)
 
 
 def pack_width(dtype_bytes: int, channels: int, arrays: Sequence[DeviceArray | None] = ()) -> int:
-    """Return the elements that one thread moves at once: 16 bytes of them if rows and addresses allow it, else one."""
+    """Return the number of elements that a thread moves at once: 16 bytes if rows and addresses allow it, otherwise one."""
     width = 16 // dtype_bytes
     fits = channels % width == 0 and all(array is None or array.pointer % 16 == 0 for array in arrays)
     return width if fits else 1

@@ -1,5 +1,5 @@
 // Dropout with masks of a counter-based generator: word i % 4 of Philox4x32-10 (Salmon et al., SC 2011) at counter (i / 4, sample id) decides
-// about element i of a sample, or word 0 at counter (0, sample id) about all of it. Masks are drawn again in backward, not kept.
+// on element i of a sample, or word 0 at counter (0, sample id) on the whole sample. Masks are not saved, but drawn again in backward.
 #include "common.cuh"
 #include "exact.cuh"
 
@@ -18,10 +18,10 @@ __device__ __forceinline__ Words philox(uint32_t key0, uint32_t key1, uint64_t b
   return Words{{c0, c1, c2, c3}};
 }
 
-// Where an element of a sample lies in its unsplit activation: first + i * step0 + j * step1 + k at (i, j, k) of (.., rows, packs of W).
+// The index of element (i, j, k) of (.., rows, packs of W) in the unsplit activation of its sample: first + i * step0 + j * step1 + k.
 struct Place { int64_t first, step0, step1; int32_t rows, packs; int64_t packs_of_sample; };
 
-// One step's numbers, in device memory: whether it is training, the operator's key, the ids of the samples.
+// Numbers of one step, in device memory: whether it is training, the operator's key, the ids of the samples.
 struct Step { const int64_t* training; const uint32_t* key; const int64_t* ids; };
 
 template <class T, int W, bool ADD, bool SAMPLE> __device__ __forceinline__ void dropout(

@@ -1,4 +1,4 @@
-// Rectified linear units and residual sums, which look at each element alone. Items are packs of W elements; arrays may be the same.
+// Rectified linear units and residual sums, element by element. Items are packs of W elements; arrays may be the same.
 #include "common.cuh"
 
 template <class T, int W> __device__ __forceinline__ void relu_forward(const T* x, T* y, int64_t packs) {
@@ -22,7 +22,7 @@ template <class T, int W, bool RELU> __device__ __forceinline__ void add_forward
   }
 }
 
-// The gradient before the ReLU (all of dy without one) to one or two targets; null: not wanted. adds: bit 0 adds to da, bit 1 to db.
+// Writes the gradient before the ReLU (dy without a ReLU) to da and db, unless they are null. adds: bit 0 adds to da, bit 1 to db.
 template <class T, int W, bool RELU>
 __device__ __forceinline__ void add_backward(const T* y, const T* dy, T* da, T* db, int32_t adds, int64_t packs) {
   for (int64_t p = first_item(); p < packs; p += item_step()) {

@@ -1,6 +1,6 @@
 """Rectified linear units, residual sums, and dropout.
 
-Masks of dropout (Srivastava et al., JMLR 2014) are those that any split of the activation draws alike.
+A mask of dropout (Srivastava et al., JMLR 2014) does not depend on how the activation is split.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hpctrain.core.errors import BackendError
 
 
 class _Elementwise(InPlace, CudaOperator):
-    """The launches that both share."""
+    """Base of ReLU and sums: their launches."""
 
     def _launch(self, kernel: str, *arrays: DeviceArray | None, adds: int | None = None) -> None:
-        """Enqueue a kernel over all elements of these arrays; None stands for a gradient that is not wanted."""
+        """Enqueue a kernel over all elements of these arrays. None replaces a gradient that is not wanted."""
         size, itemsize = self.output.size, self.output.item_bytes
         width = pack_width(itemsize, size, arrays)
         flags = () if adds is None else (np.int32(adds),)
@@ -50,7 +50,7 @@ class CudaRelu(_Elementwise):
 
 
 class CudaAdd(_Elementwise):
-    """y = a + b, then ReLU if the spec says so. The gradient passes to both inputs."""
+    """y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, inputs, training=training, runtime=runtime)
@@ -66,7 +66,10 @@ class CudaAdd(_Elementwise):
         self._pass_back(f"add_{self._relu}backward", (first, second))
 
     def _asked(self, i: int) -> DeviceArray | None:
-        """Return the gradient of an input; None if it is complete: it shares the buffer of the output's, and there is no ReLU."""
+        """Return the gradient of an input; None if it is already complete.
+
+        It is, without a ReLU, if it shares the buffer of the output's gradient.
+        """
         grad = self.input_grad(i)
         shares = grad is not None and grad.pointer == self.output_grad.pointer
         return None if shares and not self._relu else grad
@@ -77,9 +80,10 @@ _DIMS = 3
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Where the elements of one sample's block lie in its unsplit activation: first + i * step0 + j * step1 + k at (i, j, k).
+    """The position of one sample's block in its unsplit activation: first + i * step0 + j * step1 + k for element (i, j, k).
 
-    shape: shape of the block in three dims.
+    Attributes:
+        shape: shape of the block in three dims.
     """
 
     shape: tuple[int, int, int]
@@ -92,13 +96,15 @@ class SamplePlace:
         """Return the place of an activation `x` (N, ...).
 
         Raises:
-            BackendError: a split activation with more than three dims in addition to N.
+            BackendError: the activation is split and has more than three dims in addition to N.
         """
         shape = x.shape[1:]
         if spec.unsplit_shape is None or spec.per_sample:
             return cls((1, 1, math.prod(shape)))
         if len(shape) > _DIMS:
-            raise BackendError(f"Split dropout on a device takes up to {_DIMS} dims in addition to the batch, not {len(shape)}.")
+            raise BackendError(
+                f"Split dropout on a GPU supports activations of at most {_DIMS} dims in addition to the batch, not {len(shape)}."
+            )
         fill = _DIMS - len(shape)
         steps = [math.prod(spec.unsplit_shape[dim + 1 :]) for dim in range(len(shape))]
         first = sum(corner * step for corner, step in zip(spec.origin, steps, strict=True))
@@ -108,15 +114,15 @@ class SamplePlace:
 
     @property
     def run(self) -> int:
-        """The largest number of elements such that all aligned runs of that many are contiguous there, at multiples of it."""
+        """Largest length such that all aligned runs of this length are contiguous and aligned in the unsplit activation."""
         return math.gcd(self.shape[2], self.first, self.step0, self.step1)
 
 
 class CudaDropout(InPlace, CudaOperator):
-    """Compute y = x * keep / (1 - rate), keep by element or by sample.
+    """y = x * keep / (1 - rate), with `keep` drawn per element or per sample.
 
-    The mask is not saved: backward draws it again, which costs less than reading it. So backward must run before the `begin`
-    of the next forward pass.
+    The mask is not saved: backward draws it again, which costs less than reading it. Backward must therefore run before the next
+    forward pass calls `begin`.
     """
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, block: StepBlock) -> None:

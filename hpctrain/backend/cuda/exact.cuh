@@ -1,5 +1,5 @@
-// Products, sums, quotients and roots that are rounded one by one: never fused, so that a GPU computes the bits of a CPU.
-#ifdef ON_CPU  // is built with -ffp-contract=off
+// Products, sums, quotients and roots, each rounded separately and never fused, so that a GPU computes the same bits as a CPU.
+#ifdef ON_CPU  // compiled with -ffp-contract=off
 template <class S> inline S exact_product(S a, S b) { return a * b; }
 template <class S> inline S exact_sum(S a, S b) { return a + b; }
 template <class S> inline S exact_difference(S a, S b) { return a - b; }

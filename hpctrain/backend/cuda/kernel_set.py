@@ -1,4 +1,4 @@
-"""The cuda kernel set: convolutions by cuDNN, matrix products by cuBLAS, all else by CUDA C of our own."""
+"""The cuda kernel set: convolutions by cuDNN, matrix products by cuBLAS, and all other operations by hpctrain's CUDA C."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
     """Operators on plain NHWC memory of one device, enqueued on one stream.
 
     Args:
-        runtime: the device, its stream and the precision.
+        runtime: device, its stream, and the precision.
     """
 
     name: ClassVar[str] = "cuda"
@@ -139,7 +139,7 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured graph, launched on the stream that all work of the set is enqueued on."""
+    """Implements `CapturedWork` by a captured graph, launched on the set's stream."""
 
     graph: CapturedGraph
     stream: DeviceStream

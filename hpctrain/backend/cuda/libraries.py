@@ -1,13 +1,13 @@
 """Convolutions and matrix products by NVIDIA's libraries, cuDNN and cuBLAS.
 
-CuPy is not needed: streams, memory and handles are integers. Convolutions are graphs of cuDNN, made by NVIDIA's Python
-package cudnn (the frontend, version 1.23). cuDNN's dims are logical NCHW and KCRS; strides say that memory is NHWC and KRSC.
-Sums are float32. Tensors begin at multiples of 16 bytes. A plan says which engine computes a graph, how, and in how much
-workspace. Plans are made for a device of this machine, by its cuDNN handle, or for any other device, by its properties; the
-latter are the same plans, but cannot be run. Every plan is deterministic.
+CuPy is not needed: streams, memory and handles are integers. Convolutions are graphs of cuDNN, made by NVIDIA's Python package
+cudnn (the frontend, version 1.23). cuDNN's dims are logical NCHW and KCRS; strides describe NHWC and KRSC memory. Sums are
+float32. Tensors begin at multiples of 16 bytes. A plan determines the engine that computes a graph, its settings, and the size of
+its workspace. Plans are made for a device of this machine, from its cuDNN handle, or for any other device, from its properties;
+the latter are the same plans, but cannot be run. Every plan is deterministic.
 
-Matrix products call cuBLAS through ctypes: CuPy's own calls set the stream each time, which takes the workspace away again.
-With a workspace of its own a handle allocates nothing when a step is captured, and computes the same bits in every run.
+Matrix products call cuBLAS through ctypes. CuPy's own calls set the stream at each call, which resets the workspace. A handle
+with its own workspace allocates nothing when a step is captured, and computes the same bits in every run.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hpctrain.core.errors import BackendError, MissingLibraryError
 Library = Any  # the package cudnn; it has no types
 Graph = Any  # cudnn.pygraph
 
-#: numbers of tensors in a graph, by their place in `DeviceConvolution.run`: the two that are read, the one written, the bias
+#: IDs of a graph's tensors, by their position in `DeviceConvolution.run`: both inputs, the output, and the bias
 FIRST, SECOND, OUT, BIAS = 1, 2, 3, 4
 
 
 def library() -> Library:
-    """Return the package cudnn, loaded at first use.
+    """Return the package cudnn, loaded at the first call.
 
-    Hide PyTorch during the import. The package would import it, which takes seconds in each process, to translate dtypes that
-    are not used here.
+    PyTorch is hidden during the import. The package would import it, which takes seconds in each process, only to translate
+    dtypes that are not used here.
 
     Raises:
-        MissingLibraryError: it, or cuDNN itself, is not installed.
+        MissingLibraryError: the package, or cuDNN itself, is not installed.
     """
     hide = "torch" not in sys.modules
     if hide:
@@ -46,7 +46,7 @@ def library() -> Library:
     except (ImportError, OSError) as error:
         raise MissingLibraryError(
             f"Convolutions on a GPU need cuDNN and its frontend, which cannot be loaded ({error}); "
-            "install hpctrain with its extra for this CUDA version, such as hpctrain[gpu13]."
+            "install hpctrain with the extra for this CUDA version, such as hpctrain[gpu13]."
         ) from error
     finally:
         if hide:
@@ -57,22 +57,23 @@ def data_type(cudnn: Library, dtype: str) -> Any:
     """Return cuDNN's name of a dtype.
 
     Raises:
-        BackendError: it has no convolutions in it.
+        BackendError: cuDNN has no convolutions in the dtype.
     """
     known = {"float32": "FLOAT", "bfloat16": "BFLOAT16"}
     if dtype not in known:
-        raise BackendError(f"cuDNN has no convolutions in {dtype} on these GPUs; precision float32 is the nearest.")
+        raise BackendError(f"cuDNN has no convolutions in {dtype} on GPUs; set precision to float32.")
     return getattr(cudnn.data_type, known[dtype])
 
 
 def build(cudnn: Library, key: ConvolutionKey, **place: Any) -> Graph:
-    """Return the graph of a key, with its operation graph built: ready for plans.
+    """Return the graph of a key, with its operation graph built, ready for plans.
 
     Args:
-        place: the handle of a device, or the properties of one that need not be here, as arguments of `cudnn.pygraph`.
+        place: arguments of `cudnn.pygraph` that identify a device: its handle, or the properties of one that need not be present.
 
     Raises:
-        BackendError: a dtype that cuDNN does not convolve in. cudnn.cudnnGraphNotSupportedError: a graph it does not know.
+        BackendError: cuDNN has no convolutions in the key's dtype.
+        cudnn.cudnnGraphNotSupportedError: cuDNN does not support the graph.
     """
     dtype, sums = data_type(cudnn, key.dtype), cudnn.data_type.FLOAT
     graph = cudnn.pygraph(name=key.kind, io_data_type=dtype, intermediate_data_type=sums, compute_data_type=sums, **place)
@@ -107,7 +108,7 @@ def _convolution(graph: Graph, key: ConvolutionKey, a: Any, b: Any) -> Any:
 
 
 def _fused(graph: Graph, key: ConvolutionKey, out: Any, dtype: Any) -> Any:
-    """Add the key's bias and ReLU after `out`; cuDNN takes the bias in the dtype of activations."""
+    """Add the key's bias and ReLU after `out`. cuDNN reads the bias in the dtype of activations."""
     if not key.fused:
         return out
     bias = graph.tensor(uid=BIAS, data_type=dtype, **_dims((1, 1, 1, key.y[3])))
@@ -122,7 +123,7 @@ def _dims(shape: Extent) -> dict[str, list[int]]:
 
 
 def describe(key: ConvolutionKey) -> str:
-    """Return the key in a line, the same everywhere and different for different keys: a name for records and between ranks."""
+    """Return a one-line description of the key, which identifies it in records and between ranks."""
     shapes = " ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in (("x", key.x), ("w", key.w), ("y", key.y)))
     numbers = [("stride", key.stride), ("padding", key.padding), ("dilation", key.dilation), ("groups", (key.groups,))]
     window = " ".join(f"{name} {','.join(map(str, values))}" for name, values in numbers)
@@ -130,22 +131,22 @@ def describe(key: ConvolutionKey) -> str:
     return f"{kind} {shapes} {window} {key.dtype} {key.precision}"
 
 
-#: largest workspace of a plan; without a limit some take gigabytes: 6 GB for float32 and 256 images of 224 x 224 x 64
+#: maximum workspace of a plan. Without it some take gigabytes, such as 6 GB for float32 and 256 images of 224 x 224 x 64.
 WORKSPACE_LIMIT_BYTES = 512 << 20
 
 
 class CudnnQueue:
-    """A handle of cuDNN, and the stream that it uses.
+    """A handle of cuDNN and its current stream.
 
     Args:
-        handle: None if there is no device; then nothing can run.
+        handle: handle of cuDNN; None without a device, so that nothing can be run.
     """
 
     def __init__(self, cudnn: Library, handle: int | None) -> None:
         self._cudnn, self._handle, self._stream = cudnn, handle, -1
 
     def on(self, stream: int) -> int:
-        """Return the handle, set to enqueue its work on this stream from now on."""
+        """Return the handle, set to enqueue its work on `stream`."""
         assert self._handle is not None, "plans for a device that is not here cannot be run"
         if stream != self._stream:
             self._cudnn.set_stream(handle=self._handle, stream=stream)
@@ -157,7 +158,8 @@ class ConvolutionPlan:
     """The plan of one convolution.
 
     Attributes:
-        name: its engine and knobs. workspace_bytes: the memory that it works in.
+        name: cuDNN's engine and knobs.
+        workspace_bytes: size of its workspace in bytes.
     """
 
     def __init__(self, key: ConvolutionKey, graph: Graph, index: int, queue: CudnnQueue) -> None:
@@ -175,16 +177,17 @@ class ConvolutionPlan:
 
 
 class CudnnPlans:
-    """Makes and keeps one plan for each key: the first of the heuristic's list that can be built.
+    """Makes and caches one plan for each key: the first in the heuristic's list that can be built.
 
-    Plans are not timed. Steps of ResNet-50 on an H100 took as long with the fastest of the first three, and timing these took 10
-    to 20 s at each start (docs/performance.md).
+    Plans are not timed. On an H100, the fastest of the first three plans did not make ResNet-50's steps faster, and timing took
+    10 to 20 s at each start (docs/performance.md). Pass either properties, or a handle with its capability.
 
     Args:
-        handle: handle of cuDNN, from `new_handle`. capability: (major, minor) compute capability of its device.
-        properties: properties of a device: the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Plans
-            for it are made, but cannot be run. Pass either properties, or a handle with its capability.
-        workspace_limit_bytes: largest workspace of a plan.
+        handle: handle of cuDNN, from `new_handle`.
+        properties: properties of a device: the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Its
+            plans cannot be run.
+        capability: (major, minor) compute capability of the handle's device.
+        workspace_limit_bytes: maximum workspace of a plan.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class CudnnPlans:
         """Return the plan for a key, made at the first request.
 
         Raises:
-            BackendError: cuDNN has no plan for it.
+            BackendError: cuDNN has no plan for the key.
         """
         if key not in self._plans:
             self._plans[key] = self._make(key)
@@ -222,13 +225,13 @@ class CudnnPlans:
         for index in range(graph.get_execution_plan_count()):
             try:
                 graph.build_plan_at_index(index)
-            except unsupported:  # left out, or not for this device
+            except unsupported:  # excluded by `_list_plans`, or not supported by this device
                 continue
             return ConvolutionPlan(key, graph, index, self._queue)
-        raise self._no_plan(key, "every plan of its list is left out")
+        raise self._no_plan(key, "every plan in its list is excluded or unsupported")
 
     def _list_plans(self, graph: Graph, key: ConvolutionKey) -> None:
-        """Have the heuristic list plans. Leave out those that are not deterministic, less precise than the key, or too large."""
+        """List the heuristic's plans, without plans that are not deterministic, less precise than the key, or too large."""
         cudnn, note = self._cudnn, self._cudnn.numerical_note
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         left_out = [note.NONDETERMINISTIC, note.WINOGRAD_TILE_4x4, note.WINOGRAD_TILE_6x6, note.WINOGRAD_TILE_13x13]
@@ -241,7 +244,7 @@ class CudnnPlans:
         first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         return BackendError(
             f"cuDNN {version} has no deterministic plan for {describe(key)} in a workspace of at most "
-            f"{self._limit >> 20} MiB ({first}); a smaller batch, or another precision, may have one."
+            f"{self._limit >> 20} MiB ({first}); try a smaller batch, or another precision."
         )
 
 
@@ -259,7 +262,7 @@ def _device_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `cudnn.pygraph` that describe a device.
 
-    Without `sm_version` the frontend would ask libcudart, which is not loaded otherwise.
+    Without `sm_version` the frontend would query libcudart, which is not loaded otherwise.
     """
     if properties is not None:
         device = cudnn.create_device_properties(json.dumps(dict(properties)))
@@ -268,7 +271,7 @@ def _device_arguments(
     return {"handle": handle, "sm_version": 10 * capability[0] + capability[1]}
 
 
-#: what NVIDIA recommends for its GPUs since 2022
+#: size of cuBLAS's workspace that NVIDIA recommends for its GPUs since 2022
 WORKSPACE_BYTES = 32 << 20
 
 
@@ -276,20 +279,22 @@ _OPERATION = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
 _DATA_TYPE = {"float32": 0, "bfloat16": 14}  # CUDA_R_32F, CUDA_R_16BF
 # CUBLAS_COMPUTE_32F, _32F_PEDANTIC (no tensor cores), _32F_FAST_TF32
 _COMPUTE_TYPE: dict[Precision, int] = {"bfloat16": 68, "float32": 69, "tf32": 77}
-_MOST_ROWS = 2**31 - 1  # cuBLAS takes sizes as 32-bit integers
+_MOST_ROWS = 2**31 - 1  # cuBLAS's sizes are 32-bit integers
 _DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
-# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: sums of bfloat16 products that are split are float32 to the end
+# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums of bfloat16 products are combined in float32
 _MATH_MODE = 16
 
 
 class MatrixProducts:
-    """Products that are enqueued on one stream.
+    """Matrix products that are enqueued on one stream.
 
     Args:
-        library: libcublas. stream: its address. workspace: memory of the device, kept for as long as this lives.
+        library: library libcublas.
+        stream: address of the stream.
+        workspace: memory of the device, kept alive by this object.
 
     Raises:
-        BackendError: cuBLAS cannot be started.
+        BackendError: cuBLAS cannot be initialised.
     """
 
     def __init__(self, library: Library, stream: int, workspace: DeviceArray) -> None:
@@ -297,7 +302,9 @@ class MatrixProducts:
         self._handle = ctypes.c_void_p()
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._check("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
-        self._check("cublasSetStream", library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))  # before the workspace
+        self._check(
+            "cublasSetStream", library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream))
+        )  # before the workspace, which it would reset
         place = (ctypes.c_void_p(workspace.pointer), ctypes.c_size_t(workspace.nbytes))
         self._check("cublasSetWorkspace", library.cublasSetWorkspace_v2(self._handle, *place))
         self._check("cublasSetMathMode", library.cublasSetMathMode(self._handle, ctypes.c_int(_MATH_MODE)))
@@ -316,17 +323,17 @@ class MatrixProducts:
         """Enqueue c := op(a) op(b), plus c if `accumulate`. Row-major c is column-major c^T = op(b)^T op(a)^T.
 
         Raises:
-            ValueError: matrices that do not fit each other. BackendError: a dtype or precision that GPUs do not compute in, or
-                more than 2**31 - 1 rows or columns.
+            ValueError: the shapes of the matrices are incompatible.
+            BackendError: the dtype or precision is not supported on GPUs, or there are more than 2**31 - 1 rows or columns.
         """
         rows, inner = a.shape[::-1] if transpose_a else a.shape
         inner_b, cols = b.shape[::-1] if transpose_b else b.shape
         if inner != inner_b or c.shape != (rows, cols):
-            raise ValueError(f"{a!r} and {b!r} have no product like {c!r}.")
+            raise ValueError(f"The product of {a!r} and {b!r} does not have the shape of {c!r}.")
         types = [_number(_DATA_TYPE, array.dtype) for array in (b, a, c)]
         compute = _number(_COMPUTE_TYPE, precision)
         if not rows or not cols or not inner:
-            assert accumulate or not c.size, "sums over nothing are the caller's"
+            assert accumulate or not c.size, "the caller computes sums over no elements"
             return
         if max(rows, cols, inner) > _MOST_ROWS:
             raise BackendError(
@@ -357,6 +364,6 @@ class MatrixProducts:
 def _number(known: Any, name: str) -> int:
     """Return cuBLAS's number of a dtype or precision."""
     if name not in known:
-        raise BackendError(f"GPUs multiply matrices in {' or '.join(known)} here, not in {name}.")
+        raise BackendError(f"Matrix products on GPUs support {', '.join(known)}, not {name}; set precision to float32.")
     number: int = known[name]
     return number

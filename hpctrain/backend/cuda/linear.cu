@@ -1,4 +1,4 @@
-// The bias of a linear layer: y (rows, packs * W) = sums + bias, rounded once. sums may be y itself.
+// The bias of a linear layer: y (rows, packs * W) = sums + bias, rounded once. `sums` and y may be the same array.
 #include "images.cuh"
 
 template <class T, int W>

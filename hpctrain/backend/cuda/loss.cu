@@ -1,17 +1,17 @@
-// Softmax cross entropy with label smoothing, ranks of the labels, and the gradient: one block a row of logits.
+// Softmax cross entropy with label smoothing, ranks of the labels, and the gradient: one block per row of logits.
 //
-// Exponentials are taken in the dtype of sums, what they add up to in double. A label's gradient comes from the sum over the other classes:
-// 1 - p of a probability near 1 would have no digits left.
+// Exponentials have the dtype of sums, and are summed in double. A label's gradient is computed from the sum over the other classes, since
+// 1 - p of a probability p near 1 would lose all digits.
 #include "common.cuh"
 
 constexpr int MOST_WARPS = 8;
-constexpr int32_t WRONG = 0x7fffffff;  // the rank of a label in a row that holds NaN
+constexpr int32_t WRONG = 0x7fffffff;  // rank of a label in a row with NaN
 
 struct Sum2 { template <class S> __device__ __forceinline__ S operator()(S a, S b) const { return a + b; } };
-// NaN wins.
+// Returns NaN if either number is NaN.
 struct Larger { template <class S> __device__ __forceinline__ S operator()(S a, S b) const { return a != a || a > b ? a : b; } };
 
-// Over all threads of the block, the same bits in each: along the warps, then over the warps in their order.
+// Reduces over all threads of a block, with the same bits in each: first within warps, then over the warps in order.
 template <class S, class Combine> __device__ __forceinline__ S over_block(S x, S* warps, Combine combine) {
   for (int m = 16; m; m /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, m));
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
@@ -83,7 +83,7 @@ MAKE(float, f32) MAKE(bf16, bf16)
 MAKE(double, f64)
 #endif
 
-// One block: the sum of the losses, how many labels are first, how many are before place `top`.
+// One block: the sum of the losses, the number of labels of rank 0, and the number of labels of a rank below `top`.
 extern "C" __global__ __launch_bounds__(256) void sum_losses(const double* losses, const int32_t* ranks, double* sums, int32_t top, int64_t rows) {
   SHARED(double, warps, MOST_WARPS);
   double loss = 0, first = 0, among = 0;

@@ -1,4 +1,4 @@
-// Descent by two moments of the gradient (Adam's) over a table of runs, in the very order of the host's arithmetic: the bits are the same.
+// Descent by two moments of the gradient (Adam) over a table of runs. The order of operations is the host's, so the bits are the same.
 #include "common.cuh"
 #include "exact.cuh"
 #include "runs.cuh"

@@ -1,7 +1,7 @@
-"""The base of the operators of the cuda set, and the launches that several of them share.
+"""The base of the cuda set's operators, and launches that several operators share.
 
-`row_launch` serves kernels that go over
-images row by row (images.cuh); `ColumnSums` adds up the rows of a matrix, for gradients of biases.
+`row_launch` serves kernels that process images row by row (images.cuh). `ColumnSums` sums the rows of a matrix, for gradients of
+biases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_BUFFER = DeviceArray(0, (0,), "uint8", None)
 
 
 def total_bytes(requests: Iterable[Request]) -> int:
-    """Return the bytes of a buffer that `carve` divides into these arrays."""
+    """Return the size in bytes of a buffer that `carve` divides into these arrays."""
     return operators.total_bytes(requests, ALIGNMENT_BYTES)
 
 
@@ -32,13 +32,13 @@ def carve(buffer: DeviceArray | None, requests: Iterable[Request]) -> list[Devic
 
 
 class CudaOperatorBase(PlainOperator):
-    """An operator on plain NHWC memory of a device.
+    """Base of operators on plain NHWC memory of a device.
 
-    Calls enqueue work on the runtime's stream and never wait, so that a program can be captured: values that change from step to
-    step are read from device memory, and no argument depends on the context.
+    Calls enqueue work on the runtime's stream and never wait, so that a program can be captured. Values that change from step to
+    step are read from the device's memory, and no argument depends on the context.
 
     Attributes:
-        tag: tag of the activations' dtype in the names of kernels.
+        tag: tag of the activations' dtype in kernel names.
     """
 
     array_alignment_bytes: ClassVar[int] = ALIGNMENT_BYTES
@@ -52,21 +52,21 @@ class CudaOperatorBase(PlainOperator):
 
 
 class CudaOperator(Accumulating, CudaOperatorBase):
-    """An operator whose `backward_input` adds to gradients on request, as all operators do that compute it by a kernel."""
+    """Base of operators whose kernels can add to the input's gradient, as the plan may request."""
 
 
 _THREADS = 256
 _WARP = 32
-# Far more than fit at once, so that the last blocks of a launch are few among many.
+# Blocks per multiprocessor: far more than run at once, so that few multiprocessors idle at the end of a launch.
 _WAVES = 256
-_LIMIT = 1 << 30  # and a step beyond is still a number of 32 bits
+_LIMIT = 1 << 30  # so that a count plus one step still fits 32 bits
 
 
 def row_launch(rows: int, packs: int, multiprocessors: int) -> tuple[Extent, Extent]:
     """Return grid and block for `rows` rows of `packs` packs each.
 
-    A block is as wide as a row, between 32 and 256 threads, and processes as many rows at a time as then fit. The grid is
-    empty if there are no packs.
+    A block is as wide as a row, between 32 and 256 threads, and processes as many rows at a time as then fit. The grid is empty
+    if there are no packs.
     """
     width = min(_THREADS, max(_WARP, 1 << (packs - 1).bit_length())) if packs else _WARP
     height = _THREADS // width
@@ -75,34 +75,34 @@ def row_launch(rows: int, packs: int, multiprocessors: int) -> tuple[Extent, Ext
 
 
 def check_images(name: str, *shapes: Shape) -> None:
-    """Raise unless a kernel can count rows, and elements of a row, with 32 bits.
+    """Raise unless 32-bit integers suffice to count the rows, and the elements of a row.
 
     Raises:
-        BackendError: images (N, H, W, C) whose rows, or elements of a row, a kernel cannot count with 32 bits.
+        BackendError: images (N, H, W, C) have too many rows, or too many elements in a row.
     """
     for images, height, width, channels in shapes:
         if max(images * height, width * channels) >= _LIMIT:
             raise BackendError(
-                f"The cuda kernel set's {name} takes batches of fewer than {_LIMIT} rows of fewer than {_LIMIT} elements each, "
-                f"not {images} images of {height} rows of {width} x {channels}; train with smaller micro-batches or images."
+                f"Backend cuda's {name} supports batches of fewer than {_LIMIT} rows of fewer than {_LIMIT} elements each, not "
+                f"{images} images of {height} rows of {width} x {channels}; train with smaller micro-batches or images."
             )
 
 
-#: rows that a thread sums at least, if there are enough
+#: minimum number of rows that a thread sums, if there are enough
 _ROWS = 4
 _COLUMN_WAVES = 8
 
 
 class ColumnSums:
-    """Plans the sums of (rows, columns) of `dtype`, in the dtype of parameters. In a fixed order, so always the same bits.
+    """Plans the column sums of matrices (rows, columns) of `dtype`, in the dtype of parameters and in a fixed order.
 
     Attributes:
-        scratch: what `run` works with.
+        scratch: array that `run` needs.
     """
 
     def __init__(self, rows: int, columns: int, dtype: str, runtime: CudaRuntime) -> None:
         self._rows, self._columns, self._dtype, self._runtime = rows, columns, dtype, runtime
-        # A block is as wide as a warp, or narrower if a row has fewer packs: its threads then read several rows at once.
+        # A block is as wide as a warp, or narrower if a row has fewer packs. Its threads then read several rows at once.
         packs = columns // pack_width(item_bytes(dtype), columns)
         self._wide = min(32, 1 << (packs - 1).bit_length())
         blocks = -(-rows // (_ROWS * THREADS // self._wide))
@@ -110,10 +110,12 @@ class ColumnSums:
         self.scratch: Request = ((self._blocks if self._blocks > 1 else 0, columns), parameter_dtype(dtype))
 
     def run(self, x: DeviceArray, sums: DeviceArray, partial: DeviceArray, *, relu: DeviceArray | None = None) -> None:
-        """Enqueue the sums over x's rows; `partial` is of the shape and dtype of `scratch`.
+        """Enqueue the sums over x's rows.
 
         Args:
-            relu: the output of a ReLU, of the shape of x. x is its output's gradient, and first becomes its input's, in place.
+            partial: array of the shape and dtype of `scratch`.
+            relu: output of a ReLU, of the shape of x. x is the gradient of this output, and is first replaced by the gradient
+                before the ReLU.
         """
         arrays = (x,) if relu is None else (x, relu)
         if self._blocks == 1:

@@ -1,9 +1,9 @@
-// Copies the patch of x under each window of a convolution to a row of a matrix. Row (n, i, j) holds window_h * span elements, with zeros
-// where the window leaves the image, and ends with zeros up to a whole pack. `span` is the window's columns times channels, which are
-// adjacent in x.
+// Copies the patch of x under each window of a convolution to a row of a matrix. Row (n, i, j) has window_h * span elements, with zeros
+// where the window leaves the image, and is padded with zeros to a whole pack. `span` is the number of the window's columns times channels,
+// which are contiguous in x.
 //
-// A thread writes the same pack of each of its rows, so that it divides only once to find the pack's elements. Most windows lie inside of
-// the image, and are read without checks.
+// A thread writes the same pack of each of its rows, so it divides only once to find the pack's elements. Most windows lie inside the image,
+// and are read without checks.
 #include "common.cuh"
 
 struct Shape { int height, width, rows, columns; };  // height of x in pixels, its width in elements; windows along both

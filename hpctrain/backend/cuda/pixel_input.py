@@ -1,4 +1,4 @@
-"""A network's input made on a device of pixels that the host has stored: they are uploaded while the device computes."""
+"""A network's input, computed on a device from stored pixels, which are uploaded while the device computes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hpctrain.backend.cuda.runtime import TAGS, CudaRuntime
 from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling, most_taps
 from hpctrain.backend.specs import parameter_dtype
 
-#: batches that have memory of their own: one is read while the next one arrives
+#: number of batches with separate memory, so that one is read while the next is uploaded
 RING = 2
 
-_ALIGNMENT = 16  # of the parts of a batch, in bytes
+_ALIGNMENT = 16  # alignment of the parts of a batch, in bytes
 
 
 class CudaPixelInput:
-    """Makes input buffers of batches of pixels, one after another.
+    """Computes inputs from batches of pixels, one batch after another.
 
-    The memory of a batch, on the device and pinned, is made at the first batch, and again for a larger one.
+    The memory of a batch, on the device and pinned, is allocated for the first batch, and again for a larger one.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -38,10 +38,10 @@ class CudaPixelInput:
         return sum(slot.pinned.nbytes for slot in self._ring)
 
     def make(self, target: DeviceArray, images: PixelBatch) -> None:
-        """Enqueue target := images, of one shape; waits only for the upload of the batch before the last.
+        """Enqueue target := images, of one shape. Waits only for the upload of the batch before the previous one.
 
         Raises:
-            BackendError: images that are too large for the kernel.
+            BackendError: the images are too large for the kernel.
         """
         assert target.shape == images.shape, f"images {images.shape} do not fit {target!r}"
         assert images.dtype == parameter_dtype(target.dtype), f"images of {images.dtype} are not rounded to {target!r}"
@@ -58,11 +58,11 @@ class CudaPixelInput:
             self._runtime.stream.record(self._ring[-1].read)
 
     def _uploaded(self, parts: Sequence[np.ndarray]) -> list[DeviceArray]:
-        """Enqueue the upload of a batch's parts, in one copy, before later work of the runtime's stream.
+        """Enqueue the upload of a batch's parts as one copy, and return the parts on the device, uint8.
 
-        Returns their places on the device, uint8.
+        Later work of the runtime's stream waits for the upload.
         """
-        starts = _starts(parts)
+        starts = _places([part.nbytes for part in parts])
         if not self._ring or self._ring[-1].memory.size < starts[-1]:
             self._grow(starts[-1])
         self._ring.rotate(-1)
@@ -78,12 +78,12 @@ class CudaPixelInput:
     def _grow(self, size_bytes: int) -> None:
         if self._copies is None:
             self._copies = self._runtime.device.stream("pixels")
-        self._runtime.stream.synchronize()  # it has waited for all uploads: no work uses the memory that is freed
+        self._runtime.stream.synchronize()  # this stream waits for all uploads, so the old memory is not in use any more
         self._ring.clear()
         self._ring.extend(_Slot(self._runtime, size_bytes) for _ in range(RING))
 
     def _resize(self, resampling: Resampling, boxes: DeviceArray, stored: tuple[int, int]) -> tuple[Argument, ...]:
-        """Enqueue the table of taps of images `stored` as (h, w), and return the kernel's arguments for it."""
+        """Enqueue the table of taps of images `stored` as (h, w), and return the kernel's arguments for resizing."""
         most = max(most_taps(size, made) for size, made in zip(stored, resampling.size, strict=True))
         entries = len(resampling.boxes) * sum(resampling.size)
         if self._table is None or self._table.size < entries * (2 + most):
@@ -106,7 +106,12 @@ class CudaPixelInput:
 
 
 class _Slot:
-    """Memory of one batch. uploaded: all of it is on the device. read: kernels have read it there."""
+    """Memory of one batch.
+
+    Attributes:
+        uploaded: event after the upload of the batch.
+        read: event after the kernels that read the batch.
+    """
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         device = runtime.device
@@ -114,19 +119,15 @@ class _Slot:
         self.uploaded, self.read = device.event(), device.event()
 
     def fill(self, parts: Sequence[np.ndarray], starts: Sequence[int]) -> None:
-        """Put parts of a batch into pinned memory, once its latest upload is done."""
+        """Copy parts of a batch to pinned memory, after its latest upload is done."""
         self.uploaded.synchronize()
         for start, part in zip(starts, parts, strict=False):
             place = self.pinned[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
             np.copyto(place, part)
 
 
-def _starts(parts: Sequence[np.ndarray]) -> list[int]:
-    """Return where each part begins in a batch's memory, in bytes, and where the last one ends."""
-    return _places([part.nbytes for part in parts])
-
-
 def _places(sizes_bytes: Sequence[int]) -> list[int]:
+    """Return the offset of each part in a batch's memory, in bytes, and the size of the memory."""
     starts = [0]
     for size_bytes in sizes_bytes:
         starts.append(-(-(starts[-1] + size_bytes) // _ALIGNMENT) * _ALIGNMENT)
@@ -134,7 +135,7 @@ def _places(sizes_bytes: Sequence[int]) -> list[int]:
 
 
 def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
-    """Return the pinned bytes of all batches of at most `samples` images `stored` as (h, w, C), made in `dtype`."""
+    """Return the pinned bytes of all batches of at most `samples` images stored as (h, w, C), for an input in `dtype`."""
     by_channel = stored[2] * np.dtype(dtype).itemsize
     boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
     sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)

@@ -1,7 +1,7 @@
-// Sums over the pixels of images (N, pixels, packs * W), and values (N, packs * W) that are spread over them.
+// Sums over the pixels of images (N, pixels, packs * W), and copies of values (N, packs * W) to all pixels.
 #include "common.cuh"
 
-// One thread a pack of sums: neighbours read neighbouring packs of a pixel. In the order of the pixels, and rounded once.
+// One thread per pack of sums, so that adjacent threads read adjacent packs of a pixel. Sums in the order of the pixels, rounded once.
 template <class T, int W> __device__ __forceinline__ void sum_pixels(
     T* target, const T* source, typename Sum<T>::type scale, int64_t pixels, int32_t packs, int64_t items) {
   typedef typename Sum<T>::type S;

@@ -1,9 +1,9 @@
-// A network's input made of stored pixels: of each image, or of a part of it that is resized first, a window, black outside of a box,
-// normalised by channel, and one box filled.
+// A network's input from stored pixels. Each image, or a part of it that is resized first, is cropped to a window, made black outside a box,
+// normalised by channel, and overwritten in a second box.
 #include "images.cuh"
 #include "resampling.cuh"
 
-// The steps left for one image, as WINDOW of pixels.py: boxes are [above, below) x [before, behind) of the result.
+// The remaining steps of one image, as WINDOW in pixels.py. Boxes are [above, below) x [before, behind) of the result.
 struct Box {
   int32_t above, below, before, behind;
   __device__ __forceinline__ bool has_row(int y) const { return y >= above && y < below; }
@@ -14,7 +14,7 @@ struct Window {
   Box shown, filled;
 };
 
-// Pixels as they are stored: images of height x width.
+// Pixels of stored images of height x width.
 struct Stored {
   const uint8_t *pixels, *line;
   int height, width, channels;
@@ -47,8 +47,8 @@ struct Resampled {
   }
 };
 
-// A thread makes W neighbouring elements of a row of `size` elements, columns x channels. Each product and sum is rounded by itself, as on
-// the host.
+// A thread computes W adjacent elements of a row of `size` elements, columns x channels. Each product and each sum is rounded separately, as
+// on the host.
 template <class T, int W, class Source> __device__ __forceinline__ void make_input(
     T* out, Source source, const int32_t* windows, const typename Sum<T>::type* scale, const typename Sum<T>::type* shift,
     typename Sum<T>::type fill, int channels, int out_height, int size, int rows) {
@@ -74,7 +74,7 @@ template <class T, int W, class Source> __device__ __forceinline__ void make_inp
   }
 }
 
-// The taps of all rows, then of all columns, of each image. most: neighbours of any.
+// Writes the taps of all rows, then of all columns, of each image. most: maximum number of neighbours.
 extern "C" __global__ __launch_bounds__(256) void make_taps(
     int32_t* table, const int32_t* parts, int made_height, int made_width, int most, int interpolates, int64_t entries) {
   for (int64_t i = first_item(); i < entries; i += item_step()) {
@@ -99,7 +99,7 @@ EXPORT_INDEPENDENT(make_taps)
   EXPORT_INDEPENDENT(make_input_##tag##_w##W)
 MAKE(float, f32, 4) MAKE(float, f32, 1) MAKE(bf16, bf16, 8) MAKE(bf16, bf16, 1)
 
-// One element a thread: neighbours read neighbours, and arithmetic takes longer than stores.
+// One element per thread: adjacent threads read adjacent pixels, and arithmetic takes longer than stores.
 #define MAKE_RESAMPLED(T, tag) \
   extern "C" __global__ __launch_bounds__(256) void resample_input_##tag##_w1( \
       T* out, const uint8_t* pixels, const int32_t* windows, const Sum<T>::type* scale, const Sum<T>::type* shift, Sum<T>::type fill, \

@@ -1,14 +1,14 @@
-// Max and average pooling over (N, H, W, C). Backward gathers: each element of dx looks at the windows that hold it, rows and
-// then columns ascending, so that sums have one order and no two threads write to one place.
+// Max and average pooling over (N, H, W, C). Backward gathers: each element of dx reads the windows that contain it, in ascending order
+// of rows, then of columns. Sums therefore have one order, and no two threads write to the same address.
 #include "images.cuh"
 
 // One dim of a window over an image: output o reads position o * stride - before + tap * dilation through each tap.
 struct Dim {
-  int size, outputs, taps, stride, before, dilation, low, high;  // taps at [low, high) count in an average's divisor
+  int size, outputs, taps, stride, before, dilation, low, high;  // taps at [low, high) count for an average's divisor
 
   __device__ __forceinline__ int position(int o, int tap) const { return o * stride - before + tap * dilation; }
   __device__ __forceinline__ bool inside(int at) const { return unsigned(at) < unsigned(size); }
-  // Outputs [first, last] may hold a position; through which tap `tap_of` knows, -1 where through none.
+  // Outputs [first, last] may contain a position. `tap_of` returns the tap through which they do, or -1.
   __device__ __forceinline__ int first(int at) const {
     const int past = at + before - (taps - 1) * dilation - 1;
     return past < 0 ? 0 : quotient(past, stride) + 1;
@@ -21,7 +21,7 @@ struct Dim {
     const int distance = at + before - o * stride, tap = quotient(distance, dilation);
     return tap * dilation == distance ? tap : -1;
   }
-  // Taps of output o that count, one at least.
+  // The number of taps of output o that count, at least 1.
   __device__ __forceinline__ int count(int o) const {
     const int start = position(o, 0);
     const int begin = start < low ? quotient(low - start + dilation - 1, dilation) : 0;
@@ -34,10 +34,10 @@ struct Dim {
   int d##_size, int d##_outputs, int d##_taps, int d##_stride, int d##_before, int d##_dilation, int d##_low, int d##_high
 #define DIM_OF(d) Dim{d##_size, d##_outputs, d##_taps, d##_stride, d##_before, d##_dilation, d##_low, d##_high}
 
-// The largest of each window. From the last tap to the first, "greater or equal" leaves the first of equals as the winner; what
-// lies outside of the image is -infinity and takes part; a NaN stays, and the winner is then the first before it in this order.
-// winner: the tap's number in row-major order, kept for backward where Tap is smaller than int. TAPS: columns of the window, 0
-// where they are known at the launch only.
+// The maximum of each window. Taps are compared from last to first, so that "greater or equal" selects the first maximum. Positions outside
+// the image count as -infinity. NaN stays the maximum; the winner is then the tap that was the winner before it.
+// winner: the number of the tap in row-major order, saved for backward if Tap is smaller than int. TAPS: number of the window's columns; 0
+// if it is known only at the launch.
 template <class T, int W, class Tap, int TAPS>
 __device__ __forceinline__ void max_forward(
     const T* __restrict__ x, T* __restrict__ y, Tap* __restrict__ winners, Dim h, Dim w, int packs, int rows) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void average_forward(const T* __restrict__ x, T* __re
   }
 }
 
-// dx from the windows that hold it: of max pooling those that it won, of average pooling (Tap is int) each with its divisor.
+// dx from the windows that contain it: in max pooling, the windows that it won; in average pooling (Tap is int), each over its divisor.
 template <class T, int W, class Tap>
 __device__ __forceinline__ void backward(
     const T* __restrict__ dy, T* __restrict__ dx, const Tap* __restrict__ winners,
@@ -180,7 +180,7 @@ __device__ __forceinline__ void backward(
   EXPORT_INDEPENDENT(max_pool_##tag##_w##W) EXPORT_INDEPENDENT(average_pool_##tag##_w##W) \
   EXPORT_INDEPENDENT(average_pool_backward_##tag##_w##W) \
   MAKE_SAVING(T, tag, W, 0, uint8_t, u8) MAKE_BACKWARD(T, tag, W, uint8_t, u8)
-// Windows of many taps are rare: one element at a time does for them. Those of 2 and 3 columns are not.
+// Windows of many taps are rare, so one element at a time suffices. Windows of 2 and 3 columns are common, and have special kernels.
 #define MAKE_ALL(T, tag, W) \
   MAKE(T, tag, 1) MAKE_SAVING(T, tag, 1, 0, uint16_t, u16) MAKE_BACKWARD(T, tag, 1, uint16_t, u16) \
   MAKE(T, tag, W) MAKE_SAVING(T, tag, W, 2, uint8_t, columns2_u8) MAKE_SAVING(T, tag, W, 3, uint8_t, columns3_u8)

@@ -1,4 +1,4 @@
-"""Max, average and adaptive average pooling; global pooling is the latter's case of one output."""
+"""Max, average and adaptive average pooling. Global pooling is adaptive pooling to one output."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 from hpctrain.core.errors import BackendError
 
 _MOST_TAPS = 1 << 16
-#: columns of windows that have kernels of their own in training, if channels fit packs
+#: widths of windows for which training has special kernels, if channels fit packs
 _COLUMNS = (2, 3)
 
 
 class _Pool(CudaOperator):
-    """Launches over rows of the output forward, and of the input backward."""
+    """Base of max and average pooling: forward launches over rows of the output, backward over rows of the input."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, (x,), training=training, runtime=runtime)
@@ -47,10 +47,10 @@ class _Pool(CudaOperator):
 
 
 class CudaMaxPool(_Pool):
-    """y = maximum over the window, whose first largest element in row-major order receives the gradient (as in torch).
+    """y = maximum over the window, whose first maximum in row-major order receives the gradient (as in torch).
 
-    Saved: per output the winning tap's number, uint8, or uint16 if the window has more than 255 taps. NaN in a window makes
-    NaN of its output.
+    Saved: for each output the number of the winning tap, uint8, or uint16 for windows of more than 255 taps. NaN in a window
+    makes the output NaN.
     """
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
@@ -59,8 +59,8 @@ class CudaMaxPool(_Pool):
         if taps > _MOST_TAPS:
             rows, columns = spec.window.kernel
             raise BackendError(
-                f"A max pooling window of {rows} x {columns} has {taps} taps; the cuda kernel set's windows have {_MOST_TAPS} "
-                f"at most, 256 x 256 for example."
+                f"A max pooling window of {rows} x {columns} has {taps} taps; backend cuda supports at most {_MOST_TAPS}, for "
+                "example 256 x 256."
             )
         self._code = "u8" if taps < 256 else "u16"
         self.declare(saved=[(self.output.shape, "uint8" if taps < 256 else "uint16")] if training else [])
@@ -87,7 +87,7 @@ class CudaMaxPool(_Pool):
 
 
 class CudaAveragePool(_Pool):
-    """y = sum over the window / its divisor: the elements inside the image, or inside the padded image."""
+    """y = sum over the window / number of its elements that lie inside the image, or inside the padded image."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, x, training=training, runtime=runtime)
@@ -106,15 +106,15 @@ class CudaAveragePool(_Pool):
 
 
 _LIMIT = 1 << 31
-# Pixels of a window from which on the rows of threads of a block share it.
+# Number of pixels from which on the threads of a block share a window.
 _SHARED_PIXELS = 16
-_MOST_BLOCKS = 1 << 15  # in the second dim of a grid
+_MOST_BLOCKS = 1 << 15  # maximum in the second dim of a grid
 
 
 class CudaAdaptiveAveragePool(CudaOperator):
     """y (N, Ho, Wo, C): means of x (N, H, W, C) over windows. An image without pixels averages to 0.
 
-    Sums have one order, independent of the launch: by a thread over its window, or over every eighth pixel of a large one.
+    The order of a sum does not depend on the launch: one thread sums its window, or every eighth pixel of a large window.
     """
 
     def __init__(self, spec: AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
@@ -124,8 +124,8 @@ class CudaAdaptiveAveragePool(CudaOperator):
         for outputs, size in zip(spec.size, (height, width), strict=True):
             if (outputs + 1) * (size + 1) >= _LIMIT:
                 raise BackendError(
-                    f"The cuda kernel set's adaptive pooling of {size} pixels has fewer than {_LIMIT // (size + 1)} outputs, "
-                    f"not {outputs}."
+                    f"Adaptive pooling of {size} pixels to {outputs} is too large for backend cuda, which supports fewer than "
+                    f"{_LIMIT // (size + 1)} outputs."
                 )
         self._shared = height * width >= _SHARED_PIXELS * spec.size[0] * spec.size[1]
         self._sizes = tuple(map(np.int32, (height, spec.size[0], width, spec.size[1])))

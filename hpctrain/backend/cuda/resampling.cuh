@@ -1,4 +1,4 @@
-// Bilinear resizing in whole numbers, as resampling.py has it: ways of an image are filtered (Pillow) or interpolated (OpenCV).
+// Bilinear resizing in integer arithmetic, as in pixels.py: dimensions of an image are filtered (Pillow) or interpolated (OpenCV).
 #include "exact.cuh"
 
 constexpr int FILTER_BITS = 22, INTERPOLATION_BITS = 8;
@@ -6,7 +6,8 @@ constexpr int FILTER_BITS = 22, INTERPOLATION_BITS = 8;
 // The part of an image that is resized.
 struct Part { int32_t top, left, height, width; };
 
-// What one pixel of a way is made of: `count` neighbours from `first` on. A table has an entry of 2 + most numbers for each.
+// The stored pixels from which one pixel of a dimension is computed: `count` neighbours, beginning at `first`. A table has an entry of
+// 2 + most numbers for each pixel.
 struct Taps {
   const int32_t* entry;
   __device__ __forceinline__ int first() const { return entry[0]; }
@@ -16,7 +17,7 @@ struct Taps {
 
 __device__ __forceinline__ bool is_interpolated(int size, int made, int interpolates) { return interpolates && made > size; }
 
-// The triangle at pixel `at`.
+// The value of the triangle filter at pixel `at`.
 __device__ __forceinline__ double triangle(int at, double centre, double step) {
   double distance = exact_product(exact_sum(exact_difference(double(at), centre), 0.5), step);
   if (distance < 0) distance = -distance;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void write_interpolation(int32_t* entry, int index, i
   const double place = exact_difference(exact_product(scale, exact_sum(double(index), 0.5)), 0.5);
   const int before = place < 0 ? -1 : int(place);
   const bool inside = before >= 0 && before < size - 1;
-  // To nearest even: the sum with 1.5 * 2^52 has no digits after the point.
+  // Rounds to nearest even: the sum with 1.5 * 2^52 has no fractional digits.
   const double second = exact_product(exact_difference(place, double(before)), double(1 << INTERPOLATION_BITS)), whole = 6755399441055744.0;
   const int weight = inside ? int(exact_difference(exact_sum(second, whole), whole)) : 0;
   entry[0] = before < 0 ? 0 : before < size ? before : size - 1;
@@ -50,10 +51,10 @@ __device__ __forceinline__ void write_interpolation(int32_t* entry, int index, i
   entry[2] = (1 << INTERPOLATION_BITS) - weight, entry[3] = weight;
 }
 
-// One channel of an image of which a part is resized.
+// The pixels of an image's part, resized.
 struct Resized {
-  const uint8_t* corner;  // of the part
-  int64_t pitch;          // elements from a row to the next
+  const uint8_t* corner;  // the first pixel of the part
+  int64_t pitch;          // number of elements between two rows
   int channels;
   bool down_interpolated, across_interpolated;
 
@@ -77,13 +78,13 @@ struct Resized {
     for (int k = 0; k < down.count(); k++) sum += down.weight(k) * filtered_across(down.first() + k, across, c);
     return rounded(sum, FILTER_BITS);
   }
-  // Interpolated columns of rows that are filtered first.
+  // Interpolation across, of rows that are filtered first.
   __device__ __forceinline__ uint32_t interpolated_across(Taps down, Taps across, int c) const {
     uint32_t sum = 0;
     for (int k = 0; k < across.count(); k++) sum += across.weight(k) * filtered_down(down, across.first() + k, c);
     return rounded(sum, INTERPOLATION_BITS);
   }
-  // Interpolated rows, of columns that are filtered first.
+  // Interpolation down, of columns that are filtered first.
   __device__ __forceinline__ uint32_t interpolated_down(Taps down, Taps across, int c) const {
     uint32_t sum = 0;
     for (int k = 0; k < down.count(); k++) sum += down.weight(k) * filtered_across(down.first() + k, across, c);

@@ -1,5 +1,6 @@
-// Runs of flat memory that are updated alike: elements [start, stop); `offset` leads from a place in the flat buffers to that in the state.
-// Runs are divided into tiles of TILE elements, counted from the last whole pack at or before their start; `first_tile` counts the tiles before.
+// Runs of flat memory: elements [start, stop) with the same gradient scale and decay. `offset` is an element's index in the state minus its
+// index in the flat buffers. Runs are divided into tiles of TILE elements, which begin at the pack boundary at or before `start`;
+// `first_tile` is the number of tiles of all earlier runs.
 constexpr int TILE = 4096, THREADS = 256, W = 4;
 
 template <class S> struct Run { int64_t start, stop, offset, first_tile; S gradient_scale, decay; };
@@ -13,7 +14,7 @@ template <class S> __device__ __forceinline__ const Run<S>& run_of(const Run<S>*
   return runs[low];
 }
 
-// The state's pack, which need not lie where packs may: its place follows from what else its owner has.
+// A pack of the state. It need not be aligned as a pack, since its index differs by `offset`.
 template <class S> __device__ __forceinline__ Pack<S, W> load_state(const S* m, bool packed) {
   if (packed) return load<S, W>(m);
   Pack<S, W> pack;
@@ -28,7 +29,7 @@ template <class S> __device__ __forceinline__ void store_state(S* m, const Pack<
   for (int k = 0; k < W; k++) m[k] = pack.at[k];
 }
 
-// update: of one element, or of a pack of W. aligned: the buffers' first elements lie where packs may.
+// update: function of one element, or of a pack of W. aligned: whether the buffers' first elements are aligned as packs.
 template <class S, class U> __device__ __forceinline__ void over_runs(const Run<S>* runs, int32_t count, bool aligned, int64_t tiles, const U& update) {
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Run<S> run = run_of(runs, count, tile);

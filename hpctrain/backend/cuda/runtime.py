@@ -1,9 +1,8 @@
-"""What the operators of one set share: the device, launches, copies to and from the host, the step's numbers.
+"""Shared services of the operators of one set: the device, launches, copies to and from the host, and the step's numbers.
 
-Copies between the host and the device go through pinned memory that is used in turn (`Staging`); what the host asks for is
-fetched next to computation (`FetchBuffers`). The step block holds the numbers of one step in the device's memory, so that
-kernels read them where arguments are fixed: a captured graph repeats the arguments of its launches, so what changes from step
-to step lies at places that never move.
+Copies between the host and the device go through pinned buffers, used in turn (`Staging`). Values for the host are fetched while
+the device computes (`FetchBuffers`). A captured graph repeats the arguments of its launches, so numbers that change from step to
+step are read from fixed addresses: those of the step block, in the device's memory.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from hpctrain.backend.cuda.device import (
 from hpctrain.backend.operators import StepContext
 from hpctrain.backend.specs import parameter_dtype
 
-#: in the names of kernels
+#: tags of dtypes in the names of kernels
 TAGS = {"float64": "f64", "float32": "f32", "bfloat16": "bf16"}
-#: threads of a block that strides over items
+#: number of threads of a block that strides over items
 THREADS = 256
 
 
@@ -40,8 +39,11 @@ THREADS = 256
 class CudaRuntime:
     """Settings that all operators of a device share.
 
-    stream: stream of all kernels. precision: precision of products in convolutions and linear layers.
-    threads: threads of a block that strides over items. graphs: whether programs are captured as CUDA graphs.
+    Attributes:
+        stream: stream of all kernels.
+        precision: precision of products in convolutions and linear layers.
+        threads: number of threads of a block that strides over items.
+        graphs: whether programs are captured as CUDA graphs.
     """
 
     device: Device
@@ -52,12 +54,12 @@ class CudaRuntime:
 
     @property
     def dtype(self) -> str:
-        """The dtype of activations."""
+        """Dtype of activations."""
         return "float32" if self.precision == "tf32" else self.precision
 
     @property
     def parameter_dtype(self) -> str:
-        """The dtype of parameters, gradients and statistics."""
+        """Dtype of parameters, gradients and statistics."""
         return parameter_dtype(self.dtype)
 
     def launch(self, source: str, kernel: str, grid: Extent, block: Extent, *arguments: Argument) -> None:
@@ -66,7 +68,7 @@ class CudaRuntime:
             self.device.kernel(source, kernel)(self.stream, grid, block, *arguments)
 
     def launch_items(self, source: str, kernel: str, items: int, *arguments: Argument) -> None:
-        """Enqueue a kernel that strides over `items`, given to it as its last argument (int64)."""
+        """Enqueue a kernel that strides over `items`, its last argument (int64)."""
         grid = grid_for(items, self.threads, self.device.multiprocessors)
         self.launch(source, kernel, grid, (self.threads,), *arguments, np.int64(items))
 
@@ -80,23 +82,23 @@ class CudaRuntime:
         transpose_b: bool = False,
         accumulate: bool = False,
     ) -> None:
-        """Enqueue c := op(a) op(b), plus c if `accumulate`, in the runtime's precision: `Device.gemm`."""
+        """Enqueue `Device.gemm` in the runtime's precision: c := op(a) op(b), plus c if `accumulate`."""
         options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
         self.device.gemm(self.stream, a, b, c, **options, precision=self.precision)
 
 
 def host_dtype(array: DeviceArray) -> np.dtype:
-    """Return the dtype of the bits of an array on the host: uint16 for bfloat16."""
+    """Return the dtype of an array's bits on the host: uint16 for bfloat16."""
     return np.dtype("uint16" if array.dtype == "bfloat16" else array.dtype)
 
 
 def host_values(array: DeviceArray, bits: np.ndarray) -> np.ndarray:
-    """Return the numbers that such bits stand for: bfloat16 becomes float32, other dtypes stay."""
+    """Return the values of an array's bits: bfloat16 is converted to float32, other dtypes are unchanged."""
     return bfloat16_values(bits) if array.dtype == "bfloat16" else bits
 
 
 class PinnedBuffer:
-    """Pinned memory, and the event after the latest copy from or to it."""
+    """Pinned memory, with an event after the latest copy from or to it."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         self._runtime = runtime
@@ -104,12 +106,12 @@ class PinnedBuffer:
         self.event: DeviceEvent = runtime.device.event()
 
     def bits(self, array: DeviceArray) -> np.ndarray:
-        """Return a flat view of the memory's beginning that holds the bits of `array`."""
+        """Return a flat view of the start of the memory for the bits of `array`."""
         bits: np.ndarray = self._memory[: array.nbytes].view(host_dtype(array))
         return bits
 
     def upload(self, target: DeviceArray, source: np.ndarray) -> None:
-        """Enqueue target := source, flat arrays, rounded to the target's dtype; waits only for this memory's own latest copy."""
+        """Enqueue target := source, flat arrays, rounded to the target's dtype. Waits only for this memory's latest copy."""
         self.event.synchronize()
         bits = self.bits(target)
         np.copyto(bits, bfloat16_bits(source) if target.dtype == "bfloat16" else source, casting="same_kind")
@@ -117,17 +119,18 @@ class PinnedBuffer:
         self._runtime.stream.record(self.event)
 
     def download(self, source: DeviceArray) -> None:
-        """Enqueue a copy of a flat array to `bits`, which is there after the event."""
+        """Enqueue a copy of a flat array to `bits`, which is complete when the event is done."""
         self._runtime.device.download(self._runtime.stream, self.bits(source), source)
         self._runtime.stream.record(self.event)
 
 
 class Staging:
-    """Pinned buffers that are used in turn. An array that is larger than a buffer is copied piece by piece.
+    """Pinned buffers that are used in turn. An array larger than a buffer is copied in pieces.
 
     Args:
-        size_bytes: size of one buffer, at least one element. count: number of buffers: the host waits if as many copies are
-            pending. most: number of buffers that `reserve` may make; `count` by default.
+        size_bytes: size of a buffer, at least one element.
+        count: number of buffers, which is the number of pending copies for which the host does not wait.
+        most: maximum number of buffers after `reserve`; default: `count`.
     """
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int, count: int, most: int = 0) -> None:
@@ -135,18 +138,18 @@ class Staging:
         self._buffers = deque(PinnedBuffer(runtime, size_bytes) for _ in range(count))
 
     def reserve(self, size_bytes: int) -> None:
-        """Make buffers for `size_bytes`, as many as allowed, so that a copy of this size need not wait."""
+        """Add buffers, up to the maximum, so that a copy of `size_bytes` does not wait."""
         while len(self._buffers) < min(self._most, -(-size_bytes // self._size_bytes)):
             self._buffers.append(PinnedBuffer(self._runtime, self._size_bytes))
 
     def upload(self, target: DeviceArray, source: np.ndarray) -> None:
-        """Enqueue target := source, of one size, rounded to the target's dtype. The source may change afterwards."""
+        """Enqueue target := source, arrays of one size, rounded to the target's dtype. The source may change afterwards."""
         values, places = np.ascontiguousarray(source).reshape(-1), target.reshape(-1)
         for low, high in self._pieces(target):
             self._next().upload(places[low:high], values[low:high])
 
     def download(self, source: DeviceArray) -> np.ndarray:
-        """Return the elements in a new array of the host, bfloat16 as float32. Waits for the stream."""
+        """Return the elements in a new NumPy array, bfloat16 as float32. Waits for the stream."""
         bits, places = np.empty(source.size, host_dtype(source)), source.reshape(-1)
         waiting: deque[tuple[PinnedBuffer, int, int]] = deque()
         for low, high in self._pieces(source):
@@ -172,16 +175,17 @@ class Staging:
         return self._buffers[-1]
 
 
-#: computes what is asked for from the elements that have arrived
+#: function that computes the result of a fetch from the copied elements
 Reading = Callable[[np.ndarray], np.ndarray]
 
 
 class CudaFetch:
-    """Implements `Fetch`: a copy to pinned memory that is enqueued.
+    """Implements `Fetch` for an enqueued copy to pinned memory.
 
     Args:
-        buffer: buffer that the elements of `source` are copied to. reading: function that is applied to them.
-        keep_alive: arrays that the work before the copy reads by address; the fetch keeps their memory in use.
+        buffer: buffer to which the elements of `source` are copied.
+        reading: function that is applied to the elements.
+        keep_alive: arrays that the work before the copy reads by address. The fetch keeps their memory alive.
     """
 
     def __init__(
@@ -190,7 +194,7 @@ class CudaFetch:
         self._buffer, self._source, self._reading, self._keep_alive = buffer, source, reading, tuple(keep_alive)
 
     def result(self) -> np.ndarray:
-        """Wait for the copy and return the elements in the source's shape (bfloat16 as float32), after the reading, read only."""
+        """Wait for the copy, and return `reading` of the elements in the source's shape (bfloat16 as float32), read only."""
         self._buffer.event.synchronize()
         values = host_values(self._source, self._buffer.bits(self._source))
         values = self._reading(values.reshape(self._source.shape))
@@ -199,30 +203,33 @@ class CudaFetch:
 
 
 class FetchBuffers:
-    """Two pinned buffers in turn for fetches from one place: a fetch is valid until the second next one begins."""
+    """Two pinned buffers, used in turn for fetches of one array. A fetch is valid until the second next one begins."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         self._first, self._second = (PinnedBuffer(runtime, size_bytes) for _ in range(2))
 
     def fetch(self, source: DeviceArray, reading: Reading = np.asarray, keep_alive: Sequence[DeviceArray] = ()) -> CudaFetch:
-        """Enqueue the copy of at most the buffers' size; `reading` and `keep_alive` as in `CudaFetch`."""
+        """Enqueue the copy of an array, at most as large as a buffer. `reading` and `keep_alive`: see `CudaFetch`."""
         self._first, self._second = self._second, self._first
         self._first.download(source.reshape(-1))
         return CudaFetch(self._first, source, reading, keep_alive)
 
 
-#: keys, and the least number of sample ids, that one area has room for
+#: number of keys, and minimum number of sample ids, for which an area has memory
 KEYS, LEAST_IDS = 64, 1024
 
-_HEADER = 1  # words before the keys: whether the step is one of training
-_UPLOADS = 4  # pending uploads of an area before the host waits
+_HEADER = 1  # number of words before the keys: whether the step is training
+_UPLOADS = 4  # number of pending uploads of an area for which the host does not wait
 
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """Where one operator's numbers of the step lie, for the life of the kernel set.
+    """Addresses of the numbers that one operator reads in each step, fixed for the life of the kernel set.
 
-    training: int64 (1,), not 0 in training. key: two 32-bit words in an int64 (1,). ids: int64, those of the step's samples.
+    Attributes:
+        training: int64 (1,), not 0 in training.
+        key: two 32-bit words in an int64 (1,).
+        ids: int64, sample ids of the step.
     """
 
     training: DeviceArray
@@ -231,7 +238,7 @@ class StepPlaces:
 
 
 class _Area:
-    """Memory for `KEYS` keys and for ids; it never moves and never grows."""
+    """Memory for `KEYS` keys and for ids, of fixed address and size."""
 
     def __init__(self, runtime: CudaRuntime, ids: int) -> None:
         words = _HEADER + KEYS + ids
@@ -259,10 +266,10 @@ class _Area:
 
 
 class StepBlock:
-    """The step's numbers for all operators of a set: whether it is training, the keys of their random streams, sample ids.
+    """The step's numbers for all operators of a set: whether it is training, the keys of random streams, and sample ids.
 
-    Operators register when they are made; `begin` uploads once for each area of memory. A second area is made only if the
-    first has not enough room for a later operator.
+    Operators register when they are made. `begin` uploads once for each area of memory. Another area is added only if the
+    existing ones are full when an operator registers.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -279,6 +286,6 @@ class StepBlock:
         return self._areas[-1].places(stream)
 
     def begin(self, context: StepContext) -> None:
-        """Enqueue the upload of a step's numbers; what was enqueued before reads those of the step before."""
+        """Enqueue the upload of a step's numbers. Work enqueued earlier reads the previous step's numbers."""
         for area in self._areas:
             area.begin(context)

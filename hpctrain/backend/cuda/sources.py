@@ -1,8 +1,8 @@
-"""The CUDA sources of this package: which there are, their text in one piece, and their binaries by NVRTC.
+"""The CUDA sources of this package: their names, their self-contained texts, and their binaries by NVRTC.
 
-Compilers get a text that needs no other files. Binaries are kept in the user's cache directory. CuPy's own compiler is not
-used: it appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of CUDA's runtime, which come
-in a separate package.
+Compilers get a text that includes no other files. Binaries are cached in the user's cache directory. CuPy's own compiler is not
+used: it appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of CUDA's runtime, which come in a
+separate package.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def names() -> tuple[str, ...]:
 
 @cache
 def text(name: str, folder: Path = FOLDER) -> str:
-    """Return <folder>/<name>.cu with the headers of this package put in, each once; other headers stay as they are.
+    """Return <folder>/<name>.cu with each of this package's headers inserted once. Other include directives are unchanged.
 
-    Compilers name lines as they are in the files.
+    `#line` directives make compilers report the line numbers of the files.
     """
     inserted: set[Path] = set()
 
@@ -55,25 +55,28 @@ def text(name: str, folder: Path = FOLDER) -> str:
     return "\n".join([*lines(folder / f"{name}.cu"), ""])
 
 
-#: NVRTC's options for all kernels; `binary` adds the architecture
+#: NVRTC's options for all kernels, to which `binary` adds the architecture
 OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-_LOG_LINES = 6  # of the compiler's log in an error
+_LOG_LINES = 6  # number of lines of the compiler's log in an error
 
 Library = Any  # cupy_backends.cuda.libs.nvrtc; it has no types
 
 
 def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the binary of a CUDA source for a compute capability. Read it from the cache, or compile it and store it there.
+    """Return the binary of a CUDA source for a compute capability, from the cache, or compiled and then cached.
 
     If the GPU is newer than NVRTC, the binary is PTX of NVRTC's newest architecture, which the driver compiles. The cache is the
     folder `kernels` in `$XDG_CACHE_HOME/hpctrain`. If it cannot be written, each process compiles.
 
     Args:
-        nvrtc: CuPy's module nvrtc. name: name of the source, for messages. text: source without include directives.
-        capability: (major, minor) compute capability of the GPU. environ: names the cache directory.
+        nvrtc: CuPy's module nvrtc.
+        name: name of the source, for messages.
+        text: source without include directives.
+        capability: (major, minor) compute capability of the GPU.
+        environ: environment, which determines the cache directory.
 
     Raises:
-        BackendError: NVRTC knows no architecture that the GPU runs, or refuses the source. The message has the first lines of
+        BackendError: NVRTC supports no architecture that the GPU runs, or refuses the source. The message has the first lines of
             NVRTC's log.
     """
     wanted = 10 * capability[0] + capability[1]
@@ -82,8 +85,8 @@ def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], en
     if not older:
         version = ".".join(map(str, nvrtc.getVersion()))
         raise BackendError(
-            f"NVRTC {version} compiles for compute capability {min(known) / 10} and above, and this GPU has {wanted / 10}; "
-            "install hpctrain[gpu12], whose NVRTC knows older GPUs."
+            f"NVRTC {version} compiles for compute capability {min(known) / 10} and above, but this GPU has {wanted / 10}; "
+            "install hpctrain[gpu12], whose NVRTC supports older GPUs."
         )
     kind = "sm" if wanted in known else "compute"
     options = (*OPTIONS, f"-arch={kind}_{max(older)}")
@@ -114,7 +117,7 @@ def _compile(nvrtc: Library, name: str, text: str, options: tuple[str, ...], kin
 
 
 def _store(path: Path, compiled: bytes) -> None:
-    """Write the file under a temporary name, then rename it, so that other ranks never read a part of it."""
+    """Write the file under a temporary name, then rename it, so that other ranks never read an incomplete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(dir=path.parent)
     try:
@@ -122,5 +125,5 @@ def _store(path: Path, compiled: bytes) -> None:
             file.write(compiled)
         os.replace(name, path)
     except OSError:
-        os.unlink(name)  # else every process would leave a part on a disk that is full
+        os.unlink(name)  # otherwise every process would leave an incomplete file on a full disk
         raise

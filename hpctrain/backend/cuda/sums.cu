@@ -1,7 +1,7 @@
-// Sums of squares of many arrays, and whether they are finite: one launch over a table of arrays each.
+// Sums of squares of many arrays, and tests for finite elements, each in one launch over a table of arrays.
 #include "tables.cuh"
 
-// Gives `look` every element of a tile that this thread looks at: whole packs of W where the array's address allows it.
+// Calls `look` with each of this thread's elements of a tile. They are loaded in packs of W if the array's address allows it.
 template <class T, int W, class Look> __device__ __forceinline__ void look_at(const int64_t* array, int64_t tile, Look& look) {
   const T* x = reinterpret_cast<const T*>(array[0]) + (tile - array[2]) * TILE;
   const int64_t left = array[1] - (tile - array[2]) * TILE;
@@ -25,7 +25,7 @@ struct NotFinite {
   template <class S> __device__ __forceinline__ void operator()(S x) { any |= !(x - x == 0); }
 };
 
-// The sum over a block of THREADS threads, in all lanes of warp 0.
+// The sum over a block of THREADS threads, valid in all lanes of warp 0.
 __device__ __forceinline__ double block_sum(double x, double* warps) {
   x = warp_sum(x);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
@@ -44,7 +44,7 @@ template <class T, int W> __device__ __forceinline__ void square_sums(const int6
   }
 }
 
-// Every thread that meets such an element writes the same byte, so the order does not matter.
+// All threads that find such an element write the same byte, so the order does not matter.
 template <class T, int W> __device__ __forceinline__ void find_not_finite(const int64_t* table, int32_t arrays, uint8_t* flags, int64_t tiles) {
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int64_t* array = array_of(table, arrays, tile);
@@ -54,7 +54,7 @@ template <class T, int W> __device__ __forceinline__ void find_not_finite(const 
   }
 }
 
-// One block an array: the sum of its tiles' sums.
+// One block per array, which sums the sums of the array's tiles.
 extern "C" __global__ __launch_bounds__(256) void finish_sums(const int64_t* table, const double* partial, double* sums) {
   SHARED(double, warps, THREADS / 32);
   const int64_t* array = table + int64_t(blockIdx.x) * COLUMNS;

@@ -1,10 +1,10 @@
-"""What transports need of a device: mirrors of its arrays in pinned memory, events of its work, and groups of devices.
+"""The services of a device for transports: mirrors of its arrays in pinned memory, events of its work, and groups of devices.
 
-Copies to and from mirrors run on two streams next to that of computation, one for each direction. A copy to the host waits
-for the gradient that it takes: were both directions on one stream, sums that have arrived would wait for it too. Events order
-the three streams. Each event is required: without it, some order of execution produces a wrong result.
+Copies to and from mirrors run on two streams next to the stream of computation, one for each direction. A copy to the host waits
+for its gradient; with both directions on one stream, sums that have arrived would wait for the gradient too. Events order the
+three streams. Each event is required: without it, some order of execution produces a wrong result.
 
-Transports that reach a device's memory themselves ask `CudaMessages` for events of its work and for groups of devices.
+Transports that access a device's memory directly use `CudaMessages` for events of its work and for groups of devices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from hpctrain.backend.cuda.runtime import CudaRuntime, host_dtype
 
 
 class EventPool:
-    """Events for reuse by the host. A stream that waits for one waits for what it marked then, so it may be recorded again."""
+    """Events that the host reuses.
+
+    `DeviceStream.wait` refers to the work that the event marks at the call, so the event may then be recorded again.
+    """
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
         self._free: list[DeviceEvent] = []
 
     def take(self) -> DeviceEvent:
-        """Take a free event, or a new one."""
+        """Return a free event, or a new one."""
         return self._free.pop() if self._free else self._runtime.device.event()
 
     def give_back(self, event: DeviceEvent) -> None:
@@ -39,7 +42,9 @@ class EventPool:
 class CudaTransit:
     """Implements `Transit`.
 
-    begun: after the work of kernels before the operation. copied: after its copies to the host; None if there are none.
+    Attributes:
+        begun: event after the work of kernels that precedes the operation.
+        copied: event after the operation's copies to the host; None if there are none.
     """
 
     begun: DeviceEvent
@@ -51,10 +56,12 @@ class CudaTransit:
 
 @dataclass
 class _Mirror:
-    """Pinned memory for an array and all arrays inside of it.
+    """Pinned memory for an array and all arrays inside it.
 
-    pointer: where the array begins on the device. memory: uint8, as long as the array.
-    copied_back: after the latest copies from it; None if there are none.
+    Attributes:
+        pointer: address of the array on the device.
+        memory: uint8, as large as the array.
+        copied_back: event after the latest copies from the memory; None if there are none.
     """
 
     pointer: int
@@ -62,25 +69,25 @@ class _Mirror:
     copied_back: DeviceEvent | None = None
 
     def covers(self, array: Array) -> bool:
-        """Return whether the array lies inside of the mirrored one."""
+        """Return whether `array` lies inside the mirrored array."""
         return bool(self.pointer <= array.pointer and array.pointer + array.nbytes <= self.pointer + self.memory.size)
 
     def view(self, array: Array) -> np.ndarray:
-        """Return the part of the memory that mirrors an array, flat."""
+        """Return the part of the memory that mirrors `array`, flat."""
         begin = array.pointer - self.pointer
         part: np.ndarray = self.memory[begin : begin + array.nbytes].view(host_dtype(array))
         return part
 
 
 class CudaMirrors:
-    """Implements `HostMirrors` on one device. Later operations reuse events."""
+    """Implements `HostMirrors` on one device. Events are reused by later operations."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.copied, self.pinned_bytes = StagedBytes(), 0
         self._runtime = runtime
         self._to_host = runtime.device.stream("to the host")
         self._from_host = runtime.device.stream("from the host")
-        self._mirrors: dict[tuple[int, int], _Mirror] = {}  # by address and bytes of an array
+        self._mirrors: dict[tuple[int, int], _Mirror] = {}  # by address and size of an array in bytes
         self._covering: list[_Mirror] = []
         self._pool = EventPool(runtime)
 
@@ -104,7 +111,7 @@ class CudaMirrors:
 
     def _forget(self, mirror: _Mirror) -> None:
         if mirror.copied_back is not None:
-            mirror.copied_back.synchronize()  # its memory must not be freed while it is copied from
+            mirror.copied_back.synchronize()  # its memory must not be freed during a copy from it
         self._covering.remove(mirror)
         self._mirrors = {key: other for key, other in self._mirrors.items() if other is not mirror}
         self.pinned_bytes -= mirror.memory.nbytes
@@ -130,7 +137,7 @@ class CudaMirrors:
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
         assert isinstance(transit, CudaTransit)
         if intervals:
-            if transit.copied is None:  # else the host has seen that the work before the operation is done
+            if transit.copied is None:  # otherwise the host has already seen that the work before the operation is done
                 self._from_host.wait(transit.begun)
             mirror, flat, arrived = self._mirrors[array.pointer, array.nbytes], array.reshape(-1), self._pool.take()
             values = mirror.view(array)
@@ -146,7 +153,7 @@ class CudaMirrors:
 
 
 class CudaMark:
-    """Implements `WorkMark`: an event that returns to the pool once it is found done."""
+    """Implements `WorkMark` by an event, which returns to the pool when it is found done."""
 
     __slots__ = ("_event", "_pool")
 

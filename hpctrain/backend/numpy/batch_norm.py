@@ -12,8 +12,8 @@ from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 class NumpyBatchNorm(InPlace, NumpyOperator):
     """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
 
-    Collective if the spec says `synchronised`: `forward` and `backward_input` call the merger once each, on every rank.
-    `backward_parameters` makes the sums that `backward_input` reads, so it comes first.
+    Collective if the spec has `synchronised` set: every rank calls `forward` and `backward_input`, which call the merger once
+    each. `backward_parameters` computes the sums that `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool) -> None:
@@ -56,14 +56,14 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
         self._normalise(mean, deviation)
 
     def _running_deviation(self) -> np.ndarray:
-        """Return 1 / standard deviation by the running statistics."""
+        """Return 1 / standard deviation from the running statistics."""
         return np.asarray(1.0 / np.sqrt(self.buffers.statistics["running_var"].astype(np.float64) + self.norm.epsilon))
 
     def _measure(self) -> None:
         """Compute mean, 1 / standard deviation and the batch statistics.
 
-        Deviations are taken from the mean of the first block: with b blocks that is within sqrt(b) standard deviations of the
-        true one, so that the correction for it costs no digits that matter. Blocks are summed in float64.
+        Deviations are taken from the mean of the first block. With b blocks it is within sqrt(b) standard deviations of the true
+        mean, so the correction for it loses no significant digits. Blocks are summed in float64.
         """
         count, merged = self.blocks.rows, self.blocks.rows
         mean, m2 = np.zeros((2, self.norm.channels), np.float64)
@@ -93,12 +93,12 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
         return self.blocks.fold(total), self.blocks.fold(squares)
 
     def _add_columns(self, block: np.ndarray, sums: np.ndarray) -> None:
-        """Add the column sums of a block, float32 within it, to float64 sums."""
+        """Add the column sums of a block to the float64 `sums`; within the block they are sums in its dtype."""
         part = sums[: block.shape[1]]
         np.add(part, self._column_sums(block), out=part)
 
     def _column_sums(self, block: np.ndarray) -> np.ndarray:
-        # A product with ones is the fastest reduction over several rows.
+        # The product with a vector of ones is the fastest reduction over several rows.
         return np.asarray(self.ones[: block.shape[0]] @ block if block.shape[0] > 1 else block[0])
 
     def _normalise(self, mean: np.ndarray, deviation: np.ndarray) -> None:
@@ -162,27 +162,27 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
             np.subtract(dy, work, out=work)
             np.subtract(work, offset[:width], out=work)
             if len(self.grads) > 1:
-                # The residual's gradient is dy itself: written before the buffer of dy may be overwritten by that of x.
-                self._give(1, i, dy)
+                # The residual's gradient is dy itself. Write it first: the gradient of x may share the buffer of dy.
+                self._store_gradient(1, i, dy)
             dx = self.grads[0]
             if dx is not None and not self.accumulates():
                 np.multiply(work, scale[:width], out=dx[i])
             else:
                 np.multiply(work, scale[:width], out=work)
-                self._give(0, i, work)
+                self._store_gradient(0, i, work)
 
     def _scale_gradient(self) -> None:
-        """Write the gradient of the input if mean and deviation do not depend on it."""
+        """Write the input's gradient for constant mean and deviation, which do not depend on the input."""
         scale = self.blocks.tile(self.buffers.parameters["weight"] * self._running_deviation(), self.dtype)
         for i, (x, work) in enumerate(zip(self.x, self.work, strict=True)):
             dy = self._masked(i)
             if len(self.grads) > 1:
-                self._give(1, i, dy)
+                self._store_gradient(1, i, dy)
             np.multiply(dy, scale[: x.shape[1]], out=work)
-            self._give(0, i, work)
+            self._store_gradient(0, i, work)
 
-    def _give(self, j: int, i: int, values: np.ndarray) -> None:
-        """Write or add block i of the gradient of input j."""
+    def _store_gradient(self, j: int, i: int, values: np.ndarray) -> None:
+        """Write `values` to block i of the gradient of input j, or add them."""
         views = self.grads[j]
         if views is None:
             return

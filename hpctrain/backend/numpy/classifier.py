@@ -1,4 +1,4 @@
-"""The end of a classifier: the fully connected layer, as three matrix products, and softmax cross entropy.
+"""The last layers of a classifier: the fully connected layer, as three matrix products, and softmax cross entropy.
 
 The loss has label smoothing (Szegedy et al., CVPR 2016) and counts the two accuracies.
 """
@@ -51,7 +51,7 @@ class NumpyLinear(SufficientFactors, NumpyOperator):
 
 
 class SoftmaxCrossEntropy(LossOperator):
-    """Over logits (N, classes), computed in float64 for every dtype of logits; labels integer (N,)."""
+    """Loss over logits (N, classes) and integer labels (N,), computed in float64 for every dtype of logits."""
 
     def __init__(self, spec: SoftmaxCrossEntropySpec) -> None:
         self.spec = spec
@@ -83,7 +83,7 @@ class SoftmaxCrossEntropy(LossOperator):
 
 
 def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.ndarray]]:
-    """Return labels (N,), each with its share of the target."""
+    """Return (share of the target, labels (N,)) for each array of labels."""
     if not isinstance(labels, MixedLabels):
         return [(1.0, checked_labels(labels, classes))]
     pairs = (labels.weight, labels.first), (1.0 - labels.weight, labels.second)
@@ -91,7 +91,10 @@ def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.n
 
 
 def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Count logits that rank before the label's: greater, or equal at a smaller index; `classes` (wrong) for rows with NaN."""
+    """Return the number of logits that rank before the label's: greater, or equal with a smaller index.
+
+    For rows with NaN it is at least `classes`, so that they count as wrong.
+    """
     classes = logits.shape[1]
     of_label = logits[np.arange(labels.size), labels][:, None]
     earlier = np.arange(classes) < labels[:, None]

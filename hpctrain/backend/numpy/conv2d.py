@@ -13,10 +13,11 @@ from hpctrain.backend.numpy.windows import COLUMN_BYTES, ColumnChunk, Columns, O
 from hpctrain.backend.operators import Buffers, Request, StepContext, carve, total_bytes
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 
-#: Write the product of the first two arrays, (groups, m, k) and (groups, k, n), to the third, (groups, m, n).
+#: function that writes the product of its first two arrays, (groups, m, k) and (groups, k, n), to the third, (groups, m, n)
 Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray], object]
 
-#: From here on weights leave the near caches between two uses: to read or copy them costs more than a product with few pixels.
+#: Number of weights from which on they leave the near caches between two uses. Reading them then costs more than a product
+#: with few pixels.
 MANY_WEIGHTS = 1 << 18
 
 
@@ -24,11 +25,11 @@ class NumpyConv2d(NumpyOperator):
     """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K).
 
     The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights. For other strides, and for
-    many weights and few pixels, it is a product whose columns are added to the pixels that they came from (col2im). A 1x1
+    many weights and few pixels, it is a matrix product whose columns are added to their pixels of origin (col2im). A 1x1
     convolution is one product.
 
     Args:
-        multiply: computes the products; by default `np.matmul`.
+        multiply: function that computes the products; default: `np.matmul`.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, multiply: Multiply = np.matmul) -> None:
@@ -36,7 +37,7 @@ class NumpyConv2d(NumpyOperator):
         self.conv, self.multiply = spec, multiply
         self.needs_inputs = (training,)
         weight_size = math.prod(spec.weight_shape)
-        # Every chunk but the first adds to the weights' gradient, so it should be worth more work than that.
+        # Every chunk except the first adds to the weights' gradient. Large chunks make the products outweigh these sums.
         column_bytes = max(COLUMN_BYTES, weight_size * self.inputs[0].item_bytes)
         self.columns = Columns(
             x.shape, self.dtype, spec.window, _pair(self.output), groups=spec.groups, column_bytes=column_bytes
@@ -51,7 +52,7 @@ class NumpyConv2d(NumpyOperator):
             self.scratch_bytes = max(self.scratch_bytes, total_bytes(self.back.scratch))
 
     def _turning_costs(self, weight_size: int) -> bool:
-        """Return whether turning the weights takes longer than the product with them: large weights, and few pixels."""
+        """Return whether flipping the weights takes longer than the product with them: many weights, and few pixels."""
         return math.prod(self.output.shape[:3]) < self.conv.channels_out and weight_size >= MANY_WEIGHTS
 
     def bind(self, buffers: Buffers) -> None:
@@ -98,7 +99,7 @@ class NumpyConv2d(NumpyOperator):
 
 @dataclass
 class _Flipped:
-    """dx of a stride-1 convolution: im2col of dy times the weights, turned by 180 degrees, K and C exchanged."""
+    """The input's gradient of a stride-1 convolution: im2col of dy times the weights, flipped, with K and C exchanged."""
 
     spec: Conv2dSpec
     x: TensorSpec
@@ -142,7 +143,13 @@ class _Flipped:
 
 @dataclass
 class _Part:
-    """A block of output pixels: the product's factor and place, and (pixels of dx, columns to add to them) tap by tap."""
+    """One block of output pixels in `_Scattered`.
+
+    Attributes:
+        d_out: the block's part of dy, factor of the product.
+        columns: memory for the product.
+        additions: for each tap, the pixels of dx and the columns that are added to them.
+    """
 
     d_out: np.ndarray
     columns: np.ndarray
@@ -151,7 +158,7 @@ class _Part:
 
 @dataclass
 class _Scattered:
-    """dx of a strided convolution: dy times the weights are columns, whose taps are added to the pixels they read."""
+    """The input's gradient of a strided convolution: dy times the weights, added tap by tap to the pixels that the taps read."""
 
     spec: Conv2dSpec
     x: TensorSpec
@@ -175,7 +182,7 @@ class _Scattered:
         self.parts = [self._part(block) for block in self.blocks]
 
     def _part(self, block: OutputBlock) -> _Part:
-        """Return the product of one block, and the additions of its columns to the pixels."""
+        """Return the product of one block, and the additions of its columns to pixels."""
         spec, (_, ho, wo, _) = self.spec, self.y.shape
         groups, depth = spec.groups, self.weight.shape[2]
         start, size = (block.n0 * ho + block.o0) * wo, _pixels(block, wo)
@@ -209,10 +216,10 @@ def _pixels(block: OutputBlock, columns: int) -> int:
 
 
 def _grouped_weight(weight: np.ndarray, spec: Conv2dSpec) -> np.ndarray:
-    """View (K, R, S, C / groups) as (groups, K / groups, R * S * C / groups)."""
+    """Return weights (K, R, S, C / groups) as a view (groups, K / groups, R * S * C / groups)."""
     return weight.reshape(spec.groups, spec.channels_out // spec.groups, -1)
 
 
 def _grouped_pixels(image: np.ndarray, groups: int) -> np.ndarray:
-    """View (N, H, W, C) as (groups, N * H * W, C / groups)."""
+    """Return an image (N, H, W, C) as a view (groups, N * H * W, C / groups)."""
     return image.reshape(math.prod(image.shape[:3]), groups, image.shape[3] // groups).transpose(1, 0, 2)

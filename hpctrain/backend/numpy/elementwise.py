@@ -1,7 +1,7 @@
 """ReLU, the residual sum, dropout and stochastic depth.
 
-Masks of dropout (Srivastava et al., JMLR 2014) are those that any split of the activation draws alike. Stochastic depth
-(Huang et al., ECCV 2016) keeps or drops each sample whole, alike however activations are split.
+A mask of dropout (Srivastava et al., JMLR 2014) does not depend on how the activation is split. Stochastic depth (Huang et al.,
+ECCV 2016) keeps or drops whole samples, independently of splits too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, Shape, Tensor
 
 
 def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
-    """Return the elements of a contiguous array, in 2-D views that a near cache holds."""
+    """Return the elements of a contiguous array as 2-D views that fit a near cache."""
     return RowBlocks((array.size, 1)).views(array)
 
 
 class Relu(InPlace, NumpyOperator):
-    """y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads the output only."""
+    """y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads only the output."""
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -37,7 +37,7 @@ class Relu(InPlace, NumpyOperator):
         grad = self.input_grad()
         self.dx = [] if grad is None else flat_blocks(grad)
         self.x = flat_blocks(buffers.inputs[0])
-        self.zeros = zeros_beside(self.x, self.dtype)
+        self.zeros = zero_row(self.x, self.dtype)
 
     def forward(self, context: StepContext) -> None:
         for x, y in zip(self.x, self.y, strict=True):
@@ -55,7 +55,7 @@ class Relu(InPlace, NumpyOperator):
 
 
 class Add(InPlace, NumpyOperator):
-    """y = a + b, then ReLU if the spec says so. The gradient passes to both inputs."""
+    """y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool) -> None:
         super().__init__(spec, inputs, training=training)
@@ -70,10 +70,10 @@ class Add(InPlace, NumpyOperator):
         self.targets = [
             (flat_blocks(grad), self.accumulates(i))
             for i, grad in enumerate(buffers.input_grads)
-            # What shares the buffer of dy is complete already, unless the ReLU changes it.
+            # A gradient in the buffer of dy is already complete, unless the ReLU changes it.
             if grad is not None and (self.relu or not np.may_share_memory(grad, self.output_grad))
         ]
-        self.zeros = zeros_beside(self.y, self.dtype)
+        self.zeros = zero_row(self.y, self.dtype)
 
     def forward(self, context: StepContext) -> None:
         for a, b, y in zip(self.a, self.b, self.y, strict=True):
@@ -95,8 +95,8 @@ class Add(InPlace, NumpyOperator):
                     np.copyto(views[i], passed)
 
 
-def zeros_beside(views: list[np.ndarray], dtype: str) -> np.ndarray:
-    """Return zeros as wide as the widest block: np.maximum of two arrays is three times as fast as with a number."""
+def zero_row(views: list[np.ndarray], dtype: str) -> np.ndarray:
+    """Return zeros as wide as the widest block: np.maximum of two arrays is three times as fast as of an array and a number."""
     return np.zeros(max((view.shape[1] for view in views), default=0), dtype)
 
 
@@ -105,11 +105,11 @@ def _mask_and_product(size: int, dtype: str) -> list[Request]:
     return [((block,), "bool"), ((block,), dtype)]
 
 
-_BLOCK_ELEMENTS = 1 << 16  # of a gradient that is added: it stays in a near cache
+_BLOCK_ELEMENTS = 1 << 16  # of a gradient that is added; they fit a near cache
 
 
 class NumpyStochasticDepth(InPlace, NumpyOperator):
-    """y = x * keep / (1 - rate), keep one number per sample. Saved: these factors, (N, 1)."""
+    """y = x * keep / (1 - rate), with one random number `keep` per sample. Saved: the factors keep / (1 - rate), (N, 1)."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -157,10 +157,12 @@ _MASK_ELEMENTS = 1 << 18
 
 
 def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> range | np.ndarray:
-    """Return where the elements of one sample's block lie in its unsplit activation: a range if they are neighbours, else int64.
+    """Return the indices of one sample's block in its unsplit activation: a range if they are contiguous, otherwise int64.
 
     Args:
-        shape: shape of the block. unsplit_shape: shape of the whole; None if it is not split. origin: first corner of the block.
+        shape: shape of the block.
+        unsplit_shape: shape of the unsplit activation; None if it is not split.
+        origin: index of the block's first element in the unsplit activation.
     """
     size = math.prod(shape)
     if unsplit_shape is None:
@@ -177,7 +179,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
 
 
 class NumpyDropout(InPlace, NumpyOperator):
-    """y = x * keep / (1 - rate). Saved: the mask, one byte per element."""
+    """y = x * keep / (1 - rate). Saved: the mask `keep`, one byte per element."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)

@@ -1,4 +1,4 @@
-"""The NumPy kernel set: the reference that others are tested against, and the fallback if nothing faster runs."""
+"""The NumPy kernel set: the reference for tests of the others, and the fallback if no faster set runs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from hpctrain.core.errors import BackendError
 class NumpyKernelSet(KernelSet):
     """float32 and float64 on plain NHWC memory; matrix products by the BLAS that NumPy was built with.
 
-    It fuses nothing: with blocks that stay in the cache, batch norm with ReLU in one operator gains little forward and, since
-    the mask is then made twice, loses more backward. It still computes fused specs.
+    It fuses nothing: its blocks stay in the cache, so batch norm with ReLU in one operator gains little forward, and loses more
+    backward, where the mask is computed twice. Fused specs are still supported.
     """
 
     name: ClassVar[str] = "numpy"

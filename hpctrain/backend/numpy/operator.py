@@ -1,8 +1,8 @@
-"""The base of the operators of the NumPy set: their memory, and blocks of rows that stay in a cache.
+"""The base of the operators of the NumPy set: their memory, and blocks of rows that fit a cache.
 
-A block of a tensor with channels last is a few rows of a matrix whose width is a multiple of C: inner loops then are
-thousands of elements long, however few channels there are, and element-wise NumPy runs at the speed of the cache. Per-channel
-vectors are tiled to that width. Sums over the rows of tall matrices are float32 within a block, float64 among blocks.
+A block of a tensor with channels last is a few rows of a matrix whose width is a multiple of C. Inner loops are then thousands of
+elements long, even with few channels, and element-wise NumPy runs at the speed of the cache. Per-channel vectors are tiled to
+that width. Sums over the rows of tall matrices are float32 within a block, and float64 over blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def allocate(size_bytes: int) -> np.ndarray:
-    """Return a zeroed uint8 array on pages of its own, on huge pages if the system has them; freed with the array."""
+    """Return a zeroed uint8 array in its own memory mapping, on huge pages if available. The mapping is freed with the array."""
     if size_bytes == 0:
         return np.zeros(0, np.uint8)
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -30,20 +30,20 @@ def allocate(size_bytes: int) -> np.ndarray:
 
 
 class NumpyOperator(Accumulating, PlainOperator):
-    """An operator on plain memory of the host, whose `backward_input` adds to gradients on request."""
+    """Base of operators in the host's plain memory, whose `backward_input` adds to gradients on request."""
 
     saved: Sequence[np.ndarray]
     scratch: Sequence[np.ndarray]
 
 
-# Broadcasting a vector over rows runs at the speed of flat arrays from this width on, and at half of it below (measured).
+# Least width at which broadcasting a vector over rows is as fast as flat arrays; narrower rows take twice as long (measured).
 _WIDTH = 1 << 13
-# Two such blocks of float32 lie in 0.5-1 MB of L2 together; smaller ones cost more in calls than they gain.
+# Two such blocks of float32 fit an L2 cache of 0.5-1 MB. With smaller blocks, the cost of more calls exceeds the gain.
 _BLOCK_ELEMENTS = 1 << 16
 
 
 class RowBlocks:
-    """The division of tensors of one shape (..., C), seen as (M, C)."""
+    """The division into blocks of tensors of one shape (..., C), seen as (M, C)."""
 
     def __init__(self, shape: Shape, *, elements: int = _BLOCK_ELEMENTS) -> None:
         self.channels = shape[-1]
@@ -54,11 +54,11 @@ class RowBlocks:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest block."""
+        """Number of elements in the largest block."""
         return min(self.height * self.width, self.rows * self.channels)
 
     def views(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the blocks of `array`, 2-D views in order; if the width does not divide M, the last one is one shorter row."""
+        """Return the blocks of `array` as 2-D views, in order. If the width does not divide M, the last view is a shorter row."""
         flat = array.reshape(-1)
         whole = flat.size - flat.size % self.width if self.width else 0
         step = self.height * self.width
@@ -68,19 +68,19 @@ class RowBlocks:
         return views
 
     def tile(self, vector: np.ndarray, dtype: str) -> np.ndarray:
-        """Return a per-channel vector (C,) repeated to a block's width; a block takes as many elements of it as it is wide."""
+        """Return a per-channel vector (C,) repeated to the width of a full block; a narrower block uses its first elements."""
         return np.tile(vector.astype(dtype), self.repeat)
 
     def sums(self) -> np.ndarray:
-        """Return zeros to add the blocks' column sums to, float64, as wide as a block."""
+        """Return zeros, float64 and as wide as a block, to which the column sums of blocks are added."""
         return np.zeros(self.width, np.float64)
 
     def fold(self, sums: np.ndarray) -> np.ndarray:
-        """Reduce sums over the columns of blocks to sums per channel, float64 (C,)."""
+        """Reduce the column sums of blocks to sums per channel, float64 (C,)."""
         return np.asarray(sums.reshape(-1, self.channels).sum(axis=0, dtype=np.float64))
 
 
-# A product with a vector of ones reads a block at the speed of the cache, three times as fast as add.reduce.
+# The product with a vector of ones reads a block at the speed of the cache, three times as fast as np.add.reduce.
 _BLOCK_ROWS = 1024
 
 

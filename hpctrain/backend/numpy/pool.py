@@ -1,6 +1,6 @@
 """Max, average and adaptive average pooling.
 
-Max and average pooling go over blocks of the output tap by tap; adaptive average pooling is a matrix product per dim.
+Max and average pooling process blocks of the output, tap by tap. Adaptive average pooling is one matrix product per dim.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _BLOCK_ELEMENTS = 1 << 15
 
 
 class _Pool(NumpyOperator):
-    """Processes the output in blocks, and each block tap by tap. Scratch 0 holds the planes of a block."""
+    """Base of max and average pooling, which process the output in blocks, tap by tap. Scratch 0 holds the planes of a block."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
         self.pool = spec
-        # No pixel lies in two windows.
+        # whether windows do not overlap
         self.apart = all(step >= extent for step, extent in zip(spec.window.stride, spec.window.extent, strict=True))
         self.outputs = (self.output.shape[1], self.output.shape[2])
         self.blocks = list(blocks(x.shape[0], self.outputs, _BLOCK_ELEMENTS // max(1, x.shape[3])))
@@ -52,18 +52,18 @@ class _Pool(NumpyOperator):
                 planes.add_to_image()
 
     def _scatter(self, block: OutputBlock, planes: PlaneBlock) -> None:
-        """Write the gradient of one block to its planes, which are zero."""
+        """Write the gradient of one block to its planes, which contain zeros."""
         raise NotImplementedError
 
     def _work(self, i: int, like: np.ndarray) -> np.ndarray:
-        """Return scratch array i in the shape of a block."""
+        """Return scratch array i as a view of the shape of `like`."""
         return self.scratch[i][: like.size].reshape(like.shape)
 
 
 class NumpyMaxPool(_Pool):
-    """y = maximum over the window, whose first largest element in row-major order receives the gradient (as in torch).
+    """y = maximum over the window, whose first maximum in row-major order receives the gradient (as in torch).
 
-    Saved: per output the winning tap, counted down from R * S. NaN in a window makes NaN of its output.
+    Saved: for each output the winning tap, counted down from R * S. NaN in a window makes the output NaN.
     """
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
@@ -88,7 +88,10 @@ class NumpyMaxPool(_Pool):
                     np.maximum(y, values, out=y)
 
     def _contest(self, planes: PlaneBlock, y: np.ndarray, winners: np.ndarray) -> None:
-        """Compare from the last tap to the first: "greater or equal" then leaves the first of equals, and the codes only grow."""
+        """Find the maximum and the winning tap of each output.
+
+        The taps are compared from last to first, so that "greater or equal" selects the first maximum, and codes only grow.
+        """
         wins, codes = self._work(1, y), self._work(2, y)
         for code, values in enumerate(reversed(planes.taps[:-1]), start=2):
             np.greater_equal(values, y, out=wins)
@@ -110,7 +113,7 @@ class NumpyMaxPool(_Pool):
 
 
 class NumpyAveragePool(_Pool):
-    """y = sum over the window / its divisor: the elements inside the image, or inside the padded image."""
+    """y = sum over the window / number of its elements that lie inside the image, or inside the padded image."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, x, training=training)
@@ -121,7 +124,7 @@ class NumpyAveragePool(_Pool):
     def _counts(self, dim: int) -> np.ndarray:
         """Return the number of taps of each window that count in one dim, int64 (Ho,) or (Wo,).
 
-        If ceil mode lets a window reach beyond the padding, only the taps inside count, as in torch.
+        If a window reaches beyond the padding in ceil mode, only the taps inside the padding count, as in torch.
         """
         window, size = self.pool.window, self.inputs[0].shape[1 + dim]
         before, after = window.padding[2 * dim : 2 * dim + 2]
@@ -151,7 +154,7 @@ _ADAPTIVE_BLOCK_ELEMENTS = 1 << 18
 
 
 def averaging_matrix(outputs: int, size: int, dtype: str) -> np.ndarray:
-    """Return (outputs, size): row i averages the inputs [floor(i size / outputs), ceil((i + 1) size / outputs))."""
+    """Return a matrix (outputs, size) whose row i averages inputs [floor(i size / outputs), ceil((i + 1) size / outputs))."""
     i = np.arange(outputs)[:, None]
     start, stop = i * size // outputs, -(-(i + 1) * size // outputs)
     position = np.arange(size)

@@ -1,16 +1,16 @@
-"""Index arithmetic of windows, and images laid out so that windows read long runs of memory.
+"""Index arithmetic of windows, and layouts of images in which windows read long contiguous runs.
 
-Taps: which outputs a kernel tap serves, and where their inputs lie. `OutputBlock`s divide the output, so that work stays in a
-cache.
+Taps: the outputs that a tap of the kernel contributes to, and the positions of their inputs. `OutputBlock`s divide the output, so
+that the data in use fits a cache.
 
-im2col (`Columns`): windows as the rows of a matrix, some output pixels at a time. The matrix of a chunk stays a few MB, so
-that the product reads it from a near cache: several times faster than one matrix of the whole batch, and it needs little
+im2col (`Columns`): windows are the rows of a matrix, for a chunk of output pixels at a time. A chunk's matrix is a few MB, so
+that the product reads it from a near cache. This is several times faster than one matrix of the whole batch, and needs little
 memory.
 
-`Planes`, for windows that move in strides: rows are padded, and columns sorted by their remainder modulo the stride, one
-plane per remainder. Output o reads, through column tap s, column o * stride + s * dilation: element o + (s * dilation) //
-stride of plane (s * dilation) % stride. NumPy's loops cost by the run, so one strided copy to the planes pays for all the
-taps that read them.
+`Planes` serve windows with strides: rows are padded, and columns are sorted by their remainder modulo the stride, one plane per
+remainder. Output o reads, through column tap s, column o * stride + s * dilation, which is element o + (s * dilation) // stride
+of plane (s * dilation) % stride. NumPy's loops have a cost per contiguous run. One strided copy to the planes therefore pays for
+all the taps that read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.backend.specs import Pair, Shape, Window
 
 @dataclass(frozen=True)
 class TapRange:
-    """Outputs [first, stop) of one dim whose input through one tap lies inside the image, and those inputs as a slice.
+    """The outputs [first, stop) of one dim that read inside the image through one tap, and the inputs that they read, as a slice.
 
     The converse of `hpctrain.parallel.layout`, which returns the inputs of some outputs through all taps.
     """
@@ -47,7 +47,7 @@ class TapRange:
         return self.first == self.stop
 
     def within(self, low: int, high: int) -> TapRange:
-        """Return the part that serves outputs [low, high), which are counted from `low` on."""
+        """Return the part for outputs [low, high); its outputs are counted from `low`."""
         first, stop = max(self.first, low), min(self.stop, high)
         if stop <= first:
             return TapRange(0, 0, slice(0, 0, self.inputs.step))
@@ -57,7 +57,7 @@ class TapRange:
 
 
 def tap_range(tap: int, size: int, outputs: int, stride: int, padding: int, dilation: int) -> TapRange:
-    """Return the inputs of a tap: output o reads input o * stride - padding + tap * dilation; those inside [0, size) are kept."""
+    """Return the range of a tap: output o reads input o * stride - padding + tap * dilation, if that lies in [0, size)."""
     offset = tap * dilation - padding
     first = max(0, -(offset // stride))
     stop = max(first, min(outputs, (size - 1 - offset) // stride + 1))
@@ -69,7 +69,13 @@ def tap_range(tap: int, size: int, outputs: int, stride: int, padding: int, dila
 
 @dataclass(frozen=True)
 class Tap:
-    """One tap (r, s) of a window: number r * S + s, and its range in both dims."""
+    """One tap (r, s) of a window.
+
+    Attributes:
+        number: r * S + s.
+        rows: range of the tap along rows.
+        columns: range of the tap along columns.
+    """
 
     number: int
     rows: TapRange
@@ -82,7 +88,7 @@ class Tap:
 
 
 def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
-    """Yield the taps of `window` on images of `size`, in row-major order, without those that never meet the image."""
+    """Yield the taps of `window` on images of `size`, in row-major order, without taps that read only padding."""
     for r in range(window.kernel[0]):
         rows = tap_range(r, size[0], outputs[0], window.stride[0], window.padding[0], window.dilation[0])
         for s in range(window.kernel[1]):
@@ -94,7 +100,7 @@ def taps(window: Window, size: Pair, outputs: Pair) -> Iterator[Tap]:
 
 @dataclass(frozen=True)
 class Span:
-    """The positions that one dim of a block reads: `size` positions, of which [before, after) are the image's [start, stop)."""
+    """The `size` positions that a block reads in one dim, of which [before, after) are the image's positions [start, stop)."""
 
     size: int
     before: int
@@ -108,7 +114,7 @@ class Span:
 
 
 def span(first: int, size: int, image: int) -> Span:
-    """Return the span of positions [first, first + size) of an image of `image` positions; there are zeros outside it."""
+    """Return the span of positions [first, first + size) of an image of `image` positions, with zeros outside the image."""
     start = min(max(first, 0), image)
     stop = max(start, min(first + size, image))
     before = min(max(start - first, 0), size)
@@ -116,7 +122,7 @@ def span(first: int, size: int, image: int) -> Span:
 
 
 def split(size: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Split [0, size) into parts of nearly equal size, of at most `limit`."""
+    """Split [0, size) into parts of nearly equal size, at most `limit` each."""
     parts = -(-size // max(1, limit))
     for i in range(parts):
         yield i * size // parts, (i + 1) * size // parts
@@ -124,7 +130,7 @@ def split(size: int, limit: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class OutputBlock:
-    """Output rows [o0, o1) of the images [n0, n1): neighbours in the memory of (N, Ho, Wo, ...)."""
+    """Output rows [o0, o1) of the images [n0, n1), contiguous in the memory of (N, Ho, Wo, ...)."""
 
     n0: int
     n1: int
@@ -141,7 +147,7 @@ class OutputBlock:
 
 
 def blocks(images: int, outputs: Pair, limit: int) -> Iterator[OutputBlock]:
-    """Yield all output pixels in blocks of about `limit`: some whole images, or some rows of one; nothing without pixels."""
+    """Yield all output pixels in blocks of about `limit` pixels: whole images, or rows of one image."""
     ho, wo = outputs
     if 0 in (images, ho, wo):
         return
@@ -154,9 +160,9 @@ def blocks(images: int, outputs: Pair, limit: int) -> Iterator[OutputBlock]:
             yield OutputBlock(n, n + 1, o0, o1)
 
 
-# Measured: 2-4 MB is the best or near it for 3x3 kernels at 7 to 112 pixels, with 0.5 MB as with 1 MB of L2.
+# Measured: 2-4 MB are at or near the optimum for 3x3 kernels on images of 7 to 112 pixels, with 0.5 MB and with 1 MB of L2.
 COLUMN_BYTES = 4 << 20
-# Below this many contiguous elements per window row, copying tap by tap is faster than window by window.
+# If a window row has fewer contiguous elements, copying tap by tap is faster than window by window.
 _SHORT_RUN = 16
 
 
@@ -164,7 +170,7 @@ _SHORT_RUN = 16
 class ColumnChunk:
     """Output pixels [start, stop) of N * Ho * Wo. `fill` writes their windows to `matrix` (groups, pixels, R * S * C / groups).
 
-    The matrix of a plain 1x1 convolution is the image itself: nothing is copied.
+    For a 1x1 convolution of stride 1 without padding, the matrix is the image itself, and nothing is copied.
     """
 
     start: int
@@ -188,8 +194,10 @@ class ColumnChunk:
 class Columns:
     """The plan of im2col for images (N, H, W, C) and `outputs` (Ho, Wo).
 
-    `window.padding` may be negative (the image is cropped), and only its top and left count. `scratch` is what `bind` needs:
-    the columns and, if windows reach beyond the image, a padded copy of a chunk's rows.
+    `window.padding` may be negative, which crops the image; only its top and left values are used.
+
+    Attributes:
+        scratch: arrays that `bind` needs: the columns and, if windows reach beyond the image, a padded copy of a chunk's rows.
     """
 
     def __init__(
@@ -215,7 +223,7 @@ class Columns:
         self.count = len(self._blocks) if not self._direct else min(1, self.pixels)
 
     def bind(self, image: np.ndarray, column_buffer: np.ndarray, padded_buffer: np.ndarray) -> list[ColumnChunk]:
-        """Return the chunks, in order, covering all pixels; none without pixels. They share the buffers."""
+        """Return the chunks of all pixels, in order. They share the buffers."""
         if self.pixels == 0:
             return []
         if self._direct:
@@ -259,14 +267,14 @@ class Columns:
         return ColumnChunk(start, start + self._pixels(block), matrix, zeros, copies)
 
     def _windows(self, source: np.ndarray) -> np.ndarray:
-        """Return windows (n, o, Wo, R, S, groups, C / groups), a view of (n, rows, columns, C)."""
+        """Return windows (n, o, Wo, R, S, groups, C / groups) as a view of (n, rows, columns, C)."""
         (stride_h, stride_w), (dilation_h, dilation_w) = self._window.stride, self._window.dilation
         view = sliding_window_view(source, self._window.extent, axis=(1, 2))
         view = view[:, ::stride_h, ::stride_w, :, ::dilation_h, ::dilation_w].transpose(0, 1, 2, 4, 5, 3)
         return view.reshape(*view.shape[:5], self._groups, -1, copy=False)
 
     def _matrix(self, block: OutputBlock, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a chunk's column buffer, as windows to be written and as the matrix to be multiplied."""
+        """Return a chunk's column buffer twice: as windows to write, and as the matrix to multiply."""
         r, s = self._window.kernel
         groups, channels = self._groups, self._image[3] // self._groups
         n, o, pixels = block.n1 - block.n0, block.o1 - block.o0, self._pixels(block)
@@ -283,9 +291,10 @@ class PlaneBlock:
     """The planes of one block of output rows.
 
     Attributes:
-        all: the memory of all planes. padded: parts of it are not in the image.
-        moves: (part of a plane, the same pixels of the image), which do not overlap.
-        taps: per tap (r, s), in row-major order, what the outputs read through it: (n, o, Wo, C) each.
+        all: memory of all planes.
+        padded: whether some elements of the planes lie outside the image.
+        moves: pairs of a part of a plane and the same pixels of the image; the parts do not overlap.
+        taps: for each tap (r, s), in row-major order, the elements (n, o, Wo, C) that the outputs read through it.
     """
 
     all: np.ndarray
@@ -306,13 +315,17 @@ class PlaneBlock:
             np.add(image, plane, out=image)
 
     def store(self) -> None:
-        """Write the planes to the image: the adjoint of `load` if no two blocks read one pixel."""
+        """Write the planes to the image: the adjoint of `load` if no two blocks read the same pixel."""
         for plane, image in self.moves:
             np.copyto(image, plane)
 
 
 class Planes:
-    """The plan for images (N, H, W, C) and the given blocks of `outputs` (Ho, Wo). `scratch` is what `bind` needs."""
+    """The plan of the planes of images (N, H, W, C), for blocks of `outputs` (Ho, Wo).
+
+    Attributes:
+        scratch: array that `bind` needs.
+    """
 
     def __init__(self, image: Shape, dtype: str, window: Window, outputs: Pair, blocks: list[OutputBlock]) -> None:
         self._image, self._window, self._outputs, self._blocks = image, window, outputs, blocks
@@ -324,7 +337,7 @@ class Planes:
         self.scratch: Request = ((size,), dtype)
 
     def bind(self, image: np.ndarray, buffer: np.ndarray) -> list[PlaneBlock]:
-        """Return the planes of each block; they share the buffer."""
+        """Return the planes of each block. They share the buffer."""
         return [self._block(block, image, buffer) for block in self._blocks]
 
     def _shape(self, block: OutputBlock) -> Shape:

@@ -1,7 +1,7 @@
-"""Batch normalisation (Ioffe and Szegedy 2015), with a ReLU, or a residual sum and a ReLU, after it.
+"""Batch normalisation (Ioffe and Szegedy 2015), alone, or followed by a ReLU or by a residual sum and a ReLU.
 
-oneDNN has no kernel for the residual sum, so it is one more primitive: y = bn(x), then y = max(y + r, 0) in place. Backward masks
-dy by y straight into the gradient of r, and batch norm's backward reads it from there.
+oneDNN has no kernel for the residual sum, so it is a second primitive: y = bn(x), then y = max(y + r, 0) in place. Backward
+writes dy, masked by y, to the gradient of r, from which batch norm's backward reads it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
     """y = gamma (x - mean) / sqrt(var + epsilon) + beta, in x's layout.
 
-    Training leaves the batch's mean and unbiased variance in the statistics "batch_mean" and "batch_var"; the biased variance
-    that backward needs is saved. The unbiased variance of one value per channel is taken as the biased one, 0.
+    Training writes the batch's mean and unbiased variance to the statistics "batch_mean" and "batch_var". The biased variance,
+    which backward needs, is saved. With a single value per channel, the biased variance 0 replaces the undefined unbiased one.
     """
 
     def __init__(self, engine: Engine, spec: BatchNormSpec, x: TensorSpec, *, training: bool) -> None:
@@ -122,7 +122,7 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         target = buffers.input_grads[0]
         memories = self._common(buffers)
         memories[c.ARG_DIFF_DST] = (self._values, gradient)
-        # An input's gradient that is not wanted overwrites the output's, which has no other reader.
+        # oneDNN always writes the input's gradient. If it is not wanted, it overwrites the output's, which has no other reader.
         memories[c.ARG_DIFF_SRC] = (self._values, gradient if target is None else target)
         memories[c.ARG_DIFF_SCALE] = (self._channels, buffers.gradients["weight"])
         memories[c.ARG_DIFF_SHIFT] = (self._channels, buffers.gradients["bias"])
@@ -145,7 +145,7 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self._run_backward()
 
     def _run_backward(self) -> None:
-        """Compute all gradients at once, when the first one is asked for: they share their passes over memory."""
+        """Compute all gradients in the first half of backward, since they share their passes over memory."""
         if self._backward_done:
             return
         if self._apply_mask is not None:

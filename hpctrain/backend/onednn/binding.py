@@ -1,9 +1,9 @@
-"""oneDNN's C interface, thinly: the library, descriptors, primitives, and calls that are prepared once.
+"""A thin binding of oneDNN's C interface: the library, descriptors, primitives, and prepared calls.
 
-The library is looked for where the environment says, next to this Python, then where the system looks; `available` says
-whether this machine can use it. Every status is checked. Functions keep their C names; handles are freed with the Python
-object that holds them. A `Call` is one `dnnl_primitive_execute` with its argument list built beforehand; ctypes releases the
-interpreter lock while it runs.
+The library is searched at the path in the environment, next to this Python, and by the dynamic loader; `available` reports
+whether this machine can use it. Every status is checked. Functions keep their C names; a handle is freed with the Python object
+that holds it. A `Call` is one `dnnl_primitive_execute` with its arguments prepared. ctypes releases the interpreter lock while it
+runs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Version(ctypes.Structure):
 
 
 def candidates() -> list[str]:
-    """Return where the library may lie, in order: the environment's path, this Python's prefixes, the dynamic loader's paths.
+    """Return the possible paths of the library, in order: the environment's, this Python's prefixes, and a bare name.
 
-    The dynamic loader looks up a bare name. `ctypes.util.find_library` would start ldconfig, gcc and ld for each search, also in
-    every rank after MPI has started.
+    The dynamic loader looks up the bare name. `ctypes.util.find_library` would start ldconfig, gcc and ld for each search, also
+    in every rank after MPI has started.
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
@@ -57,7 +57,7 @@ def load() -> ctypes.CDLL:
     """Load and return the library.
 
     Raises:
-        OSError: it is missing, has a major version other than 3, or cannot be loaded; the message says why for each place.
+        OSError: it is missing, has a major version other than 3, or cannot be loaded; the message has the reason for each path.
     """
     failures = []
     for path in candidates():
@@ -81,7 +81,7 @@ def version(library: ctypes.CDLL) -> Version:
 
 
 def processor_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Return the instruction sets of the first processor; empty if the system does not say."""
+    """Return the instruction sets of the first processor; empty if the system does not list them."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             line = next((line for line in file if line.startswith("flags")), "")
@@ -91,16 +91,18 @@ def processor_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def available() -> str | None:
-    """Return None if oneDNN can be used here; else one sentence that says why not."""
+    """Return the reason why oneDNN cannot be used here, as a sentence; None if it can."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
-        return f"oneDNN kernels need Linux on x86-64, this is {sys.platform} on {machine}."
+        return f"oneDNN kernels need Linux on x86-64, but this is {sys.platform} on {machine}."
     if "avx2" not in processor_flags():
-        return "oneDNN kernels need a processor with AVX2, this one has none."
+        return "oneDNN kernels need a processor with AVX2, but this one does not have it."
     try:
         load()
     except OSError as error:
-        return f"The oneDNN library cannot be loaded ({error}); install onednn-cpu-gomp or set {ENVIRONMENT_VARIABLE}."
+        return (
+            f"The oneDNN library cannot be loaded ({error}); install onednn-cpu-gomp, or set {ENVIRONMENT_VARIABLE} to its path."
+        )
     return None
 
 
@@ -113,7 +115,7 @@ class ExecutionArgument(ctypes.Structure):
     _fields_ = (("arg", c_int), ("memory", c_void_p))
 
 
-_PD_HEAD = [POINTER(c_void_p), c_void_p]  # where the descriptor goes, the engine
+_PD_HEAD = [POINTER(c_void_p), c_void_p]  # the created descriptor, the engine
 _MD = c_void_p
 _DIMS = POINTER(c_int64)
 _SIGNATURES: dict[str, list[Any]] = {
@@ -174,15 +176,15 @@ def dims(values: Sequence[int]) -> Any:
 
 
 class Unimplemented(BackendError):
-    """oneDNN has no such kernel (dnnl_unimplemented); callers may try another one."""
+    """oneDNN has no kernel for these arguments (dnnl_unimplemented); callers may try others."""
 
 
 def check(status: int, label: str) -> None:
     """Raise unless oneDNN's status is success.
 
     Raises:
-        Unimplemented: dnnl_unimplemented.
-        BackendError: any other failure, with oneDNN's name of it.
+        Unimplemented: the status is dnnl_unimplemented.
+        BackendError: the status is another failure; the message has oneDNN's name of it.
     """
     if status == c.SUCCESS:
         return
@@ -192,7 +194,7 @@ def check(status: int, label: str) -> None:
 
 
 class Engine:
-    """A CPU engine with one in-order stream. Owns both; everything made from it keeps it alive."""
+    """A CPU engine with one in-order stream. It owns both, and every object created from it keeps it alive."""
 
     def __init__(self) -> None:
         try:
@@ -216,17 +218,17 @@ class Engine:
 
     @property
     def block(self) -> int:
-        """Channels per block of the layouts that this processor's kernels prefer: 16 with AVX-512, else 8."""
+        """Channels per block of the layouts that this processor's kernels prefer: 16 with AVX-512, otherwise 8."""
         return 16 if self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE == c.ISA_AVX512_CORE else 8
 
     def create(self, function: str, label: str, *arguments: Any) -> c_void_p:
-        """Call a creating function, whose first argument receives the handle."""
+        """Call a function that creates an object, and return the handle, which its first argument receives."""
         handle = c_void_p()
         check(getattr(self.library, function)(byref(handle), *arguments), label)
         return handle
 
     def free_with(self, holder: object, function: str, handle: c_void_p) -> None:
-        """Free `handle` by `function` when `holder` goes; the engine outlives it."""
+        """Free `handle` by `function` when `holder` is garbage-collected. The engine outlives the holder."""
         weakref.finalize(holder, _destroy, self, getattr(self.library, function), handle).atexit = False
 
     def call(self, function: str, label: str, *arguments: Any) -> None:
@@ -236,8 +238,8 @@ class Engine:
     def multiply(self, a: Array, b: Array, out: Array) -> None:
         """Write the product of float32 matrices a (m, k) and b (k, n) to `out` (m, n), in the library's threads.
 
-        Each may have a leading dim of 1. In `a` and `b` the elements of a row or of a column must be contiguous, in `out` those
-        of a row. With a fixed number of threads the result is bitwise reproducible.
+        Each matrix may have a leading dim of 1. In `a` and `b` the elements of a row or of a column must be contiguous, in `out`
+        the elements of a row. With a fixed number of threads the result is bitwise reproducible.
 
         Raises:
             BackendError: oneDNN refuses the sizes.
@@ -267,7 +269,7 @@ def _destroy_engine(library: ctypes.CDLL, stream: c_void_p, engine: c_void_p) ->
 
 
 class Descriptor:
-    """A dnnl_memory_desc_t: logical dims in oneDNN's order (N, C, H, W), (K, C, R, S), data type and memory format."""
+    """A dnnl_memory_desc_t: logical dims in oneDNN's order, (N, C, H, W) or (K, C, R, S), data type and memory format."""
 
     def __init__(self, engine: Engine, handle: c_void_p) -> None:
         self.engine, self.handle = engine, handle
@@ -276,14 +278,14 @@ class Descriptor:
 
     @classmethod
     def tagged(cls, engine: Engine, shape: Sequence[int], tag: str) -> Descriptor:
-        """Make a descriptor by a named format; "any" leaves the choice to the primitive."""
+        """Return a descriptor with a named format; "any" leaves the choice to the primitive."""
         label = f"a descriptor of {tuple(shape)} as {tag}"
         create = "dnnl_memory_desc_create_with_tag"
         return cls(engine, engine.create(create, label, len(shape), dims(shape), c.F32, c.FORMAT_TAG[tag]))
 
     @classmethod
     def strided(cls, engine: Engine, shape: Sequence[int], strides: Sequence[int]) -> Descriptor:
-        """Make a descriptor by strides in elements."""
+        """Return a descriptor with strides in elements."""
         label = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
         create = "dnnl_memory_desc_create_with_strides"
         made = cls(engine, engine.create(create, label, len(shape), dims(shape), c.F32, dims(strides)))
@@ -292,24 +294,25 @@ class Descriptor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that memory of this format holds, padding included."""
+        """Size in bytes of memory in this format, padding included."""
         return int(self.engine.library.dnnl_memory_desc_get_size(self.handle))
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes from the first to the last element; oneDNN's size also counts the gaps after the last one."""
+        """Bytes from the first to the last element; oneDNN's size also counts the gaps after the last element."""
         return self.size_bytes if self._extent_bytes is None else self._extent_bytes
 
     def equals(self, other: Descriptor) -> bool:
-        """Return whether dims, type and format are the same."""
+        """Return whether both have the same dims, type and format."""
         return bool(self.engine.library.dnnl_memory_desc_equal(self.handle, other.handle))
 
 
 class Attributes:
-    """A dnnl_primitive_attr_t with the user's scratchpad and, optionally, post-operations.
+    """A dnnl_primitive_attr_t with the user's scratchpad and optional post-operations.
 
     Args:
-        accumulate: add to the destination instead of overwriting it. relu: apply a ReLU to the result.
+        accumulate: whether the result is added to the destination instead of overwriting it.
+        relu: whether a ReLU is applied to the result.
     """
 
     def __init__(self, engine: Engine, *, accumulate: bool = False, relu: bool = False) -> None:
@@ -330,12 +333,12 @@ class Attributes:
 
 
 class Primitive:
-    """A primitive descriptor and the primitive made from it.
+    """A primitive descriptor and the primitive created from it.
 
     Args:
-        kind: the C name without "dnnl_" and "_primitive_desc_create", for example "convolution_forward".
-        label: names the operation in errors, for example "conv2d 3->64 forward".
-        arguments: those of the C function after the descriptor and the engine; descriptors and attributes as objects.
+        kind: name in C without "dnnl_" and "_primitive_desc_create", for example "convolution_forward".
+        label: name of the operation in errors, for example "conv2d 3->64 forward".
+        arguments: arguments of the C function after the descriptor and the engine; descriptors and attributes as objects.
     """
 
     def __init__(self, engine: Engine, kind: str, label: str, *arguments: Any) -> None:
@@ -348,7 +351,7 @@ class Primitive:
         engine.free_with(self, "dnnl_primitive_destroy", self.primitive)
 
     def descriptor(self, query: int, index: int = 0) -> Descriptor:
-        """Return the format chosen for one of its arguments (a copy)."""
+        """Return a copy of the descriptor that the primitive has chosen for one of its arguments."""
         chosen = self.engine.library.dnnl_primitive_desc_query_md(self.handle, query, index)
         handle = self.engine.create("dnnl_memory_desc_clone", f"a descriptor of {self.label}", chosen)
         return Descriptor(self.engine, handle)
@@ -362,16 +365,21 @@ class Primitive:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the library only has its plain loops ("ref"), which are ten times slower or more."""
+        """Whether the library has only plain loops ("ref") for the primitive, which are at least ten times slower."""
         return self.implementation.startswith("ref")
 
     @property
     def scratchpad_bytes(self) -> int:
-        """Bytes that every call needs as its scratchpad."""
+        """Size in bytes of the scratchpad that every call needs."""
         return self.descriptor(c.QUERY_SCRATCHPAD_MD).size_bytes
 
     def bind(self, memories: Mapping[int, tuple[Descriptor, Array]], scratch: Array | None = None) -> Call:
-        """Return a call on fixed memory: execution argument -> (format, array whose first byte the memory starts at)."""
+        """Return a call on fixed memory.
+
+        Args:
+            memories: (format, array at which the memory starts) by number of the execution argument.
+            scratch: memory for the scratchpad.
+        """
         every = dict(memories)
         if self.scratchpad_bytes:
             assert scratch is not None, self.label
@@ -380,10 +388,12 @@ class Primitive:
 
 
 class _Memory:
-    """A dnnl_memory_t over an array's bytes; keeps the array."""
+    """A dnnl_memory_t over an array's bytes, which keeps the array alive."""
 
     def __init__(self, descriptor: Descriptor, array: Array, label: str) -> None:
-        assert array.nbytes >= descriptor.extent_bytes, f"{label}: {array.nbytes} bytes given, {descriptor.extent_bytes} needed"
+        assert array.nbytes >= descriptor.extent_bytes, (
+            f"{label}: {array.nbytes} bytes are too small, {descriptor.extent_bytes} are needed"
+        )
         engine = descriptor.engine
         self.array = array
         self.handle = engine.create(
@@ -393,7 +403,7 @@ class _Memory:
 
 
 class Call:
-    """One execution with its arguments prepared; calling it runs it to its end."""
+    """One execution of a primitive with prepared arguments. A call returns when the execution is complete."""
 
     __slots__ = ("_arguments", "_count", "_execute", "_memories", "_primitive", "_raw", "_stream")
 

@@ -1,4 +1,4 @@
-"""Numbers of oneDNN's C interface (version 3), under the names of its headers without the prefix."""
+"""Constants of oneDNN's C interface (version 3), under the names of its headers without the prefix."""
 
 from __future__ import annotations
 

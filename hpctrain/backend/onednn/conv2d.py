@@ -1,11 +1,11 @@
 """Convolution, with or without a ReLU after it: the choice of layout, kernels and weight formats, then the operator.
 
-A convolution with few pixels and many weights is computed by im2col and the library's matrix products; `Convolution` holds
-the primitives of all others, without memory.
+A convolution with few pixels and many weights is computed by im2col and the library's matrix products. `Convolution` holds the
+primitives of all other convolutions, without memory.
 
-The flat weights (KRSC) are copied to the kernels' blocked format: in training at every forward and backward (they change
-every step, so a cache would only cost memory), in evaluation once after `parameters_changed`. Weight gradients are copied
-back. Of several operators that run side by side, the first one's copies serve the others where kernels read the same format.
+The flat weights (KRSC) are copied to the kernels' blocked format. Training copies them at every forward and backward, since they
+change every step and a cache would only take memory; evaluation copies them once after `parameters_changed`. Weight gradients are
+copied back. If several operators run side by side, the copies of the first serve those whose kernels read the same format.
 """
 
 from __future__ import annotations
@@ -51,27 +51,31 @@ from hpctrain.backend.operators import (
 )
 from hpctrain.backend.specs import NHWC, Conv2dSpec, TensorSpec, WithRelu
 
-# What the direct kernels of 3x3 reach of the speed of those of 1x1: with AVX2 they measured 0.7 to 1.0, and 0.5 to 0.7.
+# Speed of the direct 3x3 kernels relative to the 1x1 kernels. Measured with AVX2: 0.7 to 1.0, for weight gradients 0.5 to 0.7.
 _DIRECT_SPEED = 1.0
 _DIRECT_WEIGHTS_SPEED = 0.7
 
 
 def describe(spec: Conv2dSpec, x: TensorSpec) -> str:
-    """Describe a convolution, for errors and reports."""
+    """Return a description of a convolution, for errors and reports."""
     kernel = "x".join(map(str, spec.window.kernel))
     return f"conv2d {spec.channels_in}->{spec.channels_out} {kernel} on {x.shape}"
 
 
 class Convolution:
-    """The three primitives of one convolution between images in given layouts.
+    """The primitives of one convolution between images in given layouts.
 
     Attributes:
-        forward, backward_data, backward_weights: the latter two None in evaluation, the second also if the input's gradient is
-            not wanted.
-        weights, backward_data_weights: weight formats that `forward` and `backward_data` read.
-        diff_weights: format of the weight gradient that is written.
-        adding: computes the input's gradient as a convolution of the output's and adds it; None if there is no such kernel.
-        winograd, winograd_data, winograd_weights: replace the three in training if they are faster; else None.
+        forward: primitive of forward.
+        backward_data: primitive of the input's gradient; None in evaluation, or if the gradient is not wanted.
+        backward_weights: primitive of the weights' gradient; None in evaluation.
+        weights: weight format that `forward` reads.
+        backward_data_weights: weight format that `backward_data` reads.
+        diff_weights: format in which the weights' gradient is written.
+        adding: primitive that adds the input's gradient, as a convolution of the output's; None if oneDNN has no such kernel.
+        winograd: replacement of `forward` in training, if faster; otherwise None.
+        winograd_data: replacement of `backward_data`, if faster; otherwise None.
+        winograd_weights: replacement of `backward_weights`, if faster; otherwise None.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class Convolution:
     ) -> None:
         self._engine, self.spec, self.label = engine, spec, describe(spec, x)
         self.x, self.y = in_layout(x.plain(), layouts[0]), in_layout(spec.output(x), layouts[1])
-        # Memory that is plain as well is still described by the name that the kernels look for.
+        # Memory that is also plain keeps the name of its layout, by which oneDNN chooses kernels.
         self.source, self.destination = images(engine, self.x, layouts[0]), images(engine, self.y, layouts[1])
         self.bias = vector(engine, spec.channels_out) if spec.bias else None
         self.plain_weights = self._plain_weights()
@@ -114,13 +118,13 @@ class Convolution:
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
-        """Primitives that exist."""
+        """All primitives that are not None."""
         every = (self.forward, self.backward_data, self.backward_weights, self.adding)
         return tuple(primitive for primitive in every if primitive is not None)
 
     @property
     def phases(self) -> dict[str, Primitive | None]:
-        """The primitive that computes each phase; None if it is not wanted, or Winograd takes its place."""
+        """Primitive of each phase; None if the phase is not wanted, or if Winograd replaces the primitive."""
         return {
             FORWARD: None if self.winograd is not None else self.forward,
             BACKWARD_DATA: None if self.winograd_data is not None else self.backward_data,
@@ -129,7 +133,7 @@ class Convolution:
 
     @property
     def penalty(self) -> int:
-        """Number of phases that only oneDNN's slow plain loops compute."""
+        """Number of phases for which oneDNN has only its slow plain loops."""
         return sum(primitive.is_plain for primitive in self.phases.values() if primitive is not None)
 
     def _weight_dims(self) -> tuple[int, ...]:
@@ -138,7 +142,7 @@ class Convolution:
         return shape if spec.groups == 1 else (spec.groups, *shape)
 
     def _plain_weights(self) -> Descriptor:
-        """Describe KRSC memory under oneDNN's dims (groups, K, C, R, S)."""
+        """Return the descriptor of KRSC memory in oneDNN's dims (groups, K, C, R, S)."""
         _, r, s, channels = self.spec.weight_shape
         strides: tuple[int, ...] = (r * s * channels, 1, s * channels, channels)
         grouped = self._weight_dims()
@@ -171,7 +175,7 @@ class Convolution:
         return Primitive(self._engine, "convolution_backward_weights", label, *arguments)
 
     def _make_adding(self) -> None:
-        """Make dx += conv(dy, turned and transposed weights): oneDNN's backward kernels cannot add, its forward kernels can."""
+        """Create the primitive of dx += conv(dy, flipped and transposed weights), since oneDNN's backward kernels cannot add."""
         window = adjoint(self.spec.window)
         if window is None or self.spec.groups != 1:
             return
@@ -215,10 +219,10 @@ class Convolution:
 def choose(
     engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool, relu: bool, input_gradient: bool = True
 ) -> Convolution:
-    """Return the first layout without slow kernels, of those that oneDNN has fast ones for; else the one with the fewest.
+    """Return the convolution in the first layout without slow kernels, otherwise in the layout with the fewest of them.
 
     Raises:
-        Unimplemented: oneDNN has kernels for no layout.
+        Unimplemented: oneDNN has no kernels in any layout.
     """
     blocked = blocked_layout(engine)
     few = spec.channels_in // spec.groups < engine.block
@@ -242,13 +246,13 @@ def choose(
     return best
 
 
-# With few output pixels in all images and many weights, a matrix product reads the weights once, in their own layout. The
-# library's convolutions copy them into blocks and back in every step.
+# Largest number of output pixels, over all images, at which matrix products pay. They read the weights once, in their own layout;
+# the library's convolutions copy them to blocks and back in every step.
 _FEW_PIXELS = 128
 
 
 def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
-    """Return whether im2col and matrix products beat the library's kernels in training.
+    """Return whether im2col and matrix products are faster than the library's kernels in training.
 
     A fixed rule instead of a measurement, so that all ranks decide alike.
     """
@@ -258,7 +262,7 @@ def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
 
 
 class ProductConv2d(NumpyConv2d):
-    """Compute a convolution by im2col and the library's matrix products.
+    """A convolution by im2col and the library's matrix products.
 
     The library's products use its own thread pool; NumPy's would start a second one. The forward product is computed transposed,
     since dnnl_sgemm is slow if the result has few rows and many columns.
@@ -289,7 +293,7 @@ _ADDING = "backward data, adding"
 def make_conv2d(
     engine: Engine, spec: Conv2dSpec | WithRelu, x: TensorSpec, *, training: bool, input_gradient: bool = True
 ) -> Conv2dOperator:
-    """Return the operator on images of `x`, in any layout."""
+    """Return the operator for images of the shape of `x`, in any layout."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     assert isinstance(inner, Conv2dSpec)
     relu = isinstance(spec, WithRelu)
@@ -299,7 +303,7 @@ def make_conv2d(
 
 
 class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOperator):
-    """y = x * weight + bias, then ReLU if the spec says so."""
+    """y = x * weight + bias, then ReLU if the spec is a `WithRelu`."""
 
     needs_inputs = (True,)
 
@@ -316,7 +320,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._place_memory()
 
     def _place_memory(self) -> None:
-        """Place scratch: the library's own, one blocked copy of weights or their gradient, and the turned kernel."""
+        """Divide the scratch: the library's scratchpad, one blocked copy of weights or their gradient, and the flipped kernel."""
         plan = self._plan
         formats = [plan.weights]
         turned_bytes = 0
@@ -343,7 +347,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         library = part(scratch, self._library_part)
         blocked = part(scratch, self._weights_part) if self._training else allocate(plan.weights.size_bytes)
         self._stale = True
-        self._copied: dict[str, tuple[Descriptor, Array]] = {}  # by use, the format and the place of the copies made here
+        self._copied: dict[str, tuple[Descriptor, Array]] = {}  # formats and arrays of the copies made here, by use
         self._load: Work | None = None
         self._forward: Work = self._bind_forward(buffers, library, blocked)
         self._load_backward: Work | None = None
@@ -373,7 +377,10 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return plan.forward.bind(memories, library)
 
     def _prepare(self, use: str, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
-        """Return (copy of the weights, where the kernel reads them); no copy if formats agree, or another operator has one."""
+        """Return (copy of the weights, array that the kernel reads).
+
+        The copy is None if both formats are the same, or if `self._first` has already made one.
+        """
         if source.equals(target):
             return None, plain
         copied = None if self._first is None else self._first._copied.get(use)
@@ -383,7 +390,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return Copy(self._engine, f"{self._label} weights", source, target).bind(plain, room), room
 
     def _leading(self, product: Product | None) -> tuple[Product, Array] | None:
-        """Return one of the plan's products, and where it keeps its weights."""
+        """Return (product, scratch that holds its weights), for a product of this operator's plan."""
         return None if product is None else (product, self.buffers.scratch)
 
     def _bind_weights(self, buffers: Buffers, library: Array, blocked: Array) -> None:
@@ -425,7 +432,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
                 weight = turned
             self._load_backward, weights = self._prepare(_ADDING, plan.transposed_weights, weight, plan.adding_weights, blocked)
             if self._load_backward is None and weights is not weight:
-                self._turn = None  # another operator has turned them
+                self._turn = None  # another operator has flipped them
             self._backward_data = plan.adding.bind(
                 {
                     c.ARG_SRC: (plan.destination, buffers.output_grad),

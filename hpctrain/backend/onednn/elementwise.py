@@ -23,10 +23,11 @@ from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec, WithRelu
 
 
 class ReluMask:
-    """dx = dy where y > 0, else 0; y is the ReLU's output. In place if dx and dy are one buffer.
+    """dx = dy where y > 0, otherwise 0; y is the ReLU's output. In place if dx and dy are one buffer.
 
     Args:
-        label: for errors. values: the format of y, dy and dx.
+        label: name of the operation in errors.
+        values: format of y, dy and dx.
     """
 
     def __init__(self, engine: Engine, label: str, values: Descriptor) -> None:
@@ -46,9 +47,9 @@ class ReluMask:
 
 
 class GradientMask:
-    """The backward pass of a ReLU after an operator: it masks the output's gradient in place, once per backward.
+    """The backward pass of a ReLU after an operator: masks the output's gradient in place, once per backward.
 
-    Both halves of backward read the masked gradient, and either may come first: each calls `apply`.
+    Both halves of backward read the masked gradient, and either may come first, so each calls `apply`.
     """
 
     def __init__(self, engine: Engine, label: str, y: TensorSpec) -> None:
@@ -62,11 +63,11 @@ class GradientMask:
             self._call = self._mask.bind(buffers.output, buffers.output_grad, buffers.output_grad)
 
     def begin_forward(self) -> None:
-        """Let the next backward mask again."""
+        """Reset the mask, so that the next backward applies it again."""
         self._applied = False
 
     def apply(self) -> None:
-        """Mask the gradient, unless this backward has done so."""
+        """Mask the gradient, unless the other half of this backward has already done so."""
         if not self._applied:
             assert self._call is not None
             self._call()
@@ -129,7 +130,7 @@ class ReluOperator(InPlace, LibraryOperator):
 
 
 class AddOperator(InPlace, Accumulating, LibraryOperator):
-    """y = a + b (then ReLU), both in the layout of the first."""
+    """y = a + b (then ReLU), all in one layout."""
 
     needs_inputs = (False, False)
 
@@ -150,7 +151,10 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
         self._backward: Sequence[Call] = self._backward_calls() if any(g is not None for g in buffers.input_grads) else ()
 
     def _backward_calls(self) -> list[Call]:
-        """Return the calls of backward: the masked gradient goes to the first written target, and from there to the other."""
+        """Return the calls of backward.
+
+        The masked gradient is written to the first target that is not added to, and copied or added from there to the other one.
+        """
         buffers = self.buffers
         calls: list[Call] = []
         gradient: Array = buffers.output_grad
@@ -180,7 +184,7 @@ class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
     """y = max(inner(x), 0), in place after the inner operator; in plain memory.
 
     Args:
-        inner: the operator of `spec.inner`.
+        inner: operator of `spec.inner`.
     """
 
     needs_output = True
@@ -215,4 +219,4 @@ class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
 
 
 class RectifiedLinearOperator(RectifiedOperator, SufficientFactors):
-    """The same for a linear layer, whose factors are its input and the masked gradient."""
+    """A rectified linear layer, whose sufficient factors are its input and the masked gradient."""

@@ -42,18 +42,18 @@ _PRODUCTS_REASON = "it has few pixels and many weights"
 
 
 class OnednnKernelSet(KernelSet):
-    """oneDNN's kernels if it has them, NumPy's in plain memory for the rest.
+    """oneDNN's kernels where it has fast ones, and NumPy's in plain memory for the other operations.
 
-    The rest is empty images, dropout, synchronised batch norm, windows of changing size, the loss, and everything that oneDNN
-    would compute by its plain loops. The set owns the engine. Threads are OpenMP's: OMP_NUM_THREADS, read when the library is
-    loaded. The set limits NumPy's BLAS to one thread in the whole process: a second thread pool would compete for the cores with
-    OpenMP's threads, which spin between two kernels.
+    NumPy computes empty images, dropout, synchronised batch norm, pooling with windows of different sizes, the loss, and all
+    operations for which oneDNN has only plain loops. The set owns the engine. Threads are OpenMP's; OMP_NUM_THREADS is read when
+    the library is loaded. The set limits NumPy's BLAS to one thread in the whole process: OpenMP's threads spin between two
+    kernels, and a second thread pool would compete with them for the cores.
 
     Args:
-        fused: rewrite neighbours into fused operations (the same numbers up to rounding).
+        fused: whether neighbours are rewritten into fused operations. Results are the same up to rounding.
 
     Raises:
-        BackendError: the library is missing, or the processor lacks AVX2; the message says which.
+        BackendError: the library is missing, or the processor lacks AVX2.
     """
 
     name: ClassVar[str] = "onednn"
@@ -71,13 +71,13 @@ class OnednnKernelSet(KernelSet):
 
     @property
     def version(self) -> str:
-        """oneDNN's version."""
+        """Version of oneDNN."""
         return self._engine.version
 
     def make(self, spec: Spec, inputs: _Inputs, *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:
             if x.dtype not in self.dtypes:
-                raise BackendError(f"The onednn kernel set computes in float32 only, not {x.dtype}; the numpy set has both.")
+                raise BackendError(f"Backend onednn computes only in float32, not in {x.dtype}; set backend to numpy.")
         chosen = self._choose(spec, inputs, training, input_gradient)
         if isinstance(chosen, Operator):
             return chosen
@@ -96,7 +96,7 @@ class OnednnKernelSet(KernelSet):
         return operator
 
     def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
-        """Return the library's operator, or the reason why another set's is better."""
+        """Return the library's operator, or the reason why another set's operator is better."""
         if any(0 in x.shape for x in inputs) or 0 in spec.output(*(x.plain() for x in inputs)).shape:
             return "it is empty"
         made = self._make(spec, inputs, training, input_gradient)
@@ -105,7 +105,7 @@ class OnednnKernelSet(KernelSet):
         return made
 
     def _make(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
-        """Return the library's operator, fast or not, or the reason why there is none."""
+        """Return the library's operator, whether fast or not, or the reason why there is none."""
         engine, x = self._engine, inputs[0]
         match spec:
             case Conv2dSpec() | WithRelu(inner=Conv2dSpec()):
@@ -116,22 +116,22 @@ class OnednnKernelSet(KernelSet):
             case LinearSpec() | WithRelu():
                 return LinearOperator(engine, spec, x, training=training)
             case BatchNormSpec(synchronised=True) if training:
-                return "its statistics are those of several ranks"
+                return "its statistics are merged over ranks"
             case BatchNormSpec(fixed=True) if training:
-                return "its statistics are fixed, and a gradient goes back through it"
+                return "its statistics are fixed, but it computes gradients"
             case BatchNormSpec():
                 return BatchNormOperator(engine, spec, x, training=training)
             case PoolSpec() | AdaptiveAveragePoolSpec():
                 plain = plain_pool(spec, x)
                 if plain is None:
                     adaptive = isinstance(spec, AdaptiveAveragePoolSpec)
-                    return "its windows change in size" if adaptive else "its windows hang over the edge and count padding"
+                    return "its windows differ in size" if adaptive else "its windows reach over the edge and count padding"
                 if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
                     return ViewOperator(spec, x, keeps_layout=True)
                 return PoolOperator(engine, spec, x, training=training)
             case ReluSpec():
                 return ReluOperator(engine, spec, x)
-            case AddSpec():  # in a layout of the library's own, if one of the inputs has one
+            case AddSpec():  # in the blocked layout of an input, if any
                 return AddOperator(engine, spec, next((other for other in inputs if other.layout != NHWC), x))
         return "oneDNN has no such operation"
 

@@ -1,4 +1,4 @@
-"""Fully connected layer on the flat weights (in, out) as they lie: no copy of them is made."""
+"""Fully connected layer on the flat weights (in, out), without a copy of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.backend.specs import LinearSpec, TensorSpec, WithRelu
 
 
 class LinearOperator(SufficientFactors, LibraryOperator):
-    """y = x @ weight + bias, then ReLU if the spec says so."""
+    """y = x @ weight + bias, then ReLU if the spec is a `WithRelu`."""
 
     needs_inputs = (True,)
 

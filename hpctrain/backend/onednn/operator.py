@@ -1,8 +1,8 @@
-"""What all operators on the library's primitives share: their base, memory, layouts of activations, windows, and reorders.
+"""Shared parts of all operators on the library's primitives: base class, memory, layouts, windows and reorders.
 
-Layouts are tokens of `TensorSpec.layout`, each with oneDNN's descriptor of it. "nChw8c" and "nChw16c" hold blocks of 8 or 16
-channels innermost, padded with zeros to whole blocks; "nchw" is the plain order of the first layer's kernels. oneDNN keeps
-the padding zero.
+A layout is a token of `TensorSpec.layout` with a descriptor of oneDNN's. "nChw8c" and "nChw16c" have blocks of 8 or 16 channels
+innermost, padded with zeros to whole blocks. "nchw" is the plain order of the first layer's kernels. oneDNN keeps the padding
+zero.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ FORWARD, BACKWARD, BACKWARD_DATA, BACKWARD_WEIGHTS = "forward", "backward", "bac
 
 
 class LibraryOperator(Operator):
-    """An operator whose work is done by primitives.
+    """Base of operators that are computed by primitives.
 
-    primitives: primitives by the phase that they compute; None if the phase is not wanted.
+    Attributes:
+        primitives: primitives by the phase that they compute; None if the phase is not wanted.
     """
 
     primitives: Mapping[str, Primitive | None]
 
     @property
     def plain_loops(self) -> tuple[str, ...]:
-        """The phases that the library would compute by its plain loops, which are slow."""
+        """Phases for which the library has only its slow plain loops."""
         return tuple(phase for phase, primitive in self.primitives.items() if primitive is not None and primitive.is_plain)
 
 
@@ -42,15 +43,15 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def allocate(size_bytes: int) -> np.ndarray:
-    """Return a zeroed uint8 array, aligned to 64 bytes; from 2 MiB on to 2 MiB, and offered to the system for huge pages.
+    """Return a zeroed uint8 array, aligned to 64 bytes. Arrays of 2 MiB or more are aligned to 2 MiB and may use huge pages.
 
-    Zeroed pages are the operating system's: they take memory when they are first touched.
+    The zeros are those of fresh pages, which take memory only when they are first touched.
     """
     if size_bytes < _HUGE_PAGE_BYTES:
         return _aligned(np.zeros(size_bytes + ALIGNMENT_BYTES, np.uint8), size_bytes, ALIGNMENT_BYTES)
     room = mmap.mmap(-1, size_bytes + 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: ordinary ones do
+        with contextlib.suppress(OSError):  # a kernel without huge pages uses ordinary ones
             room.madvise(mmap.MADV_HUGEPAGE)
     return _aligned(np.frombuffer(room, np.uint8), size_bytes, _HUGE_PAGE_BYTES)
 
@@ -61,24 +62,27 @@ def _aligned(room: np.ndarray, size_bytes: int, alignment_bytes: int) -> np.ndar
 
 
 class Regions:
-    """Parts of a buffer that is allocated later: `add` returns the place of each, `total_bytes` is the buffer's size.
+    """Parts of a buffer that is allocated later.
 
     Args:
-        begin: where the first part lies, a multiple of 64.
+        begin: offset of the first part in bytes, a multiple of 64.
+
+    Attributes:
+        total_bytes: size of the buffer.
     """
 
     def __init__(self, begin: int = 0) -> None:
         self.total_bytes = begin
 
     def add(self, size_bytes: int) -> slice:
-        """Return the place of the next part."""
+        """Append a part, and return its place in the buffer."""
         start = self.total_bytes
         self.total_bytes = start + aligned(size_bytes)
         return slice(start, start + size_bytes)
 
 
 def part(buffer: Array | None, place: slice) -> Array:
-    """Return the bytes at `place`; an empty place needs no buffer."""
+    """Return the bytes at `place`. The buffer may be None if the place is empty."""
     if buffer is None:
         assert place.start == place.stop
         return None
@@ -92,7 +96,10 @@ def convolution_geometry(window: Window) -> tuple[Any, Any, Any, Any]:
 
 
 def adjoint(window: Window) -> Window | None:
-    """Return the window of the convolution of dy with the turned kernel that computes dx; None for strides above 1."""
+    """Return the window of the convolution of dy with the flipped kernel, which computes dx; None if there is none.
+
+    There is none for strides above 1, and for padding that exceeds the window's extent minus 1.
+    """
     if window.stride != (1, 1):
         return None
     height, width = window.extent
@@ -104,7 +111,10 @@ def adjoint(window: Window) -> Window | None:
 
 
 def pooling_geometry(window: Window, size: Sequence[int], output: Sequence[int]) -> tuple[tuple[Any, ...], Pair]:
-    """Return strides, kernel, dilations, leading and trailing padding, and the trailing padding that ceil mode adds."""
+    """Return (arguments of the window, trailing padding that ceil mode adds).
+
+    The arguments are strides, kernel, dilations, and leading and trailing padding.
+    """
     (top, bottom, left, right), stride, extent = window.padding, window.stride, window.extent
     reach = [(output[dim] - 1) * stride[dim] + extent[dim] for dim in (0, 1)]
     extra = (max(0, reach[0] - size[0] - top - bottom), max(0, reach[1] - size[1] - left - right))
@@ -130,7 +140,7 @@ def blocked_layout(engine: Engine) -> str:
 
 
 def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
-    """Return the same images (N, H, W, C) in `layout`; plain if the memory is the same byte for byte."""
+    """Return images (N, H, W, C) in `layout`; in plain memory if both layouts are the same byte for byte."""
     n, h, w, channels = spec.shape
     if layout == NHWC or (layout == NCHW and (channels == 1 or h * w == 1)):
         return spec.plain()
@@ -142,32 +152,32 @@ def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
 
 
 def images(engine: Engine, spec: TensorSpec, layout: str | None = None) -> Descriptor:
-    """Return the format of images (N, H, W, C) in `spec.layout`, or under another token for the same memory."""
+    """Return the descriptor of images (N, H, W, C) in `spec.layout`, or in `layout` if that is the same memory."""
     n, h, w, channels = spec.shape
     return Descriptor.tagged(engine, (n, channels, h, w), TAGS[spec.layout if layout is None else layout])
 
 
 def rows(engine: Engine, spec: TensorSpec) -> Descriptor:
-    """Describe plain memory as pixels with the last dim as channels: (M, C, 1, 1)."""
+    """Return the descriptor of plain memory as pixels, with the last dim as channels: (M, C, 1, 1)."""
     channels = spec.shape[-1]
     return Descriptor.tagged(engine, (math.prod(spec.shape[:-1]), channels, 1, 1), TAGS[NHWC])
 
 
 def elements(engine: Engine, spec: TensorSpec) -> Descriptor:
-    """Describe a tensor for element-wise work: its elements in memory order, padding included."""
+    """Return the descriptor of a tensor for element-wise operations: its elements in memory order, padding included."""
     return Descriptor.tagged(engine, (spec.size,), "a")
 
 
 def vector(engine: Engine, size: int) -> Descriptor:
-    """Describe (size,) in plain memory."""
+    """Return the descriptor of a vector (size,) in plain memory."""
     return Descriptor.tagged(engine, (size,), "a")
 
 
 class Copy:
-    """A prepared reorder between two formats of one logical tensor, without its memory.
+    """A reorder between two formats of one logical tensor, without memory.
 
     Args:
-        accumulate: add to the target instead of writing it.
+        accumulate: whether the source is added to the target instead of overwriting it.
     """
 
     def __init__(self, engine: Engine, label: str, source: Descriptor, target: Descriptor, *, accumulate: bool = False) -> None:

@@ -19,7 +19,7 @@ from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 
 
 def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolSpec | None:
-    """Return the same pooling as windows of one size that oneDNN counts as this package does; None if there is none."""
+    """Return an equal pooling over windows of one size that oneDNN supports; None if there is none."""
     if isinstance(spec, AdaptiveAveragePoolSpec):
         _, h, w, _ = x.shape
         if h % spec.size[0] or w % spec.size[1]:
@@ -29,14 +29,14 @@ def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolS
     _, ho, wo, _ = spec.output(x).shape
     _, extra = pooling_geometry(spec.window, (x.shape[1], x.shape[2]), (ho, wo))
     padded = any(spec.window.padding) and spec.count_include_pad
-    # A window that rounding up lets stand over the edge counts only what lies inside.
+    # If ceil mode lets a window reach over the edge, only the elements inside count.
     if spec.kind == "average" and any(extra):
         return None if padded else PoolSpec(spec.kind, spec.window, spec.ceil_mode, count_include_pad=False)
     return spec
 
 
 class PoolOperator(LibraryOperator):
-    """y = max or mean over each window, in x's layout; max keeps the place of each maximum for backward."""
+    """y = max or mean over each window, in x's layout. Max pooling saves the position of each maximum for backward."""
 
     def __init__(self, engine: Engine, given: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool) -> None:
         spec = plain_pool(given, x)

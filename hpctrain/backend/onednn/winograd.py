@@ -1,17 +1,16 @@
 """3x3 convolutions of stride 1 with 16 multiplications instead of 36 (Winograd's F(2x2, 3x3); Lavin and Gray 2016).
 
-oneDNN has no such kernel in float32 on x86-64, but it has the parts: an image's overlapping 4x4 tiles are gathered by strided
-reorders, the transforms are products with small constant matrices, and between them stand 16 convolutions of 1x1, its fastest
-kernels. All of it runs on oneDNN's threads. With images in blocks of channels everything moves whole blocks.
+oneDNN has no such kernel in float32 on x86-64, so it is composed of oneDNN's primitives, on its threads. Strided reorders gather
+the image's overlapping 4x4 tiles, products with small constant matrices transform them, and between the transforms are 16 1x1
+convolutions, oneDNN's fastest kernels. Images have blocked channels, and all primitives move whole blocks.
 
-Written over tile positions (Kronecker products make each two-sided transform one product with a small constant matrix):
+Kronecker products turn each two-sided transform into one product with a small constant matrix. Over tile positions:
     forward   y = (At x At) [(G x G) w . (Bt x Bt) patches]                                   section 4.1, eq. 8
     weights   dw = (Gt x Gt) sum over tiles [(A x A) dy . (Bt x Bt) patches]                  its adjoint
-The input's gradient is the forward convolution of dy with the turned and transposed kernel.
+The input's gradient is the forward convolution of dy with the flipped and transposed kernel.
 
-In order: `Tiling` says how images are cut into tiles, which tiles are in work at once, and where these lie in scratch;
-`Patches`, `Outputs` and `OutputGradients` move a chunk of tiles between images and their transforms; `Product` and
-`WeightGradient` are the convolutions.
+`Tiling` divides images into tiles and chunks of tiles, and `ScratchPlan` places these in scratch. `Patches`, `Outputs` and
+`OutputGradients` move a chunk of tiles between images and their transforms. `Product` and `WeightGradient` are the convolutions.
 """
 
 from __future__ import annotations
@@ -29,19 +28,21 @@ from hpctrain.backend.onednn.operator import Copy, Regions, allocate, convolutio
 from hpctrain.backend.operators import Array
 from hpctrain.backend.specs import Edges, Pair, Window
 
-# Of tiles in work at once. Each chunk reads all weights, and adds up all of their gradients: smaller ones took longer at 512
-# channels and gained nothing elsewhere, larger ones gained nothing.
+# Limit of the tiles of a chunk. Each chunk reads all weights and sums all their gradients: smaller chunks took longer at 512
+# channels and gained nothing elsewhere, larger ones gained nothing (measured).
 _CHUNK_BYTES = 48 << 20
 
 
 @dataclass(frozen=True)
 class Form:
-    """The shape of a chunk: tiles (images, rows, columns), and the rows of x and y that belong to them.
+    """The shape of a chunk: tiles (images, rows, columns), and their rows of x and y.
 
-    Primitives are made for a shape. Chunks of one form share them; a convolution has few forms, whatever its number of chunks.
+    Primitives are created for a shape. Chunks of one form share them, and a convolution has only few forms.
 
     Attributes:
-        above: rows of zeros above the first row of x. read: rows of x, of each image. written: rows of y, of each image.
+        above: number of rows of zeros above the first row of x.
+        read: number of rows of x in each image.
+        written: number of rows of y in each image.
     """
 
     images: int
@@ -63,7 +64,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tiles in work at once: the first image, and the first row of x and of y in each of its images."""
+    """Tiles that are processed together: the first image, and the first row of x and of y in each of its images."""
 
     image: int
     read_row: int
@@ -73,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tiling:
-    """y (N, Ho, Wo, K) from x (N, H, W, C), both in blocks of `block` channels, kernel 3x3, stride 1."""
+    """The tiles of y (N, Ho, Wo, K) = conv(x (N, H, W, C)), both in blocks of `block` channels, with kernel 3x3 and stride 1."""
 
     batch: int
     size: Pair
@@ -90,20 +91,20 @@ class Tiling:
 
     @property
     def tiles(self) -> Pair:
-        """Rows and columns of 2x2 outputs, the last ones perhaps over the edge."""
+        """Rows and columns of tiles of 2x2 outputs. The last ones may reach over the edge."""
         height, width = self.output_size
         return -(-height // 2), -(-width // 2)
 
     @property
     def items(self) -> tuple[int, int, int]:
-        """Floats of one tile before and after the transform of x, and after that of y."""
-        # The first array holds the patches of x, and later the 2x2 outputs of y: never both at once.
+        """Number of floats of one tile: before and after the transform of x, and before the transform of y."""
+        # The first array contains the patches of x and later the 2x2 outputs of y, never both at once.
         return max(16 * self.channels_in, 4 * self.channels_out), 16 * self.channels_in, 16 * self.channels_out
 
     def chunks(self) -> list[Chunk]:
-        """Return chunks of all tiles: as many whole images as fit or, if one is too large, rows of its tiles, at least one."""
-        # A row of tiles takes its tiles in all forms and two rows of the padded images; each chunk has two more rows of these, as
-        # 4x4 patches of 2x2 outputs overlap by two.
+        """Return chunks of all tiles: as many whole images as fit, otherwise rows of tiles of one image, at least one row."""
+        # A row of tiles takes memory for its tiles before and after transforms, and for two rows of the padded images. Each
+        # chunk has two more padded rows, since 4x4 patches of 2x2 outputs overlap by two.
         rows, columns = self.tiles
         edge = 4 * self.channels_in * (2 * columns + 2)
         row = 4 * columns * sum(self.items) + 2 * edge
@@ -114,8 +115,11 @@ class Tiling:
         return [self._chunk(image, 1, start, count) for image in range(self.batch) for start, count in cut]
 
     def _chunk(self, image: int, images: int, row: int, rows: int) -> Chunk:
-        """Return tile rows [row, row + rows): only those at an image's edges read zeros above it, or lie over its end."""
-        # Rows of x that the patches cover; those outside of the image are zeros of `scratch.padded`.
+        """Return the chunk of tile rows [row, row + rows).
+
+        Only rows at an image's edges read zeros above the image, or reach over its end.
+        """
+        # Rows of x that the patches cover. Rows outside the image are zeros in `scratch.padded`.
         begin, end = 2 * row - self.padding[0], 2 * (row + rows) + 2 - self.padding[0]
         read_row = max(0, begin)
         read = min(end, self.size[0]) - read_row
@@ -124,10 +128,10 @@ class Tiling:
         return Chunk(image, read_row, 2 * row, Form(images, rows, self.tiles[1], read_row - begin, read, written))
 
     def pays(self, direct_speed: float) -> bool:
-        """Return whether this is faster than a direct kernel that runs at the given share of the 1x1 kernels' speed.
+        """Return whether Winograd is faster than a direct kernel with `direct_speed` times the speed of the 1x1 kernels.
 
-        Compares operations that take the same time: the transforms cost 130 for each element of a tile of x, 40 of y, 65 of the
-        weights, measured with AVX2. A rule rather than a timing, so that every rank chooses alike.
+        Compares operations weighted by their time: a transform costs 130 for each element of a tile of x, 40 of y and 65 of the
+        weights, measured with AVX2. It is a rule rather than a timing, so that all ranks choose alike.
         """
         product = self.channels_in * self.channels_out
         transforms = 130 * self.channels_in + 40 * self.channels_out
@@ -138,7 +142,7 @@ class Tiling:
 
 
 def _parts(total: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, count) of the fewest parts of at most `limit`; counts differ by at most one, larger ones first."""
+    """Yield (start, count) of the fewest parts of at most `limit`. Counts differ by at most one, larger ones first."""
     number = -(-total // limit)
     start = 0
     for part in range(number):
@@ -149,13 +153,17 @@ def _parts(total: int, limit: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class WinogradScratch:
-    """float32 scratch of one convolution.
+    """The float32 scratch of one convolution.
 
     Attributes:
-        library: scratch of the library (uint8). weights: weights by tile position (16). bias: bias gradient of one chunk.
-        taps: weights by tap (9). padded: images of a chunk among zeros.
-        plain: tiles before the transform of x or dy, or after that of y.
-        left, right: transformed tiles of x, and of y or dy.
+        library: scratchpad of the library (uint8).
+        weights: weights by tile position (16).
+        bias: bias gradient of one chunk.
+        taps: weights by tap (9).
+        padded: images of a chunk, surrounded by zeros.
+        plain: tiles before the transform of x or dy, or after the transform of y.
+        left: transformed tiles of x.
+        right: transformed tiles of y or dy.
     """
 
     library: Array
@@ -169,11 +177,11 @@ class WinogradScratch:
 
 
 class ScratchPlan:
-    """Divides a buffer of scratch into the arrays of `WinogradScratch`.
+    """The division of a buffer into the arrays of `WinogradScratch`.
 
     Args:
         forms: forms of the chunks; each chunk may use all scratch for tiles.
-        taps_alone: no tiles exist while the weights lie tap by tap, so that both may share their place.
+        taps_alone: whether no tiles are in scratch while `taps` is in use, so that both may share memory.
     """
 
     def __init__(
@@ -190,7 +198,7 @@ class ScratchPlan:
         self.total_bytes = max(regions.total_bytes, of_tiles.total_bytes)
 
     def carve(self, buffer: Array) -> WinogradScratch:
-        """Return the arrays of the plan in a buffer of `total_bytes`."""
+        """Return the planned arrays as views of a buffer of `total_bytes`."""
         return WinogradScratch(buffer[self._library], *(buffer[place].view(np.float32) for place in self._places))
 
 
@@ -221,7 +229,7 @@ class Matrix:
 
 
 class _Grid:
-    """Tiles of one form, or pixels of their images, as (images, channels, rows, columns), and strided copies of them."""
+    """Tiles of one form, or their images' pixels, as (images, channels, rows, columns), and strided copies between both."""
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, channels: int) -> None:
         self._engine, self._label, self._form, self._channels = engine, f"{label}, tiles", form, channels
@@ -229,27 +237,28 @@ class _Grid:
 
     @property
     def by_tile(self) -> tuple[int, ...]:
-        """Strides in elements, of (image, block, row, column), of tiles that lie one after the other."""
+        """Strides in elements of (image, block, row, column), for tiles that are contiguous in memory."""
         form, block = self._form, self.block
         return form.rows * form.columns * block, form.tiles * block, form.columns * block, block
 
     def by_pixel(self, size: Pair, spread: int = 1) -> tuple[int, ...]:
-        """Return the strides in elements in images of `size`, of every pixel or of every other one."""
+        """Return the strides in elements of (image, block, row, column), for every `spread`-th pixel of images of `size`."""
         row = size[1] * self.block
         return self._channels * size[0] * size[1], size[0] * row, spread * row, spread * self.block
 
     def copy(self, size: Pair, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
-        """Return a copy of (rows, columns) in all images and channels, between memories with these strides."""
+        """Return a copy of `size` = (rows, columns) of all images and channels, between memories with these strides."""
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
         return Copy(self._engine, self._label, forms[0], forms[1], accumulate=accumulate)
 
 
 class Patches:
-    """scratch.left = (Bt x Bt) of the overlapping 4x4 patches of x, of the chunks of one form.
+    """scratch.left = (Bt x Bt) of the overlapping 4x4 patches of x, for the chunks of one form.
 
-    A reorder gathers one of the 16 positions of all patches at once, with stride 2 between tiles. It cannot leave parts
-    of patches out at an image's edge, so the chunk's part of x is copied among zeros first, where every patch is whole.
+    A reorder gathers one of the 16 positions of all patches, with stride 2 between tiles. It cannot skip the parts of patches
+    outside an image, so the chunk's part of x is first copied to `scratch.padded`, surrounded by zeros, where every patch is
+    complete.
     """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
@@ -268,13 +277,13 @@ class Patches:
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, x: Array, scratch: WinogradScratch) -> list[Work]:
-        """Prepare scratch.padded = the chunk's part of x among zeros."""
-        # Scratch holds anything at first, and what was written there for another chunk or operator.
+        """Return the calls of scratch.padded = the chunk's part of x, surrounded by zeros."""
+        # Scratch is not zeroed, and other chunks and operators write to it.
         first = x.reshape(-1)[chunk.image * self._image + chunk.read_row * self._row :]
         return [partial(scratch.padded[: self._all].fill, 0.0), self._inside.bind(first, scratch.padded[self._begin :])]
 
     def transform(self, scratch: WinogradScratch) -> list[Work]:
-        """Prepare the calls that follow, which are the same for each chunk."""
+        """Return the calls that follow `load`, which are the same for all chunks of the form."""
         gathers = [
             self._gather.bind(scratch.padded[corner:], scratch.plain[position * self._items :])
             for position, corner in enumerate(self._corners)
@@ -297,10 +306,11 @@ class _Corners:
         return bool(self._form.written % 2 or self._width % 2)
 
     def _places(self) -> Iterator[tuple[int, int, Pair]]:
-        """Yield (elements from the tiles' start, elements from the chunk's first in an image, rows and columns).
+        """Yield (offset from the tiles' start, offset from the chunk's first element in an image, (rows, columns)).
 
-        oneDNN takes a row for as long as its stride. The last row of an image would then end outside of it, unless another row
-        follows, and is copied by itself; so is the last pixel of an image of one row.
+        Offsets are in elements. oneDNN treats a row as long as its stride. The last row of an image, unless another row follows,
+        would therefore end outside of the image, and is copied separately. The same holds for the last pixel of an image of one
+        row.
         """
         height, width, block = self._form.written, self._width, self._grid.block
         for number in range(4):
@@ -315,11 +325,11 @@ class _Corners:
                         yield tile, ((2 * first + down) * width + 2 * left + right) * block, (count, many)
 
     def gathering(self) -> list[tuple[Copy, int, int]]:
-        """Return (copy to tiles, elements from the chunk's first in an image, elements from the tiles' start)."""
+        """Return (copy to tiles, offset from the chunk's first element in an image, offset from the tiles' start)."""
         return [(self._grid.copy(size, self._by_pixel, self._grid.by_tile), start, at) for at, start, size in self._places()]
 
     def scattering(self, accumulate: bool) -> list[tuple[Copy, int, int]]:
-        """Return the same copies, from tiles to pixels."""
+        """Return the same as `gathering`, with copies from tiles to pixels."""
         by_tile = self._grid.by_tile
         return [
             (self._grid.copy(size, by_tile, self._by_pixel, accumulate=accumulate), start, at)
@@ -327,15 +337,15 @@ class _Corners:
         ]
 
     def first(self, chunk: Chunk, y: Array) -> Array:
-        """Return y flat from the chunk's first output on."""
+        """Return y as a flat view that begins at the chunk's first output."""
         return y.reshape(-1)[chunk.image * self._by_pixel[0] + chunk.write_row * self._width * self._grid.block :]
 
 
 class Outputs:
-    """y = (At x At) scratch.right, or added to y, of the chunks of one form.
+    """y = (At x At) scratch.right, or added to y, for the chunks of one form.
 
-    The transform writes 2x2 outputs of each tile, position by position; a reorder scatters one of the four positions to every
-    other pixel, without those over the edge.
+    The transform writes the 2x2 outputs of each tile, position by position. A reorder scatters one of the four positions to every
+    second pixel, except over the edge.
     """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, *, relu: bool) -> None:
@@ -345,11 +355,11 @@ class Outputs:
         self.primitives = [self._transform.primitive]
 
     def transform(self, scratch: WinogradScratch) -> list[Work]:
-        """Prepare the transform, which comes first and is the same for each chunk."""
+        """Return the call of the transform, which comes first and is the same for all chunks of the form."""
         return [self._transform.bind(scratch.right, scratch.plain, scratch.library)]
 
     def store(self, chunk: Chunk, y: Array, scratch: WinogradScratch, *, accumulate: bool) -> list[Work]:
-        """Prepare the calls that write the chunk's part of y."""
+        """Return the calls that write the chunk's part of y."""
         if accumulate not in self._copies:
             self._copies[accumulate] = self._corners.scattering(accumulate)
         first = self._corners.first(chunk, y)
@@ -357,7 +367,7 @@ class Outputs:
 
 
 class OutputGradients:
-    """scratch.right = (A x A) dy, of the chunks of one form."""
+    """scratch.right = (A x A) dy, for the chunks of one form."""
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
         self._corners = _Corners(engine, label, tiling, form)
@@ -367,25 +377,25 @@ class OutputGradients:
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, dy: Array, scratch: WinogradScratch) -> list[Work]:
-        """Prepare the calls that read the chunk's part of dy."""
+        """Return the calls that read the chunk's part of dy."""
         works: list[Work] = []
-        if self._corners.overhang:  # outputs over the edge do not exist, and have no gradient
+        if self._corners.overhang:  # outputs over the edge do not exist, so their gradients are zero
             works.append(partial(scratch.plain[: 4 * self._items].fill, 0.0))
         first = self._corners.first(chunk, dy)
         return [*works, *(copy.bind(first[start:], scratch.plain[at:]) for copy, start, at in self._copies)]
 
     def transform(self, scratch: WinogradScratch) -> list[Work]:
-        """Prepare the calls that follow, which are the same for each chunk."""
+        """Return the calls that follow `load`, which are the same for all chunks of the form."""
         return [self._transform.bind(scratch.plain, scratch.right, scratch.library)]
 
 
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 
-_BIAS_POSITION = 5  # tile position (1, 1): adds to all four outputs alike, and is the sum of all four of dy
+_BIAS_POSITION = 5  # tile position (1, 1), which adds equally to all four outputs, and is the sum of the four gradients
 
 
 class CallSequence:
-    """Prepared calls, one after another."""
+    """Prepared calls that are executed one after another."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = tuple(works)
@@ -396,7 +406,7 @@ class CallSequence:
 
 
 class _Products:
-    """The 16 convolutions of 1x1 between the tiles of one chunk, forward or for the weights' gradient."""
+    """The 16 1x1 convolutions between the tiles of one chunk, forward or for the weights' gradient."""
 
     def __init__(
         self, engine: Engine, label: str, tiling: Tiling, tiles: int, *, weights: Descriptor | None, bias: bool, backward: bool
@@ -413,7 +423,7 @@ class _Products:
             head = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
             if not backward:
                 return Primitive(engine, "convolution_forward", label, *head, *formats, *geometry, attributes)
-            # The library wants the forward primitive as a hint, in a weight format of its own choice.
+            # oneDNN requires a forward primitive as a hint, with a weight format that it chooses.
             free = Descriptor.tagged(engine, (k, channels, 1, 1), "any")
             hint = Primitive(
                 engine, "convolution_forward", label, *head, self._left, free, formats[2], self._right, *geometry, attributes
@@ -423,7 +433,7 @@ class _Products:
         wanted = weights if weights is not None else Descriptor.tagged(engine, (k, channels, 1, 1), "any")
         self.plain = make(wanted, False)
         self.weights = self.plain.descriptor(c.QUERY_DIFF_WEIGHTS_MD if backward else c.QUERY_WEIGHTS_MD)
-        # Both primitives read one array of weights, so the second takes the format that the first has chosen.
+        # Both primitives read the same weights, so the second must use the format that the first has chosen.
         self.biased = make(self.weights, True) if bias else None
         self.weight_items = self.weights.size_bytes // 4
 
@@ -453,11 +463,12 @@ class _Products:
 
 
 class _Winograd:
-    """The parts that both directions have: kernels for each form of chunk, places in the scratch, the weights tap by tap.
+    """The common parts of both directions: kernels for each form of chunk, places in the scratch, and the weights by tap.
 
     Args:
-        strides: strides of the weights' (out, in) in elements.
-        first, step: elements from the weights' start to tap (0, 0), and from each tap to the next in row order.
+        strides: strides of the weights' (out, in), in elements.
+        first: offset of tap (0, 0) in the weights, in elements.
+        step: distance from each tap to the next in row order, in elements.
     """
 
     def __init__(
@@ -470,18 +481,22 @@ class _Winograd:
         self._patches = {form: Patches(engine, self._label, tiling, form) for form in self._forms}
         self._products: dict[int, _Products] = {}
         weights: Descriptor | None = None
-        # Weights lie in scratch once for all chunks, so all products take the format of the first.
+        # All chunks share the weights in scratch, so all products use the format of the first.
         for tiles in dict.fromkeys(form.tiles for form in self._forms):
             made = _Products(engine, self._label, tiling, tiles, weights=weights, bias=bias, backward=backward)
             self._products[tiles], weights = made, made.weights
         assert weights is not None
         self._weights, self._items = weights, weights.size_bytes // 4
-        # Dims of one element may have any stride that is not smaller than the others.
+        # A dim of one element may have any stride that is at least as large as the others.
         shape = (tiling.channels_out, tiling.channels_in, 1, 1)
         self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
 
     def _place(self, primitives: Sequence[Primitive], *, taps_alone: bool) -> None:
-        """Divide the scratch. primitives: primitives of this direction alone."""
+        """Plan the scratch.
+
+        Args:
+            primitives: primitives that only this direction has.
+        """
         shared = [each for parts in (self._products, self._patches) for part in parts.values() for each in part.primitives]
         self._scratch_plan = ScratchPlan(self._tiling, self._forms, self._items, [*shared, *primitives], taps_alone)
         self.scratch_bytes = self._scratch_plan.total_bytes
@@ -519,10 +534,11 @@ class Product(_Winograd):
         accumulate: bool = False,
         leader: tuple[Product, Array] | None = None,
     ) -> Work:
-        """Return the convolution on fixed memory, weights included.
+        """Return the convolution as a call on fixed memory, weights included.
 
-        leader: (another convolution, its buffer), which always runs just before with the same weights, so that these need no
-            transform of their own if their format is the same.
+        Args:
+            leader: another convolution and its buffer. It always runs just before with the same weights, so that these need no
+                second transform if their format is the same.
         """
         scratch, works = self._scratch_plan.carve(buffer), list[Work]()
         if leader is not None and self._weights.equals(leader[0]._weights):
@@ -537,13 +553,13 @@ class Product(_Winograd):
         return CallSequence(works)
 
     def _load(self, plain: Array, scratch: WinogradScratch) -> list[Work]:
-        """Prepare scratch.weights = (G x G) weights."""
+        """Return the calls of scratch.weights = (G x G) weights."""
         copy = Copy(self._engine, f"{self._label} weights", self._plain_weights, self._weights)
         works: list[Work] = [copy.bind(plain[at:], scratch.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
         return [*works, self._transform.bind(scratch.taps, scratch.weights, scratch.library)]
 
     def _between(self, form: Form, bias: Array | None, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls that do not depend on where a chunk lies, so that all of one form share them."""
+        """Return the calls that do not depend on a chunk's position, so that all chunks of one form share them."""
         transforms, products = self._patches[form].transform(scratch), self._products[form.tiles].bind(scratch, bias)
         return [*transforms, *products, *self._outputs[form].transform(scratch)]
 
@@ -559,11 +575,11 @@ class WeightGradient(_Winograd):
         primitives = [primitive for gradients in self._gradients.values() for primitive in gradients.primitives]
         back = np.kron(_G.T, _G.T)
         self._write, self._add = (Matrix(engine, self._label, back, self._items, add=add) for add in (False, True))
-        # With several chunks, gradients by tap add up while tiles are written and read.
+        # With several chunks, the gradients in `taps` are kept while tiles are written and read.
         self._place([*primitives, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
 
     def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, buffer: Array) -> Work:
-        """Return the gradients on fixed memory."""
+        """Return the gradients as a call on fixed memory."""
         scratch, plain = self._scratch_plan.carve(buffer), weight.reshape(-1)
         patches = {form: self._patches[form].transform(scratch) for form in self._forms}
         adding = {form: self._gradients_of(form, bias, scratch, add=True) for form in {chunk.form for chunk in self._chunks[1:]}}
@@ -577,7 +593,7 @@ class WeightGradient(_Winograd):
         return CallSequence(works)
 
     def _gradients_of(self, form: Form, bias: Array | None, scratch: WinogradScratch, *, add: bool) -> list[Work]:
-        """Return the calls that follow the reading of a chunk: they write the gradients, or add to those of earlier chunks."""
+        """Return the calls after a chunk is read: they write the gradients, or add to those of earlier chunks."""
         products = self._products[form.tiles].bind(scratch, scratch.bias if add else bias)
         works = [*self._gradients[form].transform(scratch), *products]
         if add and bias is not None:

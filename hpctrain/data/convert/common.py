@@ -23,8 +23,7 @@ from hpctrain.core.text import escaped
 from hpctrain.data import decoding
 from hpctrain.data.decoding import Fit, decode, read_picture
 from hpctrain.data.files import read_regular, require_file, system_errors_as
-from hpctrain.data.format import normal_name
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import ImageFile, normal_name
 from hpctrain.data.writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
 from hpctrain.launch.control_groups import available_bytes, whole_quota
 
@@ -211,7 +210,7 @@ class PictureForm:
     Attributes:
         size: (H, W) that they are brought to; None: they all have one. fit: "crop" or "squash", how. channels: 1 or 3.
         keep_files: store the picture files as they are, in place of pixels.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
     """
 
     size: tuple[int, int] | None

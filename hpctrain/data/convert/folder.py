@@ -30,7 +30,7 @@ from hpctrain.data.convert.common import (
 )
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
-from hpctrain.data.format import normal_name
+from hpctrain.data.image_file import normal_name
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 #: directories that systems and programs create in any directory, in lower case
@@ -155,7 +155,7 @@ def convert(
 
     Args:
         keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
 
     Raises:
         DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file is left, or none of a

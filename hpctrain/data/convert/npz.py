@@ -26,7 +26,7 @@ from hpctrain.data.convert.common import (
 )
 from hpctrain.data.decoding import Fit
 from hpctrain.data.files import require_file, require_new
-from hpctrain.data.format import digest_of
+from hpctrain.data.image_file import digest_of
 
 #: bytes that are unpacked between two checks of the available memory
 _CHECKED_BYTES = 1 << 26
@@ -99,7 +99,7 @@ def convert(
 
     Args:
         keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
-        max_pixels: pixels of the largest picture that is accepted; see `decoder.decode`.
+        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
 
     Raises:
         DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name; `out` exists.

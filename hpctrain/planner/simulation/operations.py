@@ -1,8 +1,8 @@
 """Collectives of a simulated rank: the tasks of a group's averaging, their queues, and collectives in flight.
 
-`group_tasks` prices a group's schedule for one class of ranks. `GroupQueues` starts operations in the order of the schedule,
-up to a limit in flight, when their dependencies are met. A `Meeting` is a collective in flight: a stage begins once all
-ranks of the group have posted it, and is complete once it is complete on all of them.
+`group_tasks` prices a group's schedule for one class of ranks. `GroupQueues` starts operations in the order of the schedule when
+their dependencies are met, with a limited number in flight. A `Meeting` is a collective in flight: a stage begins when all ranks
+of the group have posted it, and is complete when it is complete on all of them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from hpctrain.planner.simulation.resources import EventLoop
 from hpctrain.planner.simulation.transfers import StageTransfer
 from hpctrain.planner.tasks import AveragedGroup, GroupPlacement
 
-_SQUARES_BYTES = 16  # of a parameter: two numbers of 8 bytes
+_SQUARES_BYTES = 16  # per parameter: two numbers of 8 bytes
 
 
 @dataclass(frozen=True)
 class OperationTask:
-    """One operation of a group's schedule on one class of ranks.
+    """Operation of a group's schedule on one class of ranks.
 
     Attributes:
-        text: its name in traces.
+        text: name in traces.
         stream: stream on which it is posted.
         stages: its stages.
-        events, operations, gathers_before: its dependencies, as in `Dependencies`.
+        events: events before which it must not start, as in `Dependencies`.
+        operations: positions of operations that must be complete before it, as in `Dependencies`.
+        gathers_before: slices whose gathers in the previous step must be complete before it, as in `Dependencies`.
         slice: position of its slice; -1: all slices.
-        gathers: position of the slice whose parameters it gathers; None: none.
-        prepare_seconds: other work just before it is posted (copies of sums, products, squares).
-        update_seconds: the update of owned elements, after that.
-        parameter: the first parameter that it updates.
+        gathers: position of the slice whose parameters it gathers; None: it gathers none.
+        prepare_seconds: time of other work just before the post (copies of sums, products, squares).
+        update_seconds: time of the update of owned elements, after that work.
+        parameter: first parameter that it updates.
     """
 
     text: str
@@ -66,12 +68,14 @@ class GroupTasks:
     """All operations of a step of one group, in posting order.
 
     Attributes:
-        allreduce: whether each rank receives whole sums, and updates each slice late, where its parameters are next needed.
-        touching: by parameter, its slices.
-        late_updates: by slice, seconds of the whole update.
-        names: by slice, its first parameter.
-        window: maximum number of operations in flight on a stream.
-        whole: the one allreduce of a group without a schedule, after backward; None if there is a schedule.
+        name: name of the group.
+        operations: the operations.
+        allreduce: whether each rank receives whole sums, and updates each slice late, before its parameters are next needed.
+        touching: slices of each parameter.
+        late_updates: seconds of the whole update, by slice.
+        names: first parameter of each slice.
+        window: maximum number of operations in flight per stream.
+        whole: allreduce after backward of a group without a schedule; None if there is a schedule.
     """
 
     name: str
@@ -87,11 +91,11 @@ class GroupTasks:
 def group_tasks(
     group: AveragedGroup, machine: Machine, element_seconds: float, product_seconds: Mapping[str, float] | None = None
 ) -> GroupTasks:
-    """Return a group's operations on the rank that owns the most.
+    """Return a group's operations on the rank that owns the largest number of elements.
 
     Args:
         element_seconds: seconds to update one element.
-        product_seconds: as in `RankClass`; None: none.
+        product_seconds: seconds of products, as in `RankClass`; None: there are none.
     """
     if group.schedule is None:
         return GroupTasks(group.name, (), False, {}, (), (), None, _all_gradients(group, machine, element_seconds))
@@ -124,7 +128,7 @@ def _all_gradients(group: AveragedGroup, machine: Machine, element_seconds: floa
 
 
 class _Pricing:
-    """Computes the bytes and seconds of a group's operations."""
+    """Bytes and seconds of a group's operations."""
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class _Pricing:
     ) -> None:
         self._group, self._schedule = group, schedule
         self._costs = MessageCosts(machine, group.placement, group.levels, group.item_bytes, group.rounding)
-        # The ranks of the stream of norms are in their own order.
+        # The stream of norms does not use the order of the levels.
         self._norms_costs = MessageCosts(machine, group.placement, None, group.item_bytes)
         self._element_seconds, self._product_seconds = element_seconds, product_seconds
         self._norms = {first: [schedule.slices[k] for k in slices] for first, slices in covered_slices(schedule).items()}
@@ -144,7 +148,7 @@ class _Pricing:
         self._stages: dict[tuple[OperationKind, int, Compression | None, Stream], tuple[CollectiveStage, ...]] = {}
 
     def task(self, operation: Operation, needs: Dependencies) -> OperationTask:
-        """Return one operation."""
+        """Return the task of one operation."""
         k, gather = operation.slice, operation.kind is OperationKind.ALLGATHER
         prepare = update = 0.0
         if operation.kind is OperationKind.NORMS:
@@ -169,7 +173,7 @@ class _Pricing:
         )
 
     def _stages_of(self, operation: Operation) -> tuple[CollectiveStage, ...]:
-        """Return the stages. Cached, because a schedule may have thousands of slices of one size."""
+        """Return the stages of an operation. They are cached, because a schedule may have thousands of slices of one size."""
         compression = None if operation.kind is OperationKind.NORMS else self._schedule.slices[operation.slice].compression
         kind, n_bytes, stream = operation.kind, self._bytes(operation), operation.stream
         key = kind, n_bytes, compression, stream
@@ -192,11 +196,14 @@ class _Pricing:
         return piece.size * item_bytes
 
     def _updated(self, piece: Slice) -> int:
-        """Return the elements of a slice that the first rank updates, which owns the most: its own, and replicated ones."""
+        """Return the number of elements of a slice that the first rank updates: owned and replicated elements.
+
+        The first rank owns the largest number of elements.
+        """
         return piece.owned_size(0, self._ranks) + len(piece.replicated) * piece.unit
 
     def _finish_seconds(self, piece: Slice) -> float:
-        """Return the time of the product of exchanged factors, of the sum of selected elements, or of the copy of a sum."""
+        """Return the time of work on a received slice: product of factors, sum of selected elements, or copy of a sum."""
         owned = piece.owned_size(0, self._ranks)
         if piece.compression is not None:
             return self._costs.scatter_seconds(owned, piece.compression)
@@ -211,14 +218,14 @@ class _Pricing:
 
 @dataclass(frozen=True)
 class SimulatedGroup:
-    """A communicator from the view of one process.
+    """Communicator of one process.
 
     Attributes:
-        key: its identity.
+        key: identity of the communicator.
         members: number of its processes.
         placement: placement of its ranks.
-        node_share: this process's share of the ranks of a node that send in this group and in groups of the same kind.
-        lane: groups of the same ranks have the same lane, in which their messages move one after another.
+        node_share: this process's share of a node's ranks that send in this group and in groups of the same kind.
+        lane: name of the lane, which groups of the same ranks share; its messages move one after another.
     """
 
     key: Hashable
@@ -229,16 +236,18 @@ class SimulatedGroup:
 
 
 class Posted:
-    """An operation of one rank: queued, in flight, or done.
+    """Operation of one rank: queued, in flight, or done.
 
     Attributes:
-        text, track, number: its names in traces.
-        position: its position among all operations that the rank has posted.
+        text: name in traces.
+        track: name of its track in traces.
+        number: number on its track.
+        position: position among all operations that the rank has posted.
         needs: number of incomplete dependencies.
-        done: whether the rank has noticed that it is complete.
-        begun_seconds: instant of the post.
+        done: whether the rank has noticed its completion.
+        begun_seconds: time of the post.
         dependents: operations that depend on it.
-        complete: called once it is done.
+        complete: callback once it is done.
     """
 
     __slots__ = ("begun_seconds", "complete", "dependents", "done", "needs", "number", "position", "text", "track")
@@ -252,7 +261,7 @@ class Posted:
         self.complete: Callable[[], None] | None = None
 
     def is_done(self) -> bool:
-        """Return `done`. A method, so that type checkers do not assume an unchanged value."""
+        """Return `done`. It is a method so that type checkers do not assume an unchanged value."""
         return self.done
 
     def __str__(self) -> str:
@@ -260,24 +269,29 @@ class Posted:
 
 
 class Member(Protocol):
-    """A rank in a meeting."""
+    """Rank that takes part in a meeting."""
 
     def transfer(self, stage: CollectiveStage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
-        """Return its share of a stage, which has not begun."""
+        """Return the rank's transfer for a stage, not yet begun.
+
+        Args:
+            ended: callback at its end.
+        """
         ...
 
     def stage_ended(self, share: MeetingShare) -> None:
-        """Note the end of a stage; the rank calls `share.next_stage` once its program has noticed it."""
+        """Note the end of a stage. The rank calls `share.next_stage` once its program has noticed it."""
         ...
 
 
 class MeetingShare:
-    """One rank's share of a meeting.
+    """Part of one rank in a meeting.
 
     Attributes:
-        posted: the operation.
-        stage: the current or last stage; None if there is none, or if only other ranks take part in it.
-        transfer: the transfer of that stage.
+        member: the rank.
+        posted: operation of the rank.
+        stage: current or last stage; None if there is none, or if only other ranks take part in it.
+        transfer: transfer of that stage.
     """
 
     __slots__ = ("_group", "_meeting", "_stages", "member", "posted", "stage", "transfer")
@@ -291,7 +305,7 @@ class MeetingShare:
         self.transfer: StageTransfer | None = None
 
     def begin(self, position: int) -> None:
-        """Begin this rank's transfer of a stage; a stage without its share ends at once."""
+        """Begin this rank's transfer of a stage. If the rank has no part in the stage, end it at once."""
         if position >= len(self._stages):
             self.stage = None
             self._meeting.ended()
@@ -302,30 +316,30 @@ class MeetingShare:
 
     @property
     def cpu_seconds(self) -> float:
-        """Unpaid seconds of the rank's core for the stage."""
+        """Seconds of the rank's core for the stage that are not yet charged."""
         return 0.0 if self.stage is None or self.transfer is None else self.transfer.cpu_left
 
     @property
     def begun_seconds(self) -> float:
-        """The instant at which the stage began."""
+        """Time at which the stage began."""
         return 0.0 if self.transfer is None else self.transfer.begun_seconds
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage is the last of the collective."""
+        """Whether the stage is the last one of the collective."""
         return self._meeting.is_last
 
     def next_stage(self) -> None:
-        """Post the next stage, after the program has noticed the end of one."""
+        """Post the next stage, after the program has noticed the end of the current one."""
         self._meeting.arrive()
 
 
 class Meeting:
-    """A collective. A stage moves once all members have posted it, and ends once it has ended on all of them.
+    """Collective in flight. A stage begins when all members have posted it, and ends when it has ended on all of them.
 
     Args:
         members: number of members.
-        forget: called once all members have posted the operation.
+        forget: callback once all members have posted the operation.
     """
 
     def __init__(self, loop: EventLoop, members: int, forget: Callable[[], None]) -> None:
@@ -346,11 +360,11 @@ class Meeting:
 
     @property
     def is_last(self) -> bool:
-        """Whether the current or last stage is the collective's last."""
+        """Whether the current or last stage is the last one of the collective."""
         return self._stage >= self._stages - 1
 
     def ended(self) -> None:
-        """End a member's share of the stage."""
+        """Note that a member's transfer of the stage has ended."""
         self._moving -= 1
         if not self._moving:
             for share in self._shares:
@@ -365,7 +379,7 @@ class Meeting:
         self._stage += 1
         if self._members == 1 and not self._stages:
             self._begin()
-        else:  # after all polls of this instant, so that the order of members does not matter
+        else:  # after all polls at this time, so that the order of members has no effect
             self._loop.soon(self._begin)
 
     def _begin(self) -> None:
@@ -374,14 +388,19 @@ class Meeting:
 
 
 class Meetings:
-    """All meetings that some, but not all, members have joined, by the operation's key."""
+    """Meetings that some but not all members have joined, by the operation's key."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._open: dict[Hashable, Meeting] = {}
 
     def of(self, key: Hashable, members: int) -> Meeting:
-        """Return the meeting of an operation: its communicator, and its position there."""
+        """Return the meeting of an operation.
+
+        Args:
+            key: communicator and position of the operation on it.
+            members: number of members.
+        """
         meeting = self._open.get(key)
         if meeting is None:
             meeting = self._open[key] = Meeting(self._loop, members, lambda: self._forget(key))
@@ -392,10 +411,10 @@ class Meetings:
 
 
 class OperationQueue:
-    """One stream of a group on one rank.
+    """Stream of a group on one rank.
 
     Args:
-        name: its name in traces.
+        name: name in traces.
         window: maximum number of operations in flight; None: no limit.
     """
 
@@ -405,7 +424,7 @@ class OperationQueue:
         self._in_flight = self._count = 0
 
     def add(self, task: OperationTask, needs: int) -> Posted:
-        """Queue an operation with this many dependencies."""
+        """Queue an operation with `needs` dependencies."""
         posted = Posted(task.text, self.name, self._count, needs)
         posted.complete = self._complete
         self._count += 1
@@ -420,7 +439,7 @@ class OperationQueue:
         return self._window is None or self._in_flight < self._window
 
     def take(self) -> tuple[OperationTask, Posted]:
-        """Start the first waiting operation."""
+        """Start the first waiting operation, and return it."""
         self._in_flight += 1
         return self._waiting.popleft()
 
@@ -429,12 +448,13 @@ class OperationQueue:
 
 
 class StepOperations:
-    """The operations of one step of a group on one rank.
+    """Operations of one step of a group on one rank.
 
     Attributes:
-        operations: in the schedule's order.
-        gathered: by slice, its allgather.
-        pending: by slice, sums that no update has used yet.
+        operations: operations in the order of the schedule.
+        gathered: allgather of each slice.
+        pending: sums that no update has used yet, by slice.
+        happened: events of the step so far.
     """
 
     def __init__(self) -> None:
@@ -445,12 +465,13 @@ class StepOperations:
 
 
 class GroupQueues:
-    """The queues of one parameter group on one rank, filled at the begin of each step.
+    """Queues of one parameter group on one rank, filled at the beginning of each step.
 
     Attributes:
         tasks: tasks of the group.
-        queues: by stream.
-        current, previous: operations of two steps.
+        queues: queue of each stream.
+        current: operations of the current step.
+        previous: operations of the previous step.
     """
 
     def __init__(self, tasks: GroupTasks) -> None:
@@ -466,7 +487,7 @@ class GroupQueues:
                 self._after.setdefault(event, []).append(position)
 
     def begin_step(self) -> None:
-        """Queue all operations of the step, in the schedule's order."""
+        """Queue all operations of the step in the order of the schedule."""
         self.previous, self.current = self.current, StepOperations()
         step = self.current
         for task in self.tasks.operations:
@@ -492,7 +513,7 @@ class GroupQueues:
                 self.current.operations[position].needs -= 1
 
     def all_happen(self) -> None:
-        """Note all events that have not happened by the end of backward."""
+        """Note the end of backward, at which all remaining events happen."""
         for event in self._after:
             self.happens(event)
 

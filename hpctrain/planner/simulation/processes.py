@@ -1,4 +1,4 @@
-"""A simulated process: computes, posts, polls and waits as a rank does, and records the events that a run records."""
+"""Simulated process: it computes, posts, polls and waits as a rank does, and records the same events as a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _NANOSECONDS = 1e9
 
 
 class EventRecorder:
-    """Records events from `begin` on. Arguments are seconds since the begin of the simulation; events are stored in ns."""
+    """Recorder of events. It records after `begin`.
+
+    Arguments are seconds since the beginning of the simulation; events are stored in ns.
+    """
 
     def __init__(self) -> None:
         self.recording = False
@@ -33,11 +36,11 @@ class EventRecorder:
         self._tracks: dict[str, int] = {"": 0}
 
     def begin(self) -> None:
-        """Record from now on, including events in progress."""
+        """Start to record, including events in progress."""
         self.recording = True
 
     def end(self, seconds: float) -> None:
-        """Ignore events that begin after `seconds`."""
+        """Do not record events that begin after `seconds`."""
         self._end = seconds
 
     def add(self, category: Category, name: str, start: float, stop: float, track: str = "", number: int = 0) -> None:
@@ -53,7 +56,7 @@ class EventRecorder:
         self._seconds[1].append(stop)
 
     def events(self) -> Events:
-        """Return a copy of the recorded events, ordered by their begin; at the same instants, the outer one comes first."""
+        """Return a copy of the recorded events, ordered by their begin; of events that begin together, the outer comes first."""
         numbers = np.array(self._numbers, np.int64)
         start, stop = np.rint(np.array(self._seconds) * _NANOSECONDS).astype(np.int64)
         depth = np.select([numbers[0] == Category.STEP, numbers[0] == Category.WAIT], [0, 1], 2)
@@ -71,22 +74,23 @@ class EventRecorder:
         )
 
 
-#: a part of the program; it yields while it computes or waits, and continues when it is resumed
+#: part of the program; it yields while it computes or waits, and continues when it is resumed
 Stretch: TypeAlias = Generator[None, None, None]
 
 
 class SimulatedProcess:
-    """The ranks of one place: the work of their cores, their polls, and their shares of operations.
+    """Ranks of one place: work of their cores, polls, and parts in operations.
 
     Args:
-        slow: factor by which all work of its core takes longer.
+        slow: factor by which all work of the cores takes longer.
 
     Attributes:
-        place: the ranks for which it stands.
-        world: its environment.
-        recorder: recorder of its events.
-        queues: queues from which it posts, in the order of polls.
-        awaited: the operation for which it waits.
+        place: ranks that this process represents.
+        world: environment.
+        recorder: recorder of events.
+        queues: queues of operations, in the order of polls.
+        group_of: communicator of each queue.
+        awaited: operation for which the process waits; None: it does not wait.
     """
 
     def __init__(self, place: SimulatedPlace, world: SimulatedWorld, progress: ProgressMode, slow: float = 1.0) -> None:
@@ -96,7 +100,7 @@ class SimulatedProcess:
         self.group_of: dict[OperationQueue, SimulatedGroup] = {}
         self.awaited: Posted | None = None
         self._loop, self._cores, self._card = world.loop, world.cores(place), world.card(place)
-        self._memory = SharedResource(world.loop, 1.0)  # a rank's own copies
+        self._memory = SharedResource(world.loop, 1.0)  # for copies of this rank
         self._program: Iterator[None] = iter(())
         self._asleep = self._thread_due = False
         self._unseen: list[MeetingShare] = []
@@ -110,7 +114,7 @@ class SimulatedProcess:
     # -- running ---------------------------------------------------------------------------------------------------------------
 
     def start(self, program: Stretch) -> None:
-        """Run a program, beginning now."""
+        """Run a program, beginning at the current time."""
         self._program = program
         self._loop.soon(self.resume)
 
@@ -119,7 +123,7 @@ class SimulatedProcess:
         next(self._program, None)
 
     def work(self, seconds: float) -> Stretch:
-        """Compute for `seconds` of a core with normal speed."""
+        """Compute for `seconds` seconds of a core of normal speed."""
         if seconds <= 0:
             return
         seconds *= self._slow
@@ -143,7 +147,7 @@ class SimulatedProcess:
             yield
             yield from self.poll()
         self.awaited = None
-        if begin + self._cores.slice_seconds > self._loop.now:  # it gets back the core that it has yielded
+        if begin + self._cores.slice_seconds > self._loop.now:  # wait until the process gets back the core that it has yielded
             self._loop.at(begin + self._cores.slice_seconds, self.resume)
             yield
         self._end_wait()
@@ -160,7 +164,7 @@ class SimulatedProcess:
         )
 
     def poll(self) -> Stretch:
-        """Poll operations in flight, complete those that have ended, and start those that may start."""
+        """Poll operations in flight, complete those that have ended, and start waiting operations that may start."""
         self._attention.poll(_tests(self._flying))
         debt = self._attention.pay()
         if debt > 0:
@@ -178,7 +182,7 @@ class SimulatedProcess:
                 return
 
     def post(self, group: SimulatedGroup, posted: Posted, stages: Sequence[CollectiveStage]) -> None:
-        """Post an operation on a group's communicator. All its processes post the same operations in the same order."""
+        """Post an operation on a group's communicator. All processes of the group post the same operations in the same order."""
         posted.begun_seconds = self._loop.now
         posted.position, self._count = self._count, self._count + 1
         self._flying[posted] = None
@@ -188,7 +192,7 @@ class SimulatedProcess:
         meeting.join(self, posted, stages, group)
 
     def finish(self) -> None:
-        """Record the operations that are still in flight at the end of the simulation."""
+        """Record the operations that are in flight at the end of the simulation."""
         for posted in self._flying:
             _record_operation(self.recorder, posted, self._loop.now)
 
@@ -203,7 +207,7 @@ class SimulatedProcess:
         self.post(self.group_of[queue], posted, task.stages)
 
     def update(self, seconds: float, parameter: str) -> Stretch:
-        """Run the update of the optimiser."""
+        """Run an update of the optimiser."""
         begin = self._loop.now
         yield from self.work(seconds)
         if seconds > 0:
@@ -216,7 +220,7 @@ class SimulatedProcess:
         _complete(share, self._flying, self.recorder, self._loop.now)
 
     def _pay(self, seconds: float, since: float) -> Stretch:
-        """Charge the core for messages: as they arrive while the rank waits, otherwise at the poll that notices them."""
+        """Charge the core for messages: on arrival while the rank waits, otherwise at the poll that notices them."""
         begin = self._loop.now
         if not self._attention.attends:
             yield from self.work(seconds)
@@ -229,7 +233,7 @@ class SimulatedProcess:
         yield from self.work(seconds - covered)
 
     def _record_progress(self, begin: float) -> None:
-        """Record time of the program between operators; during a wait it belongs to the wait."""
+        """Record the program's time between operators, unless it belongs to a wait."""
         if self._loop.now > begin and not self._attention.attends:
             self.recorder.add(Category.AVERAGING, HOOKS, begin, self._loop.now)
 
@@ -245,7 +249,7 @@ class SimulatedProcess:
         self._attention.end_wait(_tests(self._flying))
 
     def _poll_from_thread(self) -> None:
-        """Poll from the progress thread: messages move, and a second stage begins. Nothing completes unless the thread posts."""
+        """Poll from the progress thread: messages move and next stages begin. Operations only complete if the thread posts."""
         self._thread_due = False
         self._attention.poll(_tests(self._flying))
         if self._attention.attends:
@@ -294,7 +298,7 @@ class SimulatedProcess:
 
 
 def _complete(share: MeetingShare, flying: dict[Posted, None], recorder: EventRecorder, now: float) -> None:
-    """Complete a stage: post the next one; after the last stage, dependent operations may start."""
+    """Complete a stage: post the next stage; after the last one, release dependent operations."""
     if not share.is_last:
         share.next_stage()
         return
@@ -310,12 +314,12 @@ def _complete(share: MeetingShare, flying: dict[Posted, None], recorder: EventRe
 
 
 def _position(share: MeetingShare) -> int:
-    """Return the position in the order of posting, in which operations are tested."""
+    """Return the position of the operation in posting order, in which operations are tested."""
     return share.posted.position
 
 
 def _tests(flying: Sized) -> int:
-    """Return the number of tests of a poll: one for each operation in flight."""
+    """Return the number of tests of a poll: one per operation in flight, at least one."""
     return max(1, len(flying))
 
 

@@ -1,10 +1,10 @@
 """Simulated time, and the resources that jobs share: cores, network cards and memories.
 
-`EventLoop` runs actions in the order of their instants; actions of the same instant run in the order of the requests.
-`SharedResource` simulates processor sharing: all jobs progress at the same rate, so a single number, the position, measures
-the progress of each. It grows by one per second below the capacity, and more slowly above it. A job ends at a fixed position,
-so only the first end needs an event. An idle network card accumulates tokens, as a token bucket does; until they are spent, it
-is many times as fast. Ranks of a node share its `Cores` if there are more ranks than cores.
+`EventLoop` runs actions in the order of time; actions at the same time run in the order of the requests. `SharedResource`
+simulates processor sharing. All jobs progress at the same rate, so a single number, the position, measures the progress of each
+job. It grows by one per second below the capacity, and more slowly above it. A job ends at a fixed position, so only the first
+end needs an event. An idle network card accumulates tokens, as a token bucket does. Until it has spent them, it sends many times
+faster. The ranks of a node share its `Cores` if there are more ranks than cores.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Act = Callable[[], object]
 
 
 class EventLoop:
-    """A queue of actions, ordered by their instants.
+    """Queue of actions, ordered by time.
 
     Attributes:
-        now: seconds since the begin of the simulation.
+        now: seconds since the beginning of the simulation.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class EventLoop:
         self._running = True
 
     def at(self, seconds: float, action: Act) -> None:
-        """Schedule an action for an instant, which must not be in the past."""
+        """Schedule an action at a time that is not in the past."""
         self._count += 1
         heapq.heappush(self._actions, (seconds, self._count, action))
 
     def soon(self, action: Act) -> None:
-        """Schedule an action for now, after the current one."""
+        """Schedule an action at the current time, after the current action."""
         self.at(self.now, action)
 
     def stop(self) -> None:
@@ -43,7 +43,7 @@ class EventLoop:
         self._running = False
 
     def run(self) -> bool:
-        """Run actions until `stop` is called and return True, or until none is left and return False."""
+        """Run actions. Return True once `stop` was called; return False if no action is left."""
         actions, pop = self._actions, heapq.heappop
         while self._running:
             if not actions:
@@ -54,12 +54,19 @@ class EventLoop:
 
 
 _ROUNDING_SECONDS = 1e-13
-# Speed-up while saved time is spent; the rest of a message's time is in its latency.
+# Speed-up while accumulated time is spent; the latency contains the rest of a message's time.
 _SPENDING = 64.0
 
 
 class SharedJob:
-    """A job. end: the position at which it is complete. weight: its weight among the jobs of the resource."""
+    """Job of a shared resource.
+
+    Attributes:
+        end: position at which it is complete.
+        weight: weight among the jobs of the resource.
+        action: callback at its end; None: nothing is called.
+        active: whether it is neither complete nor stopped.
+    """
 
     __slots__ = ("action", "active", "end", "weight")
 
@@ -69,17 +76,17 @@ class SharedJob:
 
 
 class SharedResource:
-    """A resource that jobs share.
+    """Resource that jobs share.
 
     Args:
-        capacity: total weight up to which jobs progress by one second per second; above it, all progress more slowly.
-        most_saved_seconds: maximum time that an idle resource accumulates; it begins with this time.
+        capacity: total weight up to which jobs progress by one second per second; above it, all jobs progress more slowly.
+        most_saved_seconds: maximum time that an idle resource accumulates, and the amount with which it begins.
     """
 
     def __init__(self, loop: EventLoop, capacity: float, most_saved_seconds: float = 0.0) -> None:
         self._loop, self._capacity = loop, capacity
         self._most_saved = self._saved = most_saved_seconds
-        self._due_is_spent = False  # whether the next event is the end of the saved time, not of a job
+        self._due_is_spent = False  # whether the next event is the end of the accumulated time, not of a job
         self._ends: list[tuple[float, int, SharedJob]] = []
         self._jobs = self._count = self._due = 0
         self._due_seconds = -1.0
@@ -89,7 +96,7 @@ class SharedResource:
 
     @property
     def position(self) -> float:
-        """Progress in seconds of a job that runs since the begin of the simulation."""
+        """Progress, in seconds, of a job that has run since the beginning of the simulation."""
         now = self._loop.now
         if now > self._at_seconds:
             self._position += (now - self._at_seconds) * self._rate
@@ -100,7 +107,7 @@ class SharedResource:
         return self._position
 
     def start(self, seconds: float, weight: float, action: Act | None) -> SharedJob:
-        """Start a job that takes `seconds` without other jobs; run `action` at its end."""
+        """Start a job that takes `seconds` seconds without other jobs, and run `action` at its end."""
         job = SharedJob(self.position + seconds, weight, action)
         self._jobs += 1
         self._weight += weight
@@ -111,7 +118,7 @@ class SharedResource:
 
     def load(self, weight: float) -> None:
         """Add a permanent weight without a job; a negative weight removes it."""
-        self.position  # noqa: B018  # up to here at the old rate
+        self.position  # noqa: B018  # progress so far at the old rate
         self._load += weight
         self._changed()
 
@@ -157,7 +164,7 @@ class SharedResource:
         if due != self._due:
             return
         if self._due_is_spent:
-            self.position  # noqa: B018  # up to here at the high rate
+            self.position  # noqa: B018  # progress so far at the high rate
             self._saved, self._due_seconds = 0.0, -1.0
             self._changed()
             return
@@ -180,16 +187,16 @@ class SharedResource:
 
 #: share of a core that a waiting rank uses: it yields its core after each poll, and soon sleeps between polls
 _POLLING_SHARE = 0.05
-# Linux lets a computing rank continue until a tick of its clock, 250 per second: half of the time between ticks.
+# Half of the time between two clock ticks (250 per second): Linux lets a computing rank continue until a tick.
 _SLICE_SECONDS = 2e-3
 
 
 class Cores:
-    """All cores of a node, which the operating system shares fairly.
+    """All cores of a node, shared fairly by the operating system.
 
     Args:
         count: number of cores.
-        ranks: ranks of the node; if each has its own core, nothing is shared.
+        ranks: number of ranks of the node; if each rank has a core to itself, nothing is shared.
 
     Attributes:
         slice_seconds: mean time until a rank that has yielded its core gets it back; 0 if nothing is shared.
@@ -201,23 +208,23 @@ class Cores:
         self.slice_seconds = 0.0 if self._shared is None else _SLICE_SECONDS
 
     def run(self, seconds: float, ranks: float, action: Act) -> None:
-        """Compute `seconds` of a core on each of `ranks` ranks, then act."""
+        """Compute for `seconds` seconds of a core on each of `ranks` ranks, then run `action`."""
         if self._shared is None:
             self._loop.at(self._loop.now + seconds, action)
         else:
             self._shared.start(seconds, ranks, action)
 
     def charge(self, seconds: float, ranks: float) -> None:
-        """Charge work that ranks did during a wait, which leaves less time for others on these cores."""
+        """Charge work that ranks did during a wait, which leaves less time for other ranks on these cores."""
         if self._shared is not None and seconds > 0:
             self._shared.start(seconds, ranks, None)
 
     def begin_wait(self, ranks: float) -> None:
-        """Begin to poll on `ranks` ranks."""
+        """Start polling on `ranks` ranks."""
         if self._shared is not None:
             self._shared.load(_POLLING_SHARE * ranks)
 
     def end_wait(self, ranks: float) -> None:
-        """End polling on `ranks` ranks."""
+        """Stop polling on `ranks` ranks."""
         if self._shared is not None:
             self._shared.load(-_POLLING_SHARE * ranks)

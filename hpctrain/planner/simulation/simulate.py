@@ -1,7 +1,7 @@
 """Simulate one step of a program on a machine, by discrete events.
 
-`StepTasks` runs the tasks of a rank's steps on a simulated process. `simulate` runs several steps of all processes and
-returns the last one, when the steps have become alike.
+`StepTasks` runs the tasks of a rank's steps on a simulated process. `simulate` runs several steps of all processes and returns
+the last one, because the first steps differ from later ones.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from hpctrain.trace.tracer import Category, Events
 
 
 class StepTasks:
-    """Runs the steps of one process.
+    """Program of one process: all tasks of its steps.
 
     Args:
-        groups: by key, the groups that the process averages.
-        counted: called at the end of the last step that counts. One more step follows, so that no other rank waits for this one
+        process: simulated process that runs the tasks.
+        groups: tasks of each group that the process averages, by key.
+        options: options of the simulation.
+        counted: callback at the end of the last step that counts. One more step follows, so that no other rank waits for this one
             forever.
 
     Attributes:
@@ -120,7 +122,7 @@ class StepTasks:
 
     def _happens(self, task: Happens) -> Stretch:
         self._queues[task.group].happens(task.event)
-        # Averagers note a last use without a poll; the end of an operator follows soon.
+        # Averagers note a last read without a poll, because the end of an operator follows soon.
         if task.event.kind is not EventKind.LAST_READ and self._process.busy:
             yield from self._process.poll()
 
@@ -133,7 +135,7 @@ class StepTasks:
                 yield from self._update_late(queues, k)
 
     def _update_late(self, queues: GroupQueues, k: int) -> Stretch:
-        """Wait for the sum of a slice in the previous step and update all of it, unless that has been done."""
+        """Wait for the sum of a slice in the previous step and update the slice, unless this was done before."""
         posted = queues.previous.pending.pop(k, None)
         if posted is not None:
             yield from self._process.wait(posted)
@@ -193,17 +195,17 @@ class StepTasks:
 
 
 def simulate(program: StepProgram, machine: Machine, options: SimulationOptions | None = None) -> SimulatedStep:
-    """Simulate steps of a program until they are alike, and return the last one.
+    """Simulate several steps of a program, and return the last one.
 
-    One process stands for all ranks with equal surroundings, so the cost hardly depends on the number of ranks. Lazy averaging
-    is simulated in its initial state: all layers are averaged in every step.
+    One process represents all ranks with equal surroundings, so the cost hardly depends on the number of ranks. Lazy averaging is
+    simulated in its initial state, in which all layers are averaged in every step.
 
     Args:
-        options: None: the defaults.
+        options: options; None: the defaults.
 
     Raises:
-        ConfigError: slow ranks that the job does not have, or slow ranks or jitter of too many ranks.
-        DeadlockError: ranks that wait for each other forever.
+        ConfigError: the job does not have one of the slow ranks, or there are too many ranks for slow ranks or jitter.
+        DeadlockError: ranks wait for each other forever.
     """
     options = options or SimulationOptions()
     _check(program, options)
@@ -217,13 +219,13 @@ def _check(program: StepProgram, options: SimulationOptions) -> None:
     for rank, factor in options.slow.items():
         if not 0 <= rank < size:
             raise ConfigError(
-                f"Slow rank {rank} does not exist: the job has the ranks 0 to {size - 1}; the nearest one is "
+                f"Slow rank {rank} does not exist: the job has ranks 0 to {size - 1}; the nearest one is "
                 f"{min(max(rank, 0), size - 1)}."
             )
         if factor <= 0:
-            raise ConfigError(f"The factor {factor} of slow rank {rank} must be above 0; 1 changes nothing.")
+            raise ConfigError(f"The factor of slow rank {rank} is {factor}, but must be above 0; 1 changes nothing.")
     if options.steps < 1:
-        raise ConfigError(f"A simulation of {options.steps} steps is impossible; it needs at least 1.")
+        raise ConfigError(f"The number of simulated steps is {options.steps}, but must be at least 1.")
     if options.jitter < 0:
         raise ConfigError(f"The jitter is {options.jitter}, but must not be negative; the nearest legal value is 0.")
 
@@ -247,7 +249,7 @@ class _Simulation:
         ]
 
     def run(self) -> SimulatedStep:
-        """Return the last step, after all processes have ended it."""
+        """Return the last step, after it has ended on all processes."""
         for process, steps in zip(self._processes, self._steps, strict=True):
             process.start(steps.program())
         if not self._world.loop.run():
@@ -291,4 +293,4 @@ class _Simulation:
             for process in self._processes
             if process.awaited is not None
         ]
-        return f"The simulated ranks wait for each other without end: {'; '.join(waiting)}."
+        return f"The simulated ranks wait for each other forever: {'; '.join(waiting)}."

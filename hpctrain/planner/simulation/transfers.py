@@ -1,13 +1,13 @@
 """Messages of one rank in flight: the order in which they move, and how far they move between two polls.
 
-A `Lane` holds the messages of a rank to the same ranks. They move one after another in the order of posting, as on one
-connection: a message that is blocked also blocks those after it. Long messages with a handshake let shorter ones overtake
-them, even while they move. Lanes of other ranks of a node share the same card. A lane counts the seconds of the resource that
-its messages have used, to determine how much may still move until the next poll.
+A `Lane` holds the messages of a rank to the same ranks. They move one after another in posting order, as on one connection: a
+blocked message also blocks those after it. Shorter messages overtake long messages with a handshake, even while these move. Lanes
+of other ranks of a node share the same card. A lane counts the seconds of the resource that its messages have used, to determine
+how much may move before the next poll.
 
-A `StageTransfer` is one rank's share of an operation: latencies and bytes of its rounds. A round begins at a poll; between
-polls, an operation moves only as much as the transport does without the program. A waiting rank polls all the time; its
-`Attention` continues its blocked transfers when it polls or waits.
+A `StageTransfer` is one rank's part in a stage of an operation: the latencies and bytes of its rounds. A round begins at a poll.
+Between polls, an operation moves only as much as the transport does without the program. A waiting rank polls all the time. A
+rank's `Attention` continues its blocked transfers when it polls or waits.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from collections.abc import Callable
 from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Act, EventLoop, SharedJob, SharedResource
 
-# Relative to the first test of a poll, a further test lets this share of the unattended bytes move: with MPICH over TCP 2, 3, 4
-# and 6 messages took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another, while fewer and
-# fewer of them are in flight.
+# Share of the unattended bytes that each further test of a poll lets move, relative to the first test. With MPICH over TCP, 2, 3,
+# 4 and 6 messages at once took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another, while the
+# number in flight fell.
 _FURTHER_TEST = 0.78
 _ROUNDING_SECONDS = 1e-12
 
 
 class Lane:
-    """A sequence of messages.
+    """Sequence of messages.
 
     Args:
-        resource: a card or a memory, shared with other lanes.
+        resource: card or memory, shared with other lanes.
     """
 
     def __init__(self, resource: SharedResource) -> None:
@@ -42,7 +42,7 @@ class Lane:
         self._tests = 1.0
 
     def enter(self, sender: StageTransfer) -> None:
-        """Queue a message after those that it does not overtake; its turn may begin at once."""
+        """Queue a message after those that it does not overtake. If it is the first one, start sending it."""
         place = len(self._queue)
         while place and self._queue[place - 1].yields and not sender.yields:
             place -= 1
@@ -58,24 +58,24 @@ class Lane:
             sender.send()
 
     def leave(self) -> None:
-        """Remove the first message, whose turn is over, and begin the turn of the next one."""
+        """Remove the first message, and start sending the next one."""
         self._queue.popleft()
         self._committed = 0.0
         if self._queue:
             self._queue[0].send()
 
     def sends(self, sender: StageTransfer) -> bool:
-        """Return whether it is the turn of this message."""
+        """Return whether the message is the first one, which may be sent."""
         return bool(self._queue) and self._queue[0] is sender
 
     def grant(self, seconds: float) -> None:
-        """Let the first message move for `seconds`."""
+        """Let the first message move for `seconds` seconds."""
         limited = self._queue[0].yields and self._committed > _ROUNDING_SECONDS
         self._granted = min(seconds, self._committed) if limited else seconds
         self._job = self._resource.start(self._granted, self._queue[0].weight, self._end)
 
     def withdraw(self) -> float:
-        """Cancel the rest of the grant, and return the seconds that were used."""
+        """Cancel the rest of the grant, and return the seconds used."""
         job, self._job = self._job, None
         if job is None:
             return 0.0
@@ -85,14 +85,22 @@ class Lane:
         return moved
 
     def poll(self, tests: int = 1) -> None:
-        """Note a poll of the rank's program. tests: number of tested operations; each additional test lets a little more move."""
+        """Note a poll of the rank's program.
+
+        Args:
+            tests: number of tested operations; each additional test lets the messages move a little further.
+        """
         self._tests = 1 + _FURTHER_TEST * (tests - 1)
         self._polled_seconds = self._moved_seconds
         if self._job is not None:
             self._polled_seconds += self._granted - self._resource.remaining(self._job)
 
     def allowed(self, unattended_seconds: float) -> float:
-        """Return the seconds that may still move before the next poll, if `unattended_seconds` may move after one test."""
+        """Return the seconds that messages may still move before the next poll.
+
+        Args:
+            unattended_seconds: seconds that a message moves after one test.
+        """
         return self._polled_seconds + self._tests * unattended_seconds - self._moved_seconds
 
     def _end(self) -> None:
@@ -108,7 +116,7 @@ class Lane:
         sender.send()
 
     def _let_pass(self) -> None:
-        """Move the first message behind the messages that overtake it."""
+        """Move the first message after those that overtake it."""
         self._committed = 0.0
         passed = self._queue.popleft()
         place = next((k for k, other in enumerate(self._queue) if other.yields), len(self._queue))
@@ -116,22 +124,23 @@ class Lane:
         self._queue[0].send()
 
 
-# Bytes of a long message in buffers, in flight, when a shorter one overtakes it: 2 MiB with MPICH over TCP.
+# Bytes of a long message that still move when a shorter one overtakes it, because they are in buffers: 2 MiB with MPICH over TCP.
 _COMMITTED_BYTES = 2 << 20
 
 
 class StageTransfer:
-    """A stage of an operation on one rank.
+    """Stage of an operation on one rank.
 
     Args:
-        lane: the lane of its messages.
-        weight: weight of its messages on the lane's resource: number of ranks that send through a card at the same time.
-        ended: called at its end.
+        lane: lane of its messages.
+        weight: weight of its messages on the resource of the lane: number of ranks that send through a card at the same time.
+        ended: callback at its end.
 
     Attributes:
-        begun_seconds: the instant of its begin.
+        begun_seconds: time of its beginning.
         restricted: whether it depends on polls.
-        yields: whether other messages overtake it in its lane, once another `committed_seconds` of it have moved.
+        yields: whether other messages of the lane overtake it once it has moved for `committed_seconds` more.
+        committed_seconds: seconds that the first message still moves when another overtakes it.
         cpu_left: seconds of the core that its messages still need.
     """
 
@@ -148,9 +157,9 @@ class StageTransfer:
         unattended_bytes = stage.unattended_bytes
         self._unattended_seconds = math.inf if unattended_bytes is None else unattended_bytes * stage.beta_seconds_per_byte
         self._going = 1  # rounds in progress
-        self._round_left = 0.0  # of their bytes
+        self._round_left = 0.0  # seconds of their bytes that have not moved
         self._polls = stage.polls
-        self._polls_left = 0  # before the first byte of the round
+        self._polls_left = 0  # polls before the first byte of the round moves
         self._blocked = False
         self.cpu_left = stage.cpu_seconds
         self._cpu_share = stage.cpu_seconds / self._wire_left if self._wire_left > 0 else 0.0
@@ -158,14 +167,14 @@ class StageTransfer:
         self.restricted = self._rounds_left > 1 or self._polls > 0 or unattended_bytes is not None
 
     def begin(self) -> None:
-        """Begin the first round, or all of them. Requires that all ranks of the group have posted the operation."""
+        """Begin the first round, or all rounds if the rank waits. All ranks of the group must have posted the operation."""
         self.begun_seconds = self._loop.now
         self._begin_rounds()
 
     # -- polls -------------------------------------------------------------------------------------------------------------------
 
     def poll(self, tests: int = 1) -> None:
-        """Continue blocked messages at a poll with this many tests."""
+        """Continue a blocked transfer at a poll with `tests` tests."""
         if not self._blocked:
             return
         self._blocked = False
@@ -181,7 +190,7 @@ class StageTransfer:
             self.send()
 
     def attend(self) -> None:
-        """Note that the rank begins to wait, during which nothing is blocked."""
+        """Note that the rank starts to wait, during which nothing is blocked."""
         self._polls_left = min(1, self._polls_left)  # a waiting rank tests again at once
         if self._blocked:
             self.poll()
@@ -190,8 +199,8 @@ class StageTransfer:
             self.send()
 
     def leave(self) -> None:
-        """Note that the rank no longer waits; messages in flight continue as far as they may without polls."""
-        if self._round_left <= _ROUNDING_SECONDS:  # in its latency
+        """Note that the rank stops waiting. Messages in flight continue as far as they can without polls."""
+        if self._round_left <= _ROUNDING_SECONDS:  # no byte is in flight during the latency
             return
         sends = self._lane.sends(self)
         if sends:
@@ -206,7 +215,7 @@ class StageTransfer:
     # -- rounds ------------------------------------------------------------------------------------------------------------------
 
     def _begin_rounds(self) -> None:
-        """Begin the next round; all remaining rounds while the rank waits."""
+        """Begin the next round; while the rank waits, begin all remaining rounds."""
         attends = self._attention.attends
         self._going = self._rounds_left if attends else 1
         self._polls_left = 0 if attends else self._polls
@@ -231,11 +240,11 @@ class StageTransfer:
             self._end_rounds()
 
     def interrupt(self) -> None:
-        """Let another message overtake this one, and continue after it."""
+        """Pause this message while another one overtakes it."""
         self._progress(self._lane.withdraw(), attended=self._attention.attends)
 
     def send(self) -> None:
-        """Move what may move now; the round may already be complete."""
+        """Move the message as far as possible; end the rounds if they are complete."""
         if self._round_left <= _ROUNDING_SECONDS:
             self._round_left = 0.0
             self._lane.leave()
@@ -250,7 +259,7 @@ class StageTransfer:
             self._block()
 
     def moved(self, seconds: float) -> bool:
-        """Return whether the round is complete, after everything that was granted has moved; a poll may have allowed more."""
+        """Note that a grant was used, and return whether the rounds are complete."""
         self._progress(seconds, attended=self._attention.attends)
         return self._round_left <= _ROUNDING_SECONDS
 
@@ -277,14 +286,14 @@ class StageTransfer:
 
 
 class Attention:
-    """The polls of a rank, which let blocked transfers continue.
+    """Polls of a rank, which let blocked transfers continue.
 
     Args:
-        held_up: called if a transfer needs a poll to continue.
+        held_up: callback if a transfer needs a poll to continue.
 
     Attributes:
-        attends: whether the rank waits, and therefore polls all the time.
-        debt_seconds: unpaid time of the core for bytes that have moved.
+        attends: whether the rank waits and therefore polls all the time.
+        debt_seconds: time of the core for bytes that have moved, not yet charged.
     """
 
     def __init__(self, held_up: Callable[[], None]) -> None:
@@ -301,7 +310,7 @@ class Attention:
         return bool(self._restricted)
 
     def add(self, transfer: StageTransfer, lane: Lane) -> None:
-        """Add a transfer that begins now."""
+        """Add a transfer that begins."""
         self._lanes[lane] = None
         if transfer.restricted:
             self._restricted[transfer] = None
@@ -311,7 +320,11 @@ class Attention:
         self._restricted.pop(transfer, None)
 
     def poll(self, tests: int = 1) -> None:
-        """Poll once. tests: number of operations in flight, each of which is tested."""
+        """Poll once.
+
+        Args:
+            tests: number of operations in flight, each of which is tested.
+        """
         if self._restricted and not self.attends:
             self._mark(tests)
             blocked, self._blocked = self._blocked, []
@@ -319,14 +332,18 @@ class Attention:
                 transfer.poll(tests)
 
     def begin_wait(self) -> None:
-        """Begin to poll all the time."""
+        """Start polling all the time."""
         self.attends = True
         self._blocked.clear()
         for transfer in tuple(self._restricted):
             transfer.attend()
 
     def end_wait(self, tests: int = 1) -> None:
-        """Stop polling. tests: number of tests of the last poll."""
+        """Stop polling.
+
+        Args:
+            tests: number of tests of the last poll.
+        """
         self.attends = False
         self._mark(tests)
         for transfer in tuple(self._restricted):
@@ -338,11 +355,11 @@ class Attention:
         self._held_up()
 
     def owes(self, seconds: float) -> None:
-        """Add time of the core for messages that moved while the rank did not wait; a later poll pays it."""
+        """Add time of the core for messages that moved while the rank did not wait; a later poll charges it."""
         self.debt_seconds += seconds
 
     def pay(self) -> float:
-        """Return the debt, and reset it."""
+        """Return the time that is not yet charged, and reset it."""
         debt, self.debt_seconds = self.debt_seconds, 0.0
         return debt
 

@@ -1,6 +1,6 @@
-"""The environment of simulated processes: their places on nodes, time, cores, cards, and groups of ranks.
+"""Environment of simulated processes: their places on nodes, time, cores, cards, and groups of ranks.
 
-One process stands for all ranks with equal surroundings (`places`), so the cost hardly depends on the number of ranks.
+One process represents all ranks with equal surroundings (`places`), so the cost hardly depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from hpctrain.planner.simulation.operations import Meetings, SimulatedGroup
 from hpctrain.planner.simulation.resources import Cores, EventLoop, SharedResource
 from hpctrain.planner.tasks import GroupPlacement, RankClass, StepProgram
 
-#: single ranks that are simulated at most
+#: maximum number of ranks that are simulated one by one
 MOST_SINGLE_RANKS = 512
-#: processes beyond which all nodes are taken to be alike, each with its share of the ranks of a place
+#: maximum number of processes with different kinds of nodes; with more, all nodes count as one kind
 MOST_PLACES = 64
 
 
 @dataclass(frozen=True)
 class SimulatedPlace:
-    """Ranks of a class for which one process stands.
+    """Ranks of a class that one process represents.
 
     Attributes:
-        ranks: number of the job's ranks for which it stands.
-        first_rank: the lowest of their world ranks.
-        node: its node, or the kind of its node.
+        rank_class: class of the ranks.
+        ranks: number of ranks.
+        first_rank: lowest world rank.
+        node: node, or kind of node.
         node_ranks: number of these ranks on each such node.
-        split_group, data_group: its groups; processes with equal numbers meet in exchanges and averages.
+        split_group: number of the split group; processes with equal numbers exchange with each other.
+        data_group: number of the data group; processes with equal numbers average with each other.
     """
 
     rank_class: RankClass
@@ -43,20 +45,23 @@ class SimulatedPlace:
 
 
 def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -> tuple[SimulatedPlace, ...]:
-    """Return the processes of a program. single: one for each rank.
+    """Return the processes of a program.
 
-    World rank c * Pr + r is (r, c) of the grid, and nodes contain consecutive ranks. Ranks form one process if they agree in
-    their class and in the classes on their node, in their split group and in their data group. If split groups cross nodes and
-    have unequal samples, there may be many kinds of nodes; beyond `MOST_PLACES` processes, all nodes count as one kind.
+    World rank c * Pr + r is (r, c) of the grid, and nodes contain consecutive ranks. Ranks share a process if they agree in their
+    class and in the classes on their node, in their split group and in their data group. If split groups cross nodes and have
+    unequal samples, there may be many kinds of nodes. With more than `MOST_PLACES` processes, all nodes count as one kind.
+
+    Args:
+        single: whether each rank is a process.
 
     Raises:
-        ConfigError: too many ranks to be simulated one by one.
+        ConfigError: there are too many ranks to simulate them one by one.
     """
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     if single and size > MOST_SINGLE_RANKS:
         raise ConfigError(
-            f"Slow ranks and jitter need {size:,} ranks simulated one by one, but at most {MOST_SINGLE_RANKS} can be; leave them "
-            f"out, or simulate {MOST_SINGLE_RANKS} ranks."
+            f"Slow ranks and jitter are simulated rank by rank, which is limited to {MOST_SINGLE_RANKS} ranks, but the job has "
+            f"{size:,}; omit them, or simulate {MOST_SINGLE_RANKS} ranks."
         )
     classes = class_of_ranks(program)
     if single:
@@ -74,7 +79,11 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
 def _folded(
     program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
 ) -> tuple[SimulatedPlace, ...]:
-    """Return the processes, one for each kind of rank. nodes: the kind of each node."""
+    """Return the processes, one for each kind of rank.
+
+    Args:
+        nodes: kind of each node.
+    """
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
     datas = [_kind(classes[r::height]) for r in range(height)]
@@ -96,15 +105,15 @@ def _folded(
 
 
 def _kind(classes: Sequence[int]) -> Hashable:
-    """Return a key that is equal for nodes, and for groups, with as many ranks of each class."""
+    """Return a key that is equal for nodes, or groups, with equal numbers of ranks of each class."""
     return tuple(sorted(Counter(classes).items()))
 
 
 def class_of_ranks(program: StepProgram) -> list[int]:
     """Return the class of each world rank, as its position in `program.classes`.
 
-    A class begins at its split rank. Classes that begin at the same split rank differ in their samples: the first data ranks
-    have the first class. The next split ranks belong to the class too, up to the first split rank of another class.
+    A class begins at its split rank. Classes that begin at the same split rank differ in their samples: the first data ranks have
+    the first class. The following split ranks belong to the same classes, up to the first split rank of another class.
     """
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     width = size // height
@@ -131,7 +140,7 @@ def class_of_ranks(program: StepProgram) -> list[int]:
 
 
 def _shares(program: StepProgram, width: int) -> list[int]:
-    """Return the number of ranks of each class at one split rank: classes with the same first split rank share the data ranks."""
+    """Return the number of ranks of each class at one split rank. Classes with the same first split rank share the data ranks."""
     totals = Counter({one.split_rank: 0 for one in program.classes})
     for one in program.classes:
         totals[one.split_rank] += one.ranks
@@ -139,13 +148,13 @@ def _shares(program: StepProgram, width: int) -> list[int]:
 
 
 class SimulatedWorld:
-    """The shared environment of the processes of a simulation.
+    """Shared environment of the processes of a simulation.
 
     Attributes:
-        loop: the time.
-        meetings: collectives that some ranks have joined.
+        program: simulated program.
         machine: the machine.
-        program: the simulated program.
+        loop: simulated time.
+        meetings: collectives that some ranks have joined.
     """
 
     def __init__(self, program: StepProgram, machine: Machine, places: Sequence[SimulatedPlace]) -> None:
@@ -163,11 +172,15 @@ class SimulatedWorld:
         return self._cores[place.node]
 
     def card(self, place: SimulatedPlace) -> SharedResource:
-        """Return a network card of a process's node; all cards of a node have equal load."""
+        """Return a network card of a process's node. All cards of a node have equal load."""
         return self._cards[place.node]
 
     def group(self, place: SimulatedPlace, ranks: str) -> SimulatedGroup:
-        """Return the group in which a process exchanges: "all", "data" or "split"."""
+        """Return the group in which a process exchanges.
+
+        Args:
+            ranks: name of the group: "all", "data" or "split".
+        """
         return self._group(place, _key(place, ranks), self.program.placements.of(ranks))
 
     def averaged_group(self, place: SimulatedPlace, name: str) -> SimulatedGroup:
@@ -188,7 +201,7 @@ class SimulatedWorld:
         ]
 
     def _averaged_key(self, place: SimulatedPlace, name: str) -> Hashable:
-        """Return a group's key; groups that do not contain all ranks are data groups."""
+        """Return the key of a group; groups that do not contain all ranks are data groups."""
         everybody = self.program.groups[name].placement.ranks == self.program.placements.all_ranks.ranks
         return (name, "all") if everybody else (name, "data", place.data_group)
 

@@ -13,7 +13,11 @@ REPORTERS: Registry[Reporter] = Registry(__name__, "reporter", Reporter, given=(
 
 
 def make_reporter(name: str, options: Mapping[str, Any], directory: Path, done_steps: int) -> Reporter:
-    """Return the reporter of that name, with options, of a run in `directory`, whose earlier parts have done `done_steps` steps.
+    """Return the reporter `name` for the run in `directory`.
+
+    Args:
+        options: options of the reporter.
+        done_steps: number of steps done by earlier parts of the run.
 
     Raises:
         ConfigError: as `Registry.create`.

@@ -12,7 +12,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.train.metrics import Reporter
 
 _FLUSH_SECONDS = 120.0
-# Events that are kept for another file where a disk refuses them.
+# Maximum number of events that are kept for another file after a disk error.
 _MOST_WAITING = 100_000
 # TensorBoard draws equal tags of several directories into one chart.
 _TRAIN, _TEST, _AVERAGED = "train", "test", "test-averaged"
@@ -21,13 +21,15 @@ _AVERAGE = "ema_"
 
 
 class TensorBoard(Reporter):
-    """Numbers of all records as TensorBoard event files in the run's directory, which needs the extra `export`.
+    """Write all recorded numbers as TensorBoard event files into the run directory. Requires the extra `export`.
 
-    Loss and accuracies of training and test are in one chart each: the directories below `tensorboard` are train, test and, with
-    averaged weights, test-averaged. A run that has begun with one directory for all, by an earlier version, keeps it.
+    The loss and the accuracies of training and test share one chart each. The directories below `tensorboard` are train, test
+    and, with averaged weights, test-averaged. A run that an earlier version began with one directory for all numbers continues
+    with this directory.
 
     Args:
-        directory: of the run. done_steps: of an earlier part of this run; TensorBoard hides what that wrote of later ones.
+        directory: directory of the run.
+        done_steps: number of steps done by earlier parts of this run; TensorBoard hides their records of later steps.
 
     Raises:
         ConfigError: tensorboardX is not installed.
@@ -66,8 +68,8 @@ class TensorBoard(Reporter):
 
 
 def _place(kind: str, name: str) -> tuple[str, str]:
-    """Return the directory and the tag of a number of a record."""
-    if kind in ("interval", "epoch"):  # an epoch's means are where its last interval leads to
+    """Return the directory and the tag of a number in a record."""
+    if kind in ("interval", "epoch"):  # the means of an epoch continue the curve of its intervals
         return _TRAIN, name if name in _CURVES else f"train/{name}"
     if kind == "evaluation":
         directory, measure = (_AVERAGED, name.removeprefix(_AVERAGE)) if name.startswith(_AVERAGE) else (_TEST, name)
@@ -76,13 +78,15 @@ def _place(kind: str, name: str) -> tuple[str, str]:
 
 
 class EventFile:
-    """A growing file of events in a directory, and another one after each error of the disk.
+    """Growing file of events in a directory; after each disk error, writing continues in a new file.
 
-    tensorboardX's own writer has a thread, which ends at the first error of a disk; its queue fills up then, and the training
-    would wait for it without end. So events are written from here, and after an error once more, to another file.
+    tensorboardX's own writer has a thread that ends at the first disk error. Its queue then fills up, and the training would wait
+    for it forever. Therefore this class writes the events itself. After an error it writes the events that are not on the disk
+    again, to a new file.
 
     Args:
-        directory: is made with the first file. waiting: events to begin with.
+        directory: directory of the file, created with the first file.
+        waiting: first events.
     """
 
     def __init__(self, directory: Path, waiting: list[Any]) -> None:
@@ -90,33 +94,33 @@ class EventFile:
         self._file: Any = None
         self._files = 0
         self._flushed = float("-inf")
-        self._written = 0  # of those that wait
+        self._written = 0  # number of queued events that are in the file
         self._waiting = waiting
 
     def add(self, event: Any) -> None:
-        """Queue an event for the next writing."""
+        """Queue an event for the next write."""
         self._waiting.append(event)
 
     def write_some(self) -> None:
-        """Write what waits; at times, have it on the disk.
+        """Write the queued events, and flush them to the disk periodically.
 
         Raises:
-            OSError: the system refuses that; the next call begins another file.
+            OSError: the write failed; the next call starts a new file.
         """
         self._write(flush=time.monotonic() - self._flushed >= _FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Write all that waits and end the file.
+        """Write all queued events and close the file.
 
         Raises:
-            OSError: the system refuses that.
+            OSError: the write failed.
         """
         if self._file is not None or self._waiting:
             self._write(flush=True)
         self._forget()
 
     def _write(self, *, flush: bool) -> None:
-        """Write what waits; it waits on until it is on the disk."""
+        """Write the queued events. They stay in the queue until they are flushed to the disk."""
         try:
             if self._file is None:
                 self._file = self._next_file()
@@ -146,7 +150,7 @@ class EventFile:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[Any]:
-    """Yield a function that calls others; the first OSError of all calls is raised at the end of the block."""
+    """Yield a function that calls another one. The first OSError of all these calls is raised at the end of the block."""
     errors: list[OSError] = []
 
     def attempt(call: Any) -> None:
@@ -161,7 +165,7 @@ def _first_error() -> Iterator[Any]:
 
 
 def _takeover(step: int) -> list[Any]:
-    """Return the events by which TensorBoard hides what earlier files have from a step on."""
+    """Return the events that make TensorBoard hide records of earlier files from `step` on."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     return [Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))]
@@ -170,7 +174,7 @@ def _takeover(step: int) -> list[Any]:
 def tensorboard_writer() -> Any:
     """Return the class that writes TensorBoard files.
 
-    To be called before MPI starts, too: tensorboardX loads PyTorch where it is installed, which starts processes.
+    Call it before MPI starts as well: tensorboardX imports PyTorch if it is installed, and PyTorch starts processes.
 
     Raises:
         ConfigError: tensorboardX is not installed.
@@ -179,7 +183,7 @@ def tensorboard_writer() -> Any:
         from tensorboardX.event_file_writer import EventsWriter
     except ImportError as error:
         raise ConfigError(
-            "The reporter tensorboard (metrics.tensorboard) is switched on, but tensorboardX is not installed; "
-            "install hpctrain[export] or switch it off."
+            "The reporter tensorboard (metrics.tensorboard) needs tensorboardX, which is not installed; "
+            "install hpctrain[export], or disable the reporter."
         ) from error
     return EventsWriter

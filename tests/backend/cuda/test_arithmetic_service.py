@@ -542,8 +542,8 @@ def test_sums_and_what_is_spread(cuda_kernels: CudaKernelsFactory, shape: tuple[
 def test_values_that_do_not_fit_the_images_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     images, means = (kernels.arithmetic.zeros(24, "float32").reshape(shape) for shape in ((2, 3, 2, 2), (24, 1, 1, 1)))
-    with pytest.raises(AssertionError, match="has not one pixel for each of"):
+    with pytest.raises(AssertionError, match="does not have one pixel for each of"):
         kernels.arithmetic.sum_pixels(means, images, 1.0)
     halves = kernels.arithmetic.zeros(4, "bfloat16").reshape(2, 1, 1, 2)
-    with pytest.raises(AssertionError, match="has not the dtype of"):
+    with pytest.raises(AssertionError, match="does not have the dtype of"):
         kernels.arithmetic.spread_pixels(images, halves, 1.0)

@@ -85,7 +85,7 @@ def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:
 
 def test_a_lack_of_memory_is_told(load: Load) -> None:
     module, _ = load(free_bytes=1_000_000)
-    message = r"Fake GPU has 0\.00 GB of its 1\.07 GB of memory free, but 2\.00 GB more are needed; take a smaller batch"
+    message = r"Fake GPU has 0\.00 GB of 1\.07 GB of memory free, but 2\.00 GB more are needed; reduce batch"
     with pytest.raises(BackendError, match=message):
         module.CupyDevice().allocate(2_000_000_000)
     assert module.CupyDevice().memory_used() == (1 << 30) - 1_000_000
@@ -106,7 +106,7 @@ def test_copies_go_there_and_back_on_the_stream(load: Load) -> None:
     device.download(stream, target, second)
     np.testing.assert_array_equal(target, source)
     assert fake.calls == [("memcpyAsync", 40, kind, stream.raw.ptr) for kind in (1, 3, 2)]
-    with pytest.raises(ValueError, match="40 bytes does not fit 36"):
+    with pytest.raises(ValueError, match="Cannot copy 40 bytes to 36 bytes"):
         device.upload(stream, second[1:], source)
     with pytest.raises(ValueError, match="C-contiguous"):
         device.upload(stream, first, np.zeros((40, 2), np.uint8)[:, 0])
@@ -147,8 +147,31 @@ def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: Em
     kernel(stream, (1,), (32,), x, x, np.int64(4))
     np.testing.assert_array_equal(read(x), np.maximum(np.linspace(-1, 1, 16, dtype=np.float32), 0))
     assert device.kernel("elementwise", "relu_forward_f32_w4") is kernel
-    with pytest.raises(TypeError, match="Argument 2 of relu_forward_f32_w4 is int; kernels take device arrays and NumPy scalars"):
+    with pytest.raises(TypeError, match="Argument 2 of relu_forward_f32_w4 is int; it must be a device array or a NumPy scalar"):
         kernel(stream, (1,), (32,), x, x, 4)
+
+
+_ADD = """#include "common.cuh"
+extern "C" __global__ void add(float *x) { if (!blockIdx.x && !threadIdx.x) x[0] += %s; }
+EXPORT(add)
+"""
+
+
+def test_texts_of_one_source_name_are_kernels_of_their_own(
+    load: Load, emulated_device: EmulatedDeviceFactory, tmp_path: Path
+) -> None:
+    module, _ = load()
+    texts = []
+    for number in ("1.0f", "10.0f"):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "sum.cu").write_text(_ADD % number)
+        texts.append(sources.text("sum", tmp_path / number))
+    for device in (module.CupyDevice(), emulated_device()):
+        stream, x = device.stream("compute"), device.allocate(4).view("float32")
+        for text in (texts[0], texts[1], texts[0]):
+            device.kernel("sum", "add", text=text)(stream, (1,), (1,), x)
+        stream.synchronize()
+        assert read(x) == [12.0]
 
 
 def test_binaries_are_kept_between_processes_by_text_and_architecture(load: Load) -> None:
@@ -211,7 +234,7 @@ def test_a_gpu_that_nvrtc_does_not_know_gets_ptx_of_the_newest_before_it(
 def test_a_gpu_older_than_nvrtc_is_refused(load: Load) -> None:
     module, fake = load(capability=(7, 0))
     fake.nvrtc.architectures = (75, 80, 90)
-    message = r"^NVRTC 0\.0 compiles for compute capability 7\.5 and above, and this GPU has 7\.0; install hpctrain\[gpu12\]"
+    message = r"^NVRTC 0\.0 compiles for compute capability 7\.5 and above, but this GPU has 7\.0; install hpctrain\[gpu12\]"
     with pytest.raises(BackendError, match=message):
         module.CupyDevice().kernel("elementwise", "relu_forward_f32_w4")
 
@@ -449,7 +472,7 @@ def test_the_real_nvrtc_says_what_is_wrong_and_makes_binaries_without_headers(tm
         BackendError, match=r'^NVRTC refuses the source one\.cu \(.*: one\.cu\(2\): error: identifier "y" is undefined'
     ):
         cubins.binary(nvrtc, "one", 'extern "C" __global__ void one(float* x) {\n  *x = y;\n}', (9, 0), environ)
-    with pytest.raises(BackendError, match=r"compute capability 7\.5 and above, and this GPU has 6\.1"):
+    with pytest.raises(BackendError, match=r"compute capability 7\.5 and above, but this GPU has 6\.1"):
         cubins.binary(nvrtc, "one", "", (6, 1), environ)
 
 
@@ -561,7 +584,7 @@ def test_what_nccl_refuses_is_one_sentence(call: str, load: Load) -> None:
     module, _ = load(nccl_failing=call)
     device = module.CupyDevice()
     with pytest.raises(
-        BackendError, match=r"^NCCL does not join the GPUs of these 2 ranks \(NCCL_ERROR.*; set transport to staged\.$"
+        BackendError, match=r"^NCCL cannot connect the GPUs of these 2 ranks \(NCCL_ERROR.*; set transport to staged\.$"
     ):
         device.join(_Peers(0), device.stream("between"))
 
@@ -575,7 +598,7 @@ def test_all_hear_that_the_first_has_no_number(load: Load) -> None:
 
 def test_nccl_that_is_not_there_is_told(load: Load) -> None:
     module, _ = load(without_nccl=True)
-    assert module.CupyDevice().link_fault().startswith("CuPy finds no NCCL, which comes with the package nvidia-nccl-cu12")
+    assert module.CupyDevice().link_fault().startswith("CuPy finds no NCCL, which the package nvidia-nccl-cu12 or")
     module, _ = load()
     assert module.CupyDevice().link_fault() is None
 

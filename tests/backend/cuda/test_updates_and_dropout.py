@@ -305,7 +305,7 @@ def test_where_nothing_is_dropped_no_data_moves(cuda_kernels: CudaKernelsFactory
 def test_aligned_runs_are_found() -> None:
     place = SamplePlace.of(DropoutSpec(0.5, "a", unsplit_shape=(9, 3, 16), origin=(4, 0, 8)), TensorSpec((2, 4, 3, 8)))
     assert (place.first, place.step0, place.step1, place.run) == (200, 48, 16, 8)
-    with pytest.raises(BackendError, match="up to 3 dims in addition to the batch, not 4"):
+    with pytest.raises(BackendError, match="at most 3 dims in addition to the batch, not 4"):
         SamplePlace.of(DropoutSpec(0.5, "a", unsplit_shape=(2, 2, 2, 2), origin=(0,) * 4), TensorSpec((2, 1, 2, 2, 2)))
 
 
@@ -431,7 +431,7 @@ def test_arrays_are_aligned_apart_and_inside_the_buffer(requests: list[tuple[tup
 
 def test_nothing_is_carved_out_of_nothing() -> None:
     assert carve(None, []) == []
-    with pytest.raises(AssertionError, match="smaller than what was declared"):
+    with pytest.raises(AssertionError, match="smaller than the declared arrays"):
         carve(None, [((1,), "float32")])
 
 

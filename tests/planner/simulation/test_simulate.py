@@ -238,7 +238,7 @@ def test_ranks_that_wait_without_end_are_named() -> None:
     [
         (SimulationOptions(slow={7: 2.0}), "rank 7 .* 0 to 1; .* 1"),
         (SimulationOptions(slow={0: -1.0}), "rank 0 .* above 0"),
-        (SimulationOptions(steps=0), "0 steps"),
+        (SimulationOptions(steps=0), "simulated steps is 0, .* at least 1"),
         (SimulationOptions(jitter=-0.1), "jitter is -0.1"),
     ],
     ids=["rank", "factor", "steps", "jitter"],
