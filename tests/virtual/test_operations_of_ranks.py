@@ -257,7 +257,7 @@ def test_a_virtual_rank_has_a_communicator_with_handles() -> None:
         (lambda comm, x: comm.iallgather(None, x, [9, -1]), "0 or more"),
         (lambda comm, x: comm.ibroadcast(x, 2), "ranks 0 to 1, but got rank 2"),
         (lambda comm, x: comm.isend(x, -1, 0), "got rank -1"),
-        (lambda comm, x: comm.irecv(x, 0, -1), "tag is not negative"),
+        (lambda comm, x: comm.irecv(x, 0, -1), "must not be negative"),
         (lambda comm, x: comm.iallreduce(np.frombuffer(bytes(8))), "read-only"),
     ],
 )
