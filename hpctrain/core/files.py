@@ -66,7 +66,7 @@ def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = Fals
         while block := os.read(descriptor, min(_BLOCK, most + 1 - count)):
             count += len(block)
             if count > most:
-                raise OSError(errno.EFBIG, f"it exceeds the maximum of {most:,} bytes for such a file", os.fspath(path))
+                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, the maximum for such a file", os.fspath(path))
             blocks.append(block)
     finally:
         os.close(descriptor)

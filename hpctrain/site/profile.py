@@ -76,7 +76,9 @@ class NodeFields(Sourced):
     @model_validator(mode="after")
     def _ranks_fit(self) -> NodeFields:
         if self.ranks > self.limit:
-            raise PydanticCustomError("ranks", "must have at most {limit} ranks", {"limit": self.limit})
+            raise PydanticCustomError(
+                "ranks", "must have at most {limit} ranks; the nearest legal value is {limit}", {"limit": self.limit}
+            )
         return self
 
     @property

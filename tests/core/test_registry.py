@@ -457,8 +457,8 @@ def test_nothing_is_imported_but_what_is_named(module: str, tmp_path: Path) -> N
         ("MODULE:", ["module:Name"]),
         (":Own", ["module:Name"]),
         ("MODULE:Own.deep", ["module:Name"]),
-        ("a b:Own", ["no module"]),
-        ("../x:Own", ["no module", ".py"]),
+        ("a b:Own", ["not a reference to a module"]),
+        ("../x:Own", ["not a reference to a module", ".py"]),
         ("MODULE:helper", ["is <function helper", "an optimizer must be a class derived from hpctrain.optim.base.Optimizer"]),
         ("MODULE:NUMBER", ["is 3, but an optimizer"]),
         ("MODULE:Half", ["does not define state, update"]),
@@ -545,7 +545,7 @@ def test_digests_tell_files_apart(module: str) -> None:
 def test_a_function_is_an_entry_where_there_is_no_base_class(module: str) -> None:
     builders: Registry[object] = Registry("hpctrain.models.families", "model", None)
     assert builders.find(f"{module}:helper").__name__ == "helper"
-    with pytest.raises(ConfigError, match="is 3, but a model is a function"):
+    with pytest.raises(ConfigError, match="is 3, but a model must be a function"):
         builders.find(f"{module}:NUMBER")
 
 

@@ -75,7 +75,7 @@ def test_a_trace_that_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path: Pat
     (run.path / "trace.json").write_text("{")
     (time,) = (part for part in report_page(read_runs([run.path])).parts if part.key == "time")
     assert len(time.drawings) == 1
-    assert "no trace that can be read" in time.sentences[0]
+    assert "Cannot read the trace" in time.sentences[0]
 
 
 VOID = {"meta", "link", "img", "br", "input"}
