@@ -19,6 +19,7 @@
 # make slurm    how the job script's ranks are bound, on a Slurm of two nodes that it brings up here (as root); a minute
 # make signals  trainings under SIGNALS (10,000) signals of each kind in each of 8 settings: no crash, no bit changed; an hour or two
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
+# make perf     the speed of the working tree against that of the commit BASE (HEAD~1), in turn; a quiet machine; 12 minutes
 # make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
 # make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
 # make gpu-check   checks and measurements that need a GPU, in at most 9 minutes; results in GPU_OUT (gpu-check)
@@ -35,6 +36,7 @@ TEST_RANKS ?= 2 3 4
 HPCTRAIN_COMBINATIONS ?= 2000
 MANY_RANKS ?= 64
 SIGNALS ?= 10000
+BASE ?= HEAD~1
 
 # Directory that `make faults` and `make signals` write their results to.
 RESULTS ?= benchmarks/results
@@ -86,7 +88,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults browser parity parity-install gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -254,6 +256,9 @@ gpu-plans: $(GPU_PLANS_VENV)/installed
 	site=$$($(GPU_PLANS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		LD_LIBRARY_PATH=$(abspath $(GPU_PLANS_VENV))/no-driver:$$site/nvidia/cu13/lib $(GPU_PLANS_PY) -m benchmarks.gpu_plans \
 		--random 100 --out benchmarks/results/gpu/plans.json
+
+perf: $(VENV)/installed
+	$(PY) -m benchmarks.before_after --base $(BASE)
 
 gpu-floor: $(VENV)/installed
 	$(PY) -m benchmarks.gpu_floor resnet50 --batch 256 32 --out benchmarks/results/gpu/floor-resnet50.json

@@ -14,7 +14,6 @@ from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.planner import planned_run as planned_job
 from hpctrain.planner.compute_costs import MeasuredCosts, RateCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measurement import run_calibration
@@ -71,12 +70,12 @@ class Planner:
         self._times.save()
 
     def _time_network(self, number: int, tasks: Sequence[PlannedRun]) -> None:
-        job = planned_job.job(tasks[0])
+        job = tasks[0].job
         setting = setting_here(job.kernels, 1, self.machine.ranks_per_node)
         times = OperatorTimes(setting)
         coverage = ensure_measured(
             job,
-            [planned_job.candidate(task) for task in tasks],
+            [task.candidate for task in tasks],
             times,
             budget_seconds=_BUDGET_SECONDS,
             memory_bytes=self.machine.memory_bytes,
@@ -119,4 +118,4 @@ def predicted(point: Point, machine: Machine, times: OperatorTimes, slow: Mappin
     task = planned_run(point)
     costs = MeasuredCosts(times, RateCosts(machine, task.config.dtype))
     options = SimulationOptions(progress=ProgressMode.TEST, slow=slow)
-    return predict(planned_job.job(task), planned_job.candidate(task), machine, costs, options)
+    return predict(task.job, task.candidate, machine, costs, options)

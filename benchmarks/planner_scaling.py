@@ -23,7 +23,7 @@ from benchmarks.planner_scaling_report import markdown, plot
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.load import load
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file, planned_run
+from hpctrain.planner import machine_file
 from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Link, Machine, OperatorRate
@@ -105,7 +105,7 @@ def on_some_cores(machine: Machine, cores: int) -> Machine:
 def job_of(network: str, batch: int, *overrides: str) -> Job:
     """The published network on 224 px and 1,000 classes, with so many samples a step."""
     config, _ = load(_ROOT / CONFIGS[network], [f"batch={batch}", "backend=onednn", *overrides])
-    return planned_run.job(prepare(config, 1, (224, 224, 3), 1000))
+    return prepare(config, 1, (224, 224, 3), 1000).job
 
 
 def point(job: Job, series: str, cores: int, machine: Machine) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.groups import ProcessGrid
-from hpctrain.comm.progress import SLEEPS_AT_ONCE, FurtherPolls, ProgressEngine
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.waiting import SLEEPS_AT_ONCE, FurtherPolls
 from hpctrain.data.loader import LoaderRank
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network

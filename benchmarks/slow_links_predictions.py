@@ -31,7 +31,6 @@ from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.planner import machine_file
-from hpctrain.planner import planned_run as planned_job
 from hpctrain.planner.compute_costs import ComputeCosts, RateCosts
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.planned_run import PlannedRun, prepare
@@ -71,14 +70,14 @@ def _predict(case: Case, section: Section) -> tuple[float, int]:
     known = machine_of(case)
     if section is None:  # a rank by itself, on its share of a core
         known = replace(known, nodes=1, ranks_per_node=1, ranks_per_card=1)
-    prediction = predict(planned_job.job(task), planned_job.candidate(task), known, costs_of(case.model))
+    prediction = predict(task.job, task.candidate, known, costs_of(case.model))
     return prediction.step.seconds, prediction.exchanged_bytes
 
 
 def rule_crossover(case: Case) -> float:
     """The density at which sparse and dense averaging take as long, by the rule that the averager chooses slices by."""
     task = planned_run(case.model, 1, {"name": "blocking"})
-    elements = sum(math.prod(spec.shape) for spec in task.specs.values())
+    elements = sum(math.prod(spec.shape) for spec in task.job.specs.values())
     link = machine_of(case).between
     # The ranks of a host share its link.
     shared = LinkModel(link.segments[0].alpha_seconds, case.ranks_per_host * link.segments[-1].beta_seconds_per_byte)
@@ -141,7 +140,7 @@ def costs_of(model: str) -> ComputeCosts:
     machine = replace(calibrated_machines()["shared memory"], nodes=1, ranks_per_node=1, ranks_per_card=1, concurrency={})
     task = planned_run(model, 1, {"name": "blocking"})
     rates = RateCosts(machine, task.config.dtype)
-    seconds = predict(planned_job.job(task), planned_job.candidate(task), machine, rates).step.seconds
+    seconds = predict(task.job, task.candidate, machine, rates).step.seconds
     return RateCosts(machine.scaled(compute=seconds / alone_seconds(model)), task.config.dtype)
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.posting_queue import MessageAccount
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import MessageAccount, ProgressEngine
 from hpctrain.nn.program import StepHooks
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace.tracer import Tracer, cost_per_event_seconds

@@ -164,7 +164,7 @@ def alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"rows": 2, "cols": 2}, "A grid of 2 x 2 has 4 places, the world has 1 ranks"),
+        ({"rows": 2, "cols": 2}, "A grid of 2 x 2 has 4 places, but the number of ranks is 1"),
         ({"rows": 0}, "A grid of 0 x 1 has 0 places"),
         ({"batch": 0}, "the smallest batch is 1"),
         ({"progress": "tread"}, 'There is no progress mode "tread"; the nearest is "thread"'),

@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_outside_of_waits_is_ended_and_named(job: Job, ranks: 
 def test_ranks_that_all_hang_alike_are_ended(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, end="replica.global_step != 3 or time.sleep(1000)", keywords="deadline_seconds=4")
     assert outcome.code in (DEADLINE, 1), outcome.output
-    assert "nothing has moved for the deadline of 4 s, in the program, between steps, step 3" in outcome.stderr
+    assert "no progress within the deadline of 4 s, in the program, between steps, step 3" in outcome.stderr
     assert not (tmp_path / "flight").exists()
 
 

@@ -1,4 +1,4 @@
-"""Strategies that sum each slice of the gradients by one allreduce, and their averager: the whole update on every rank."""
+"""Strategies that sum each slice of the gradients by one allreduce, and their averager. Every rank updates everything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hpctrain.averaging.slicing import Sizes, Slice, fingerprint
 from hpctrain.comm.base import Complete, Handle
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.posting_queue import LocalEvent, Ticket
+from hpctrain.comm.progress import LocalEvent, Ticket
 from hpctrain.comm.sums import Wire
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.base import Norms
@@ -42,9 +42,14 @@ from hpctrain.optim.base import Norms
 
 @dataclass
 class AllreduceStep:
-    """The state of one step.
+    """State of one step.
 
-    events: by parameter, that its gradient is ready. pending: the tickets of slices that have not been updated.
+    Attributes:
+        lr: learning rate of the update.
+        events: gradient-ready events by parameter.
+        pending: tickets of the slices that have not been updated.
+        joint: norms over all groups; None if there are none.
+        norms_complete: whether the norms of the whole group are complete.
     """
 
     lr: float
@@ -55,7 +60,7 @@ class AllreduceStep:
 
 
 class _Several:
-    """Operations that are complete together."""
+    """Handle of several operations, complete once all of them are."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -69,12 +74,12 @@ class _Several:
 
 
 class AllreduceAverager(GradientAverager):
-    """Sum each slice by one allreduce, in place, once its last gradient is ready.
+    """Averager that sums each slice in place by one allreduce, once the last gradient of the slice is ready.
 
-    It is updated on every rank in the next `before_forward` of a parameter of it, or in `drain`. Slices hold whole parameters.
+    Every rank updates a slice in the next `before_forward` of one of its parameters, or in `drain`. Slices hold whole parameters.
 
     Args:
-        cuts_large: a very large slice travels in several operations, posted together.
+        cuts_large: whether a very large slice travels in several operations, posted together.
     """
 
     schedule: CollectiveSchedule
@@ -91,7 +96,7 @@ class AllreduceAverager(GradientAverager):
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
         self._event_texts = {name: str(LocalEventKey(EventKind.GRADIENT, name)) for name in self._names}
         operations = zip(self.schedule.operations, dependencies(self.schedule), strict=True)
-        # By slice: the text of its operation, and the parameters whose gradients it comes after.
+        # (text of its operation, parameters whose gradients it waits for), by slice
         self._posting = {
             operation.slice: (self.schedule.text(operation), [event.parameter for event in needs.events])
             for operation, needs in operations
@@ -105,7 +110,7 @@ class AllreduceAverager(GradientAverager):
         self._step = self._previous = AllreduceStep(0.0, {})  # before the first step nothing is pending
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """Queue all operations of the step; each starts once the gradients of its slice are ready."""
+        """Queue all operations of the step. Each starts once the gradients of its slice are ready."""
         self._previous = self._step
         self.optimizer.begin_step()
         events = {name: LocalEvent(text) for name, text in self._event_texts.items()}
@@ -126,7 +131,7 @@ class AllreduceAverager(GradientAverager):
             self.progress.poll()
 
     def end_backward(self) -> None:
-        """Announce parameters that this step did not use, with whatever gradient they hold."""
+        """Announce the parameters that this step did not use, with the gradients that they hold."""
         self._settle(self._previous)
         for event in self._step.events.values():
             event.happen()
@@ -142,7 +147,7 @@ class AllreduceAverager(GradientAverager):
         self._settle(self._step)
 
     def _start(self, k: int) -> Handle:
-        """Post the sum of a slice; called by the progress engine when the slice's turn has come."""
+        """Post the sum of a slice. Called by the progress engine when all gradients of the slice are ready."""
         piece = self.schedule.slices[k]
         if not self._cuts_large:
             return self._sums.iallreduce(self._terms(piece.start, piece.stop))
@@ -153,11 +158,11 @@ class AllreduceAverager(GradientAverager):
     def _settle(self, step: AllreduceStep) -> None:
         for k in list(step.pending):
             self._update(step, k)
-        if step.joint is not None:  # where this rank updates nothing, too: others wait for its contribution
+        if step.joint is not None:  # even if this rank updates nothing: other ranks wait for its contribution
             step.joint.complete()
 
     def _update(self, step: AllreduceStep, k: int) -> None:
-        """Wait for a slice's sum and update it, unless that has been done."""
+        """Wait for a slice's sum and update the slice, unless it has been updated."""
         if k not in step.pending:
             return
         norms = self._complete_norms(step, k)
@@ -167,7 +172,8 @@ class AllreduceAverager(GradientAverager):
     def _complete_norms(self, step: AllreduceStep, k: int) -> Norms | None:
         """Return the norms for the update of a slice.
 
-        Its own (LARS), or all (clipping, several groups), which waits for all sums.
+        With LARS these are the norms of the slice. With clipping or several groups, all norms are needed, which waits for all
+        sums.
         """
         if step.joint is not None:
             step.joint.complete()
@@ -193,7 +199,7 @@ class AllreduceAverager(GradientAverager):
         return norms
 
     def _contribute(self, joint: JointStep) -> Handle:
-        """Give this rank's part in the norms of all groups; the engine calls it once all sums are there."""
+        """Contribute this rank's squares to the norms of all groups. The engine calls it once all sums are complete."""
         for segments in self._segments:
             self.optimizer.prepare_norms(segments)
         fill_share(joint.norms[self._member], self.group, self.comm, self._names)
@@ -202,10 +208,10 @@ class AllreduceAverager(GradientAverager):
 
 
 class AllreduceStrategy(Strategy):
-    """The base of strategies with one allreduce per slice, in backward's order. A strategy defines `words` and `slices`.
+    """Base of strategies with one allreduce per slice, in the order of backward. A strategy defines `words` and `slices`.
 
     Attributes:
-        cuts_large: a very large slice travels in several operations, posted together.
+        cuts_large: whether a very large slice travels in several operations, posted together.
     """
 
     adds_norms = True
@@ -215,22 +221,21 @@ class AllreduceStrategy(Strategy):
 
     @abstractmethod
     def words(self) -> str:
-        """Return the strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
+        """Return the strategy and its options in words, as part of a stored schedule's request."""
 
     @abstractmethod
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Return slices of all parameters, in forward order; each holds whole parameters.
+        """Return slices of all parameters, in forward order. Each slice holds whole parameters.
 
         Args:
-            link: what sizes follow from, by `sizes`; None if they follow from none.
+            link: link model that sizes follow from, as set by `sizes`; None if sizes do not depend on a link.
         """
 
     def least_elements(self, link: LinkModel | None) -> int:
-        """Return the least elements of a bucket.
+        """Return the minimum number of elements of a bucket.
 
-        By the option `bucket_bytes`, which the options must have; if that is None, the best for the link.
-
-        An allreduce has twice the steps and moves twice the bytes of a reduce-scatter, so the best size is the same.
+        The options must have `bucket_bytes`; if it is None, the size is the best one for the link. An allreduce has twice the
+        steps of a reduce-scatter and moves twice the bytes, so the same size is best for both.
         """
         size_bytes: int | None = self.options.bucket_bytes
         if size_bytes is None:
@@ -239,12 +244,15 @@ class AllreduceStrategy(Strategy):
 
     @property
     def sizes(self) -> Sizes | None:
-        """The rule for sizes that are not given; None if no size follows from a link."""
+        """Rule for sizes that no option sets; None if no size depends on a link."""
         return getattr(self.options, "sizes", None)
 
     @property
     def levels(self) -> Levels | None:
-        """The levels of sums in 16 bits, by the option `two_level`; all other sums are the MPI's allreduce, which uses nodes."""
+        """Levels of sums in 16 bits, by the option `two_level`.
+
+        All other sums are allreduces of the MPI library, which itself takes account of nodes.
+        """
         options = self.options
         in_levels = getattr(options, "two_level", False) and getattr(options, "wire", "float32") != "float32"
         return levels(self.group.nodes) if in_levels and self.group.nodes is not None else None

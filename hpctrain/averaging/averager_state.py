@@ -1,8 +1,8 @@
-"""Everything that the steps of an averager change, read, exchanged and restored from outside of a step.
+"""State of an averager: what its steps change, read, exchanged and restored between steps.
 
-`unique_segments`: each element of a group and of its optimiser's state on one rank, for what is summed over ranks, such as
-hashes. `swap_parameters`: parameters exchanged with a state of the same size that their owners keep, such as their average.
-`UndoCopy`: a copy from which a step can be undone.
+`unique_segments` yields each element of a group and of its optimiser's state on exactly one rank, for sums over ranks such as
+hashes. `swap_parameters` exchanges the parameters with an optimiser state of the same size, such as their moving average.
+`UndoCopy` is a copy from which a step can be undone.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from hpctrain.nn.parameter import Segment
 
 
 def unique_segments(averager: GradientAverager) -> Iterator[tuple[Segment, dict[str, Array]]]:
-    """Yield segments that have each element of the group once over the ranks, with views of their state by name.
+    """Yield segments, with views of their state by name, that contain each element of the group exactly once over all ranks.
 
-    Even shares where every rank has all. Gradients that are kept back are not among the states. Not collective; after `drain`.
+    If every rank holds all elements, each yields an even share. Gradients that are kept back are not among the states. Not
+    collective; call it after `drain`.
     """
     if averager.counted is not None:
         yield from averager.counted()
         return
-    assert type(averager).owned is GradientAverager.owned, "an averager whose ranks own parts defines which of them count"
+    assert type(averager).owned is GradientAverager.owned, "an averager whose ranks own parts must define `counted`"
     group, comm = averager.group, averager.comm
     for segment in group.covering(*even_interval(group.size, comm.size, comm.rank)):
         whole = group.segment(segment.parameter)
         place = slice(segment.start - whole.start, segment.stop - whole.start)
-        # Optimisers know whole segments that they were given, and need not know parts of these.
+        # An optimiser may find the state of bound segments only, not of parts of them.
         yield segment, {name: values[place] for name, values in averager.optimizer.state(whole).items()}
 
 
 def copy_parameters(averager: GradientAverager, state: str) -> None:
-    """Make the optimiser's state of that name what the parameters are, in this rank's own parts. After `drain`."""
+    """Copy the parameters to the optimiser's state of that name, for segments that this rank owns. Call it after `drain`."""
     group = averager.group
     for segment in averager.owned():
         if segment.size:
@@ -44,10 +45,9 @@ def copy_parameters(averager: GradientAverager, state: str) -> None:
 
 
 def swap_parameters(averager: GradientAverager, state: str) -> None:
-    """Exchange the parameters with the optimiser's state of that name, on every rank; a second time undoes it.
+    """Exchange the parameters with the optimiser's state of that name, on every rank. A second call undoes the exchange.
 
-    Each owner swaps its own parts, one segment at a time, and the other ranks get what the owners then have. Collective; after
-    `drain`.
+    Each owner swaps its parts one segment at a time; then all ranks gather the result. Collective; call it after `drain`.
     """
     group = averager.group
     arithmetic = group.arithmetic
@@ -64,14 +64,14 @@ def swap_parameters(averager: GradientAverager, state: str) -> None:
 
 
 class UndoCopy:
-    """A copy of what a step changes: parameters, the optimiser's state, gradients kept back, and counters.
+    """Copy of everything that a step changes: parameters, optimiser state, gradients that are kept back, and counters.
 
-    It takes as much memory as these. Nothing communicates, and nothing waits: copies are made where the arrays lie.
+    It takes as much memory as the originals. It neither communicates nor waits: copies are made where the arrays lie.
     """
 
     def __init__(self, averager: GradientAverager) -> None:
         self._averager, self._group = averager, averager.group
-        # What is kept back may be on the host although kernels compute elsewhere.
+        # Gradients that are kept back may be on the host although kernels run on a device.
         host, kernels = HostArithmetic(), self._group.arithmetic
         self._arrays: list[tuple[Array, Arithmetic]] = [
             (array, host if isinstance(array, np.ndarray) else kernels) for array in averager.changed()
@@ -80,17 +80,17 @@ class UndoCopy:
         self._counters: Mapping[str, int] = {}
 
     def keep(self) -> None:
-        """Remember all as it is. Between steps, after a drain."""
+        """Copy the current state. Call it between steps, after a drain."""
         for copy, (array, arithmetic) in zip(self._copies, self._arrays, strict=True):
             arithmetic.copy(copy, array)
         self._counters = self._averager.counters()
 
     def restore(self) -> None:
-        """Make all as it was, to the last bit. Between steps, after a drain."""
+        """Restore the copied state, bit for bit. Call it between steps, after a drain."""
         for copy, (array, arithmetic) in zip(self._copies, self._arrays, strict=True):
             arithmetic.copy(array, copy)
         self._group.refresh_shadow()
-        # The next step announces parameters that it does not use with whatever gradient they hold.
+        # The next step announces parameters that it does not use with the gradients that they hold: these must be zero.
         self._group.arithmetic.fill(self._group.grad, 0.0)
         self._averager.load_counters(self._counters)
         self._averager.undone()

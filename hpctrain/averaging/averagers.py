@@ -1,25 +1,37 @@
-"""The configured strategy of a parameter group: made alike for a run and for a plan without ranks, and priced for a planner."""
+"""From a configured name to a strategy, and from a strategy to the averager that runs it.
+
+`make_strategy` makes the strategy of a parameter group for a run or for a plan without ranks. `strategy_costs` returns the costs
+that a planner uses. `make_averager` creates the communicators of a group's ranks, checks that all ranks have the same schedule,
+and creates the averager.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
-from hpctrain.averaging.agreement import check_order
-from hpctrain.averaging.base import PlannedGroup, Strategy, StrategyCosts
-from hpctrain.core.errors import ConfigError
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy, StrategyCosts
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
+from hpctrain.averaging.sixteen_bits import caster
+from hpctrain.comm import transports
+from hpctrain.comm.base import Communicator, GradientSums
+from hpctrain.comm.groups import across_nodes, in_levels
+from hpctrain.comm.link import calibrate, measure_operation_seconds
+from hpctrain.comm.sums import sums_over, tree_sums_over
+from hpctrain.core.errors import CollectiveMismatchError, ConfigError, OptionError
 from hpctrain.core.registry import Registry, check_options
 
-#: keywords that the program gives, or knows by itself from other keys: none of them is an option
+#: keywords set by the program; none of them is an option
 _GIVEN = ("group", "optimizer", "comm", "progress", "norms", "nodes", "nominal_batch", "micro_batches")
 AVERAGERS: Registry[Strategy] = Registry("hpctrain.averaging.strategies", "averager", Strategy, _GIVEN)
 
 
 def strategy_costs(name: str, options: Mapping[str, Any]) -> StrategyCosts:
-    """Return what a planner prices the strategy of that name by, the user's own included. Pure.
+    """Return the costs of the strategy of that name, built-in or user-defined, for a planner. Pure.
 
     Raises:
-        ConfigError: an unknown name, or an option that is wrong.
+        ConfigError: unknown name, or wrong option.
     """
     strategy = cast(type[Strategy], AVERAGERS.find(name))
     with AVERAGERS.refusals(name):
@@ -28,17 +40,157 @@ def strategy_costs(name: str, options: Mapping[str, Any]) -> StrategyCosts:
 
 
 def make_strategy(name: str, options: Mapping[str, Any], group: PlannedGroup) -> Strategy:
-    """Make the strategy of that name for one group of parameters. Pure.
+    """Create the strategy of that name for one group of parameters. Pure.
 
     Raises:
-        ConfigError: an unknown name, an option that is wrong or does not fit the group, norms that the strategy does not add up,
-            or an order of sums that it cannot keep.
+        ConfigError: unknown name, an option that is wrong or does not fit the group, norms that the strategy does not add up, or
+            an order of sums that it cannot keep.
     """
     strategy = AVERAGERS.create(name, options, group=group)
     check_order(name, strategy)
     if group.needs_norms and not strategy.adds_norms:
         raise ConfigError(
-            f"The averager {name} adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; "
-            f"leave clip_norm out and use sgd, or use another averager."
+            f"The averager {name} computes no norms (its class does not set adds_norms), which optimizer.clip_norm and lars "
+            f"require; remove clip_norm and use sgd, or use another averager."
         )
     return strategy
+
+
+def check_order(name: str, strategy: Strategy) -> None:
+    """Raise if sums must follow the order of shards and the strategy or one of its options cannot keep this order.
+
+    The option two_level is accepted: with shards, sums have one level.
+
+    Args:
+        name: name of the strategy, for messages.
+        strategy: the strategy.
+
+    Raises:
+        ConfigError: the strategy sums something other than the gradients.
+        OptionError: an option is incompatible with such an order.
+    """
+    group, options = strategy.group, strategy.options
+    if group.shards is None:
+        return
+    if not strategy.sums_shards:
+        raise ConfigError(
+            f"The averager {name} does not sum the unchanged gradients of each step, which exact.shards requires; use sharded, "
+            "priority, bucketed, overlap or blocking, or remove exact."
+        )
+    for option in ("wire", "wire_parameters"):
+        value = getattr(options, option, "float32")
+        if value != "float32":
+            raise OptionError(
+                f"{option} is {value}, but exact.shards requires unrounded messages, because rounding depends on the ranks; "
+                f"set {option} to float32.",
+                option,
+            )
+    if getattr(options, "fc_exchange", None) == "always":
+        raise OptionError(
+            "fc_exchange is always, but products of exchanged inputs and errors do not sum in the order of exact.shards; "
+            "set fc_exchange to auto or never.",
+            "fc_exchange",
+        )
+
+
+def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
+    """Create the averager that runs the strategy's schedule, the same on every rank. Collective over `setup.comm`.
+
+    Args:
+        strategy: strategy of the group.
+        setup: objects of this rank that the averager works with.
+        stored: schedule of an earlier run, used if it is for the same strategy, options, parameters and ranks (`accepts`). Sizes
+            of slices determine which numbers are added first; if sizes are measured, only a stored schedule repeats a run bit by
+            bit. The order of operations, which changes no bit, is measured if it was not measured before.
+
+    Raises:
+        CollectiveMismatchError: the ranks have different schedules. Raised on every rank; the message names the first difference.
+    """
+    assert strategy.group.ranks == setup.comm.size, "the strategy is planned for another number of ranks"
+    streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
+    if strategy.request() is None:
+        sums = _sums(strategy, setup, setup.comm, allreduces=True)
+        reaching, sums = _reaching(setup, {Stream.GRADIENTS: setup.comm}, sums)
+        return strategy.averager(replace(setup, comm=reaching[Stream.GRADIENTS]), Agreement(streams=streams, sums=sums))
+    comm = streams[Stream.GRADIENTS]
+    usable = stored if strategy.accepts(stored) else None
+    measures = any(comm.allgather_object(strategy.needs_link(usable)))  # agreed on, because measuring is collective
+    link = calibrate(comm, setup.progress) if measures else None
+    if link is not None and any(comm.allgather_object(strategy.needs_operation_seconds(usable))):
+        link = replace(link, operation_seconds=measure_operation_seconds(comm, setup.progress))
+    schedule = strategy.plan(link) if usable is None else usable
+    assert schedule is not None
+    check_same_schedule(comm, schedule)
+    allreduces = any(operation.kind is OperationKind.ALLREDUCE for operation in schedule.operations)
+    sums = _sums(strategy, setup, comm, allreduces=allreduces)
+    reaching, sums = _reaching(setup, streams, sums)
+    return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
+
+
+#: streams over all ranks of a group with operations on arrays of its parameters
+_OF_ARRAYS = (Stream.GRADIENTS, Stream.PARAMETERS)
+
+
+def _reaching(
+    setup: AveragerSetup, streams: Mapping[Stream, Communicator], sums: GradientSums | None
+) -> tuple[Mapping[Stream, Communicator], GradientSums | None]:
+    """Return the communicators by stream, and the sums, that can handle the group's arrays on host or device. Collective.
+
+    Sums in 16 bits are rounded on the host, so their arrays are copied to the host. All other operations on the same communicator
+    are, too, because both have one order. With NCCL, all arrays use one communicator, in the order of the schedule. On several
+    communicators, two operations could be enqueued in a different order on another rank, and each would wait for the other.
+    """
+    arithmetic = setup.group.arithmetic
+    if arithmetic.mirrors() is None or setup.comm.size == 1:
+        return streams, sums
+    by_device = [stream for stream in _OF_ARRAYS if stream in streams and (stream is not Stream.GRADIENTS or sums is None)]
+    if setup.transport == "staged" or (setup.transport == "nccl" and Stream.NODES in streams):
+        by_device.clear()  # compression on the host posts in stages; their order across communicators depends on timing
+    reached: dict[Stream, Communicator] = {}
+    for stream in by_device:
+        shared = setup.transport == "nccl" and reached
+        comm = next(iter(reached.values())) if shared else transports.reaching(setup.transport, streams[stream], arithmetic)
+        reached[stream] = comm
+    by_host = {stream: transports.staged(comm, arithmetic) for stream, comm in streams.items() if stream not in reached}
+    if sums is not None:
+        sums = by_host[Stream.GRADIENTS].sums_of(sums)
+    return reached | by_host, sums
+
+
+def _sums(strategy: Strategy, setup: AveragerSetup, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
+    """Return sums that travel in 16 bits, or that keep the order of shards; None for the stream's own sums. Collective."""
+    if setup.gradients is not None:
+        return tree_sums_over(comm, setup.gradients.shards, allreduces=allreduces)
+    if strategy.rounding is None:
+        return None
+    return sums_over(comm, caster(strategy.rounding.gradients), allreduces=allreduces)
+
+
+def _communicator(comm: Communicator, strategy: Strategy, stream: Stream) -> Communicator:
+    """Return the communicator of a stream. Collective."""
+    name = f"{comm.name} {stream}"
+    if stream is Stream.NORMS:  # only allreduces, which have one level
+        return in_levels(comm, None, name)
+    return (across_nodes if stream is Stream.NODES else in_levels)(comm, strategy.levels, name)
+
+
+def check_same_schedule(comm: Communicator, schedule: CollectiveSchedule) -> None:
+    """Check that all ranks hold the same schedule. Collective; at set-up only.
+
+    Raises:
+        CollectiveMismatchError: the schedules differ. Raised on every rank, with the first operation that differs and both
+            versions.
+    """
+    if len(set(comm.allgather_object(schedule.digest()))) == 1:
+        return
+    texts = comm.allgather_object(schedule.lines())
+    for position in range(max(map(len, texts))):
+        by_rank = [lines[position] if position < len(lines) else "nothing more" for lines in texts]
+        if len(set(by_rank)) > 1:
+            other = next(rank for rank, line in enumerate(by_rank) if line != by_rank[0])
+            where = f"operation {position - 1}" if position else "the request"
+            raise CollectiveMismatchError(
+                f"The ranks' schedules differ, first in {where}: rank 0 has {by_rank[0]}, but rank {other} has {by_rank[other]}; "
+                f"every rank must have the same model, options and posting order."
+            )
+    raise CollectiveMismatchError("The ranks' schedules differ in their slices; every rank must have the same model and options.")

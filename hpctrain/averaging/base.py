@@ -1,11 +1,12 @@
-"""The seam between backward and the network: gradients in, agreed parameters out.
+"""Interface between backward and the averaging of gradients: gradients in, updated parameters out.
 
-A `Strategy` plans how the gradients of one group of parameters are averaged: a schedule, without ranks, communicators and
-arrays. Once the ranks have agreed on it (`agreement`), the strategy makes the `GradientAverager` that runs it.
+A `Strategy` plans how the gradients of one group of parameters are averaged. Its plan is a schedule, made without ranks,
+communicators and arrays. Once the ranks have agreed on it (`averagers.make_averager`), the strategy creates the
+`GradientAverager` that runs it.
 
-An averager turns this rank's gradients into the update of every `Parameter.data` that the whole group agrees on. It sums and
-never divides: the loss has divided by the global count of the step. It owns the order of its collectives, which follows from
-the step alone and is the same on every rank.
+An averager turns the ranks' gradients into the update of every `Parameter.data`, the same on the whole group. It sums and never
+divides, because the loss has already been divided by the global number of samples. The order of its collectives depends on the
+step alone and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a strategy that has none."""
+    """Options of a strategy that has none."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class WireOptions:
     """Options of strategies that send each gradient once, in messages of fixed sizes.
 
     Args:
-        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
-            full precision.
+        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
+            bits, and sums are still computed in full precision.
 
     Raises:
-        OptionError: an unknown value of wire.
+        OptionError: unknown value of wire.
     """
 
     wire: Wire = "float32"
@@ -59,10 +60,10 @@ class WireOptions:
 
 
 def check_at_least_one(**values: int | None) -> None:
-    """Check options that are counts; None: not set by hand.
+    """Check that counts are at least 1. None means that the option is not set.
 
     Raises:
-        OptionError: a value is below 1; the first one.
+        OptionError: a value is below 1; the message names the first one.
     """
     for name, value in values.items():
         if value is not None and value < 1:
@@ -70,32 +71,34 @@ def check_at_least_one(**values: int | None) -> None:
 
 
 def check_sizes(sizes: Sizes, **by_hand: int | None) -> None:
-    """Check that sizes are not to be measured where an option sets them by hand.
+    """Check that sizes are not measured if an option sets them explicitly.
 
     Raises:
-        OptionError: both are given.
+        OptionError: sizes is "measured" and an option sets a size.
     """
     for name, value in by_hand.items():
         if sizes == "measured" and value is not None:
-            raise OptionError(f"sizes is measured, but {name} is {value}, which sets them; leave one of the two out.", "sizes")
+            raise OptionError(f"sizes is measured, but {name} is {value}, which sets the size; remove one of the two.", "sizes")
 
 
 def words_of_sizes(sizes: Sizes) -> str:
-    """Return the words that the option adds to a stored schedule's request: none for sizes by rule, the default."""
+    """Return the suffix for `sizes` in the request of a stored schedule; empty for sizes by rule, the default."""
     return ", sizes measured" if sizes == "measured" else ""
 
 
 @dataclass(frozen=True)
 class AveragerSetup:
-    """The objects of this rank that an averager of one group of parameters works on.
+    """Objects of this rank that an averager of one parameter group works with.
 
     Attributes:
-        group: the parameters, on this rank. optimizer: unbound; the averager binds it to what this rank updates, and owns it.
-        comm: the group of ranks that hold these parameters. progress: the process's progress engine.
-        norms: of all groups, where the network has several; None where this one has all parameters.
-        shared: what the strategy's averagers of all groups share (`Strategy.shared`).
-        transport: of arrays that lie on a device; of others there is nothing to choose.
-        gradients: of this rank's shards, where sums are added in their order; None: the rank has one gradient.
+        group: the parameters on this rank.
+        optimizer: an unbound optimiser. The averager binds it to the segments that this rank updates, and owns it.
+        comm: communicator of the ranks that hold these parameters.
+        progress: progress engine of the process.
+        norms: norms over all groups if the network has several; None if this group has all parameters.
+        shared: state shared by the strategy's averagers of all groups (`Strategy.shared`).
+        transport: transport of arrays on a device; unused for arrays on the host.
+        gradients: gradients of this rank's shards, which are summed in the order of the shards; None: the rank has one gradient.
     """
 
     group: FlatGroup
@@ -108,28 +111,29 @@ class AveragerSetup:
     gradients: ShardGradients | None = None
 
     def own_norms(self, parts: Iterable[Interval]) -> Norms | None:
-        """Return the norms of this group alone if it has all parameters and its optimiser needs some; else None.
+        """Return the norms of this group if it has all parameters and its optimiser needs norms; else None.
 
         Args:
-            parts: of all ranks, the elements that one of them adds up at once.
+            parts: element ranges of all ranks; a rank sums the squares of each range at once.
         """
         if not self.optimizer.needs_norms or self.norms is not None:
             return None
         return Norms(self.group) if self.gradients is None else TreeNorms(self.group, parts)
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
-        """Return elements [start, stop) of the gradient as ranks sum them: one array, or several in a fixed order."""
+        """Return the terms of this rank for elements [start, stop) of the gradient: one array, or several in a fixed order."""
         return self.group.grad[start:stop] if self.gradients is None else self.gradients.terms(start, stop)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """All that the ranks of a group have agreed on before an averager is made.
+    """Everything that the ranks of a group agree on before an averager is created.
 
     Attributes:
-        schedule: the operations of a step; None for a strategy that has no schedule.
-        streams: the communicators that the strategy asked for. link: measured, where the strategy needs it; else None.
-        sums: of gradients over the group's ranks, which may travel in 16 bits, or be made in a fixed order; None: the stream's.
+        schedule: the operations of a step; None for a strategy without a schedule.
+        streams: the strategy's communicators by stream.
+        link: the measured link; None if the strategy does not need it.
+        sums: sums of gradients over the group's ranks, in 16 bits or in a fixed order; None: those of the stream's communicator.
     """
 
     schedule: CollectiveSchedule | None = None
@@ -139,30 +143,31 @@ class Agreement:
 
 
 class GradientAverager(ABC):
-    """Run the operations that the ranks have agreed on.
+    """Base of the averagers, which run the operations that the ranks have agreed on.
 
-    A step calls in this order: begin_step(lr, counts); per layer in forward: before_forward, input_ready; per layer in
-    backward: error_ready, grad_ready, data_free; end_backward(). `drain` may be called between steps.
+    A step calls, in this order: `begin_step(lr, counts)`; for each layer in forward `before_forward` and `input_ready`; for each
+    layer in backward `error_ready`, `grad_ready` and `data_free`; finally `end_backward()`. `drain` may be called between steps.
 
     Attributes:
-        schedule: the operations of a step, as they are now; None where a strategy has no schedule.
-        pending: the state, named "<strategy>_gradient", of gradients that are kept back and not applied yet; None if there is
-            none. It is empty at the start, and in a checkpoint without it. Only its sum over the holders is applied, so a run on
-            other ranks continues with the sum.
-        gradients: of this rank's shards, which passes add up; None: passes are added one after another.
-        gather_parameters: lets every rank have what owners have of the parameters, exactly; collective, while nothing is queued.
-            None: every rank updates all.
+        schedule: current operations of a step; None for a strategy without a schedule.
+        pending: name, "<strategy>_gradient", of the state with gradients that are kept back and not applied yet; None if there is
+            none. The state is empty at the start, and if a checkpoint lacks it. Only its sum over the holders is applied, so a
+            run on another number of ranks continues with the sum.
+        gradients: gradients of this rank's shards, which passes accumulate; None: passes are added one after another.
+        gather_parameters: callable that copies the owners' exact parameters to all ranks. Collective, while nothing is queued.
+            None: every rank updates all parameters.
         reads: sums over the parameters that a step reads; None: not requested.
-        read_parts: the parts of the parameters that are written together; empty if it is unknown what a step has read. Ranks
-            with a copy must hold the same bits from `before_forward` until the last operator of backward is done. If a part is
-            written before `end_backward` is called, the averager takes its sums from `reads` before the write.
-        update_parts: the owned segments of each update of the optimiser, the same in every step; empty if they are unknown.
-        complete_parameters: waits until all parameters hold the values of this step, including those that its forward did not
-            use.
-        rounded: the exact values and rounding errors that this rank owns, if parameters travel in 16 bits; else None.
-        counted: returns owned segments that have each element of the group once over the ranks of `comm`, with views of their
-            state, 1-D, by name, without what is kept back; where ranks own parts. None: every rank has all.
-        holders: the number of those that keep back gradients of one parameter, such as the ranks of `comm`, or the nodes.
+        read_parts: parts of the parameters that are written together; empty if it is unknown what a step has read. Ranks with a
+            copy must hold the same bits from `before_forward` until the last operator of backward is done. If a part is written
+            before `end_backward` is called, the averager takes its sums from `reads` before the write.
+        update_parts: owned segments of each optimiser update, the same in every step; empty if they are unknown.
+        complete_parameters: callable that waits until all parameters hold the values of this step, including parameters that its
+            forward did not use.
+        rounded: exact values and rounding errors of the parameters that this rank owns, if parameters travel in 16 bits; else
+            None.
+        counted: callable that returns owned segments, with views of their state (1-D, by name) without gradients that are kept
+            back. Over the ranks of `comm`, the segments have each element of the group once. None: every rank has all elements.
+        holders: number of holders that keep back gradients of one parameter, such as the ranks of `comm` or the nodes.
     """
 
     pending: ClassVar[str | None] = None
@@ -177,7 +182,7 @@ class GradientAverager(ABC):
         self.gradients = setup.gradients
         self._joint = setup.norms if setup.optimizer.needs_norms else None
         self._member = -1 if self._joint is None else self._joint.member(setup.group)
-        #: of this group alone, where it has all parameters of the network
+        #: norms of this group, if it has all parameters of the network
         self._norms = setup.own_norms([(0, setup.group.size)])
         #: views of the state of one owned segment, 1-D, by name
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
@@ -191,87 +196,93 @@ class GradientAverager(ABC):
 
     @property
     def by_holder(self) -> Collection[str]:
-        """Names of the states of shape (holders, size); only their sum over the holders matters to later steps."""
+        """Names of the states of shape (holders, size). Later steps depend only on their sum over the holders."""
         return () if self.pending is None else (self.pending,)
 
     @abstractmethod
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """Begin a step, whose update uses learning rate `lr`. counts: the step's samples on each rank of `comm`."""
+        """Begin a step.
+
+        Args:
+            lr: learning rate of the step's update.
+            counts: number of samples of the step on each rank of `comm`.
+        """
 
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
-        """Return whether the gradients of a linear layer are made from exchanged inputs and errors.
+        """Return whether the gradients of a linear layer are computed from exchanged inputs and errors.
 
-        Its parameters are the weight, and the bias if any.
+        This is fixed at set-up from the nominal global batch. Parameters of such a layer are not announced by `grad_ready`.
 
-        Fixed at set-up from the nominal global batch; such a layer's parameters are not announced by `grad_ready`.
+        Args:
+            parameters: weight of the layer, and its bias if it has one.
         """
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:  # noqa: B027  most take gradients only
-        """Take x (N, in) of a layer with sufficient factors, in forward. Copies it; may post, must not wait."""
+        """Copy the input x (N, in) of a layer with sufficient factors, in forward. May post operations, must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:  # noqa: B027
-        """Take dy (N, out) of such a layer, in backward before the input's gradient. Copies it; may post, must not wait."""
+        """Copy the error dy (N, out) of a layer with sufficient factors. May post operations, must not wait.
 
-    @abstractmethod
-    def grad_ready(self, parameter: Parameter) -> None:
-        """Note that `parameter.grad` is final on this rank, once per step (the last micro-batch). May post, must not wait."""
-
-    def data_free(self, parameter: Parameter) -> None:  # noqa: B027
-        """Note that backward no longer reads `parameter.data`.
-
-        Nothing writes it before: neither updates nor posted receives.
+        Called in backward, before the gradient of the layer's input is computed.
         """
 
     @abstractmethod
+    def grad_ready(self, parameter: Parameter) -> None:
+        """Announce that `parameter.grad` is final on this rank. May post operations, must not wait.
+
+        Called once per step, in the last micro-batch.
+        """
+
+    def data_free(self, parameter: Parameter) -> None:  # noqa: B027
+        """Announce that backward no longer reads `parameter.data`. Before this call, neither updates nor receives write it."""
+
+    @abstractmethod
     def end_backward(self) -> None:
-        """Note that all gradients of the step are announced."""
+        """Announce the end of backward: all gradients of the step are final."""
 
     @abstractmethod
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
-        """Wait until these parameters hold the values of this step. They are not read earlier."""
+        """Wait until these parameters hold the values of this step. Forward must not read them earlier."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Complete everything everywhere: before evaluation, checkpoint and hash. Collective."""
+        """Complete all operations and updates, for example before an evaluation, a checkpoint or a hash. Collective."""
 
     def owned(self) -> Sequence[Segment]:
-        """Return the segments that this rank updates, and whose optimiser state it holds: all of the group, unless sharded."""
+        """Return the segments that this rank updates and whose optimiser state it holds; all of the group by default."""
         return self.group.segments
 
     def changed(self) -> Sequence[Array]:
-        """Return flat arrays of this rank that steps change and later steps depend on; each element is in one of them.
+        """Return flat arrays of this rank that steps change and later steps depend on, without overlap.
 
-        The arrays are the same ones in every call.
+        Every call returns the same arrays.
         """
         owned = (segment for segment in self.owned() if segment.size)
         return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
 
     def undone(self) -> None:  # noqa: B027  most have nothing else
-        """Note that the last step was undone, on every rank: the arrays of `changed` and the counters are as before it."""
+        """Note that the last step was undone on every rank: counters and the arrays of `changed` have their previous values."""
 
     def held_gradients(self) -> Mapping[str, Array]:
-        """Return, by parameter, gradients of earlier steps that this rank keeps back from every update. None, by default."""
+        """Return, by parameter, gradients of earlier steps that this rank keeps back from all updates; none by default."""
         return {}
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Return the optimiser's state of one whole parameter, 1-D, by name: what a checkpoint writes. After `drain`.
+        """Return the optimiser's state of one whole parameter by name, as a checkpoint stores it. Call it after `drain`.
 
-        Those of `by_holder` are (holders, size) instead. Collective where the state is sharded; here it is a view of what this
-        rank holds.
+        States are 1-D; those of `by_holder` have shape (holders, size). Collective if the state is sharded. Otherwise the values
+        are views of this rank's state.
         """
         state = self.optimizer.state(self.group.segment(parameter.name))
         return {name: self.group.arithmetic.to_host(values) for name, values in state.items()}
 
     def state_names(self, parameter: Parameter) -> Collection[str]:
-        """Return the names that `load_state` takes for a parameter, which is given all of them.
-
-        Collective where the state is sharded.
-        """
+        """Return the names of the states that `load_state` needs for a parameter. Collective if the state is sharded."""
         return tuple(self.full_state(parameter))
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
-        """Take this rank's part of one parameter's whole state, as `full_state` returned it."""
+        """Load this rank's part of one parameter's whole state, as `full_state` returned it."""
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
@@ -279,18 +290,22 @@ class GradientAverager(ABC):
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
     def counters(self) -> dict[str, int]:
-        """Return numbers by name, the same on every rank, that later steps depend on besides their arguments. After `drain`."""
+        """Return the integers, by name, that later steps depend on. They are the same on every rank. Call it after `drain`."""
         return self.optimizer.counters()
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take what `counters` returned; missing names, as in a checkpoint of another strategy, start as in a new run."""
+        """Load what `counters` returned.
+
+        Counters that are missing, as in a checkpoint of another strategy, start as in a new run.
+        """
         self.optimizer.load_counters(counters)
 
 
 def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
-    """Distribute gradients that were kept back, (previous holders, ...): to each holder its own, or to the first one their sum.
+    """Distribute gradients that were kept back, (previous holders, ...), over `holders`.
 
-    Zeros after those of `holders` belong to no rank: a checkpoint has them where other parts of a parameter have more holders.
+    If their number is unchanged, each holder gets its own gradients. Otherwise the first holder gets the sum. Rows of zeros after
+    the first `holders` rows belong to no rank: a checkpoint has them if other parts of a parameter have more holders.
     """
     if len(kept_back) == holders or (len(kept_back) > holders and not kept_back[holders:].any()):
         return kept_back[:holders]
@@ -301,17 +316,20 @@ def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group of parameters on a number of ranks: all that a schedule depends on, besides a strategy's options and a link.
+    """Parameter group on a number of ranks. Together with a strategy's options and a link, it determines the schedule.
 
     Attributes:
-        layout: the parameters' sizes and places. ranks: P, of the ranks that hold them.
-        nodes: the node of each rank; None: unknown. nominal_batch: samples of a step over all ranks; None: unknown.
-        micro_batches: passes that a rank splits a step into. norms_needed: the norms that updates are made with.
-        several_groups: the network has other groups, as some layers are split over a split group.
-        momentum: of the optimiser; 0 where it has none.
-        names: of all parameters of the network, in forward order; None: those of this group are all.
-        on_host: arrays lie where the host computes, so that it may take inputs and errors of layers without waiting.
-        shards: terms that gradients are sums of, added in one order on any number of ranks; None: each rank has one term.
+        layout: sizes and places of the parameters.
+        ranks: number P of the ranks that hold the parameters.
+        nodes: node of each rank; None: unknown.
+        nominal_batch: samples of a step over all ranks; None: unknown.
+        micro_batches: number of passes into which a rank splits a step.
+        norms_needed: norms that the updates need.
+        several_groups: whether the network has other groups, because some layers are split over a split group.
+        momentum: momentum of the optimiser; 0 if it has none.
+        names: all parameters of the network in forward order; None: the network has only those of this group.
+        on_host: whether the host computes on the arrays, so that it can copy inputs and errors of layers without waiting.
+        shards: number of terms of a gradient, summed in one order on any number of ranks; None: each rank has one term.
     """
 
     layout: GroupLayout
@@ -338,33 +356,34 @@ class PlannedGroup:
 
     @property
     def needs_norms(self) -> bool:
-        """The optimiser needs norms of whole parameters."""
+        """Whether the optimiser needs norms of whole parameters."""
         return self.norms_needed is not NormsNeeded.NONE
 
 
-#: of a step's program; backward computes two gradients for what forward computes once
+#: share of forward in a step's program; backward computes two gradients per product of forward
 FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
 class StrategyCosts:
-    """The messages of a strategy in the terms of a machine model, before any schedule is planned: what a planner prices.
+    """Messages of a strategy in the terms of a machine model, for a planner that has no schedule yet.
 
-    Hidden and exposed time follow Lee et al., MLHPC 2018. Communication that overlaps backward only is exposed for the time by
-    which it exceeds backward; communication that also overlaps the next forward, for the time by which it exceeds both.
+    Hidden and exposed time follow Lee et al., MLHPC 2018. Communication that overlaps only backward is exposed by the time by
+    which it exceeds backward. Communication that also overlaps the next forward is exposed by the time by which it exceeds both.
 
     Attributes:
-        kinds: the collectives of one slice of the gradients, in order.
-        slice_bytes: (bytes of all gradients of a group, ranks) -> bytes of a typical slice. A function of a module, or a partial
-            one, as costs are pickled.
+        kinds: collectives for one slice of the gradients, in order.
+        slice_bytes: function (bytes of all gradients of a group, ranks) -> bytes of a typical slice. It must be picklable: a
+            function of a module, or a `partial` of one.
         exposed_share: share of the compute time that cannot overlap communication: 1 if communication starts after all
-            computation, `FORWARD_SHARE` if it overlaps backward only, 0 if it also overlaps the next forward.
-        in_levels: sums are made within nodes first, where nodes have several ranks each.
+            computation, `FORWARD_SHARE` if it overlaps only backward, 0 if it also overlaps the next forward.
+        in_levels: whether sums are computed within nodes first, if nodes have several ranks each.
         fc_exchange: whether linear layers exchange inputs and errors instead of gradients.
-        per_parameter: each parameter has an operation of its own, which costs at least a latency.
-        density: share of a slice's elements that cross between nodes, where that takes less time; None: all.
-        gradients, parameters: how they travel.
-        note: a sentence about steps that move less, or more, than the one that is priced; None where all are alike.
+        per_parameter: whether each parameter has an operation of its own, which costs at least a latency.
+        density: share of a slice's elements that cross between nodes, if that takes less time; None: all elements do.
+        gradients: number format in which gradients travel.
+        parameters: number format in which parameters travel.
+        note: sentence about steps that move less or more than the modelled step; None if all steps are alike.
     """
 
     kinds: tuple[OperationKind, ...]
@@ -380,25 +399,34 @@ class StrategyCosts:
 
     @property
     def owners_update(self) -> bool:
-        """Each rank updates a part, and parameters are gathered."""
+        """Whether each rank updates a part and the parameters are gathered."""
         return OperationKind.ALLGATHER in self.kinds
 
     def rounding(self, per_node: int) -> Rounding | None:
-        """Return the rounding of the messages; None: they are whole. per_node: ranks of a node, which sum in full precision."""
+        """Return the rounding of the messages; None if nothing is rounded.
+
+        Args:
+            per_node: number of ranks on a node, which sum in full precision.
+        """
         whole = self.gradients == self.parameters == "float32"
         return None if whole else Rounding(self.gradients, self.parameters, per_node)
 
     def step_seconds(self, program_seconds: float, averaging_seconds: float) -> float:
-        """Return a lower bound of a step from the time of the program and that of the averaging's messages."""
+        """Return a lower bound for the time of a step.
+
+        Args:
+            program_seconds: time of the program.
+            averaging_seconds: time of the messages of averaging.
+        """
         return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
 
     def hidden_seconds(self, program_seconds: float) -> float:
-        """Return the time of messages that adds nothing to a program of `program_seconds`."""
+        """Return the time of messages that a program of `program_seconds` can hide."""
         return (1 - self.exposed_share) * program_seconds
 
 
 class Strategy(ABC):
-    """The plan of averaging one group of parameters. Pure but for `averager`: the same result on every rank, and without ranks.
+    """Plan for averaging one group of parameters. Only `averager` needs ranks; all other methods are pure.
 
     A strategy of your own is one class in a module of its name in `averaging/strategies`. The short way is to derive from
     `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
@@ -416,19 +444,21 @@ class Strategy(ABC):
     protocol derives from `Strategy` and returns its own `GradientAverager` from `averager`.
 
     Args:
+        group: the parameters to plan for.
         options: an instance of `Options`; None: the defaults.
 
     Attributes:
-        Options: a frozen dataclass of the options that a configuration may give, which checks them in `__post_init__`. A
-            constructor without the keyword `options` takes them as keywords next to `group`.
-        adds_norms: adds up the norms that LARS and clipping need; refused together with these if it does not.
-        sums_shards: adds up gradients and nothing else, each once per step, so that their order may be that of shards.
-        streams: the communicators that it posts on, besides the group's own.
-        messages_vary: whether messages differ from the slices of the schedule, and change from step to step.
+        Options: frozen dataclass of the options that a configuration may set; `__post_init__` checks them. A constructor without
+            the keyword `options` receives them as keywords next to `group`.
+        adds_norms: whether the averager computes the norms that LARS and clipping need. If not, both are refused.
+        sums_shards: whether the averager sums each gradient once per step and sends nothing else, so that sums may follow the
+            order of shards.
+        streams: streams on which the averager posts operations, in addition to the group's communicator.
+        messages_vary: whether messages differ from the slices of the schedule and change from step to step.
         chooses_on_host: whether the host chooses the elements to send, which NCCL cannot do.
 
     Raises:
-        ConfigError: options that do not fit the group.
+        ConfigError: the options do not fit the group.
     """
 
     Options: ClassVar[type] = NoOptions
@@ -444,17 +474,17 @@ class Strategy(ABC):
 
     @property
     def levels(self) -> Levels | None:
-        """The levels in which its streams sum and gather, on nodes with several ranks each; None: one level."""
+        """Levels in which the streams sum and gather, on nodes with several ranks each; None: one level."""
         return None
 
     @property
     def posted_streams(self) -> tuple[Stream, ...]:
-        """The streams that schedules of this group have."""
+        """Streams that the schedules of this group use."""
         return self.streams
 
     @property
     def rounding(self) -> Rounding | None:
-        """The rounding of its messages, by the options `wire` and `wire_parameters`, if it has them; None: no rounding."""
+        """Rounding of messages, set by the options `wire` and `wire_parameters` if the strategy has them; None: no rounding."""
         gradients: Wire = getattr(self.options, "wire", "float32")
         parameters: Wire = getattr(self.options, "wire_parameters", "float32")
         per_node = 1 if self.levels is None else self.levels.per_node
@@ -464,49 +494,55 @@ class Strategy(ABC):
     def costs(cls, options: Any) -> StrategyCosts:
         """Return the costs of the strategy with these options, for a planner; by default those of one allreduce after backward.
 
-        `AllreduceStrategy` and `ReduceScatterStrategy` have costs of their own, which follow from the options.
+        `AllreduceStrategy` and `ReduceScatterStrategy` derive their costs from the options.
         """
         return StrategyCosts((OperationKind.ALLREDUCE,), whole_bytes, 1.0, gradients=getattr(options, "wire", "float32"))
 
     def request(self) -> str | None:
-        """Return the words for what a stored schedule must have been made for; None if the strategy has no schedule."""
+        """Return the text that identifies the inputs of a stored schedule; None if the strategy has no schedule."""
         return None
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule | None:
         """Return the schedule of the first steps; None if the strategy has none.
 
         Args:
-            link: None where no size or order follows from it.
+            link: measured link; None if neither sizes nor the order depend on it.
         """
         return None
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Return whether a stored schedule fits: the same strategy, options and parameters on as many ranks."""
+        """Return whether a stored schedule is for the same strategy, options, parameters and number of ranks."""
         return stored is not None and (stored.request, stored.ranks) == (self.request(), self.group.ranks)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether something follows from a measured link that a usable stored schedule, if any, does not contain."""
+        """Return whether the plan depends on a measured link.
+
+        Args:
+            usable: stored schedule that will be used, if any; it may make the measurement unnecessary.
+        """
         return False
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether measuring the link includes the time that an operation takes of a core."""
+        """Return whether measuring the link includes the processor time of an operation."""
         return False
 
     def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> Any:
-        """Return a state that the averagers of all groups of a network share, such as an interval; None: there is none.
+        """Return a state that the averagers of all groups of a network share, such as an interval; None if there is none.
 
         Collective over `comm`.
 
         Args:
-            comm: all ranks that hold a part of the network. members: its parameter groups.
+            comm: communicator of all ranks that hold a part of the network.
+            progress: progress engine of the process.
+            members: number of parameter groups of the network.
         """
         return None
 
     @abstractmethod
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        """Make the averager that runs the agreed schedule on this rank. Collective over the group, once its ranks agree."""
+        """Create the averager that runs the agreed schedule on this rank. Collective over the group."""
 
 
 def words_of_shards(shards: int | None) -> str:
-    """Return the words that shards add to a stored schedule's request: none without shards."""
+    """Return the suffix for shards in the request of a stored schedule; empty without shards."""
     return "" if shards is None else f", exact {shards} shards"

@@ -1,11 +1,11 @@
-"""Schedules: the collectives of a step, in posting order, and what each comes after. Pure data, the same on every rank.
+"""Schedules: the collectives of a step in posting order, and their dependencies. Pure data, the same on every rank.
 
-A schedule is hashed and compared over the ranks at the start. Its dependencies follow from it alone: within a stream the order
-of posting holds operations back too; `Dependencies` has what an operation needs by itself.
+A schedule is hashed and compared over the ranks at the start. Its dependencies follow from it alone. Within a stream, the order
+of posting is a further constraint; `Dependencies` holds only what an operation itself needs.
 
-Groups of norms say which parameters' norms travel in one message, so that a layer's update waits for few others. A group is a
-run of neighbouring slices, with all their parameters. It follows by rule from the slices, as their sizes do, and not from
-measured times: an allreduce of other lengths may add in another order, and would change last bits.
+The norms of several parameters travel in one message, so that a layer's update waits for few other layers. Such a group of norms
+covers a run of neighbouring slices with all their parameters. The groups follow from the slices by a rule and not from measured
+times, because an allreduce of another length may add in another order and change the last bits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Slice, layer_sl
 from hpctrain.core.errors import CheckpointError
 from hpctrain.nn.parameter import GroupLayout
 
-#: attribute of a slice -> the key that stored schedules have it under
+#: attribute of a slice -> its key in stored schedules
 _STORED_KEYS = {"sufficient_factors": "factors"}
-#: what slices without these have is not written, so that they are stored as ever
+#: default values, which are not stored, so that schedules without these features keep their digests
 _LEFT_OUT = (("compression", None), ("block", 1))
 
-#: the slice of an operation that is of all slices
+#: slice index of an operation on all slices
 ALL_SLICES = -1
 
 
 class OperationKind(StrEnum):
-    """The collectives of a step, by what they move."""
+    """Collectives of a step, by the data that they move."""
 
     ALLREDUCE = "allreduce"
     REDUCE_SCATTER = "reduce-scatter"
@@ -47,10 +47,10 @@ class OperationKind(StrEnum):
 
 
 class Stream(StrEnum):
-    """The communicator that an operation is posted on; operations of different streams may overtake each other.
+    """Communicator on which an operation is posted. Operations of different streams may overtake each other.
 
-    NODES: of the ranks of equal number on all nodes, where slices are compressed. NORMS: of norms of some parameters, for which
-    no sum and no gather of others should wait.
+    NODES connects the ranks with the same local number on all nodes, for compressed slices. NORMS is for the norms of some
+    parameters, so that sums and gathers of other parameters do not wait for them.
     """
 
     GRADIENTS = "gradients"
@@ -63,8 +63,12 @@ class Stream(StrEnum):
 class Operation:
     """One collective of a step.
 
-    slice: position in the schedule's slices. Inputs and errors belong to all slices of a linear layer; theirs is the first.
-    Norms are of the parameters of all slices from theirs up to that of other norms; -1 (`ALL_SLICES`): of all.
+    Attributes:
+        kind: the collective and the data that it moves.
+        slice: index of the slice. Inputs and errors belong to all slices of a linear layer and have the index of the first one.
+            Norms cover the parameters of all slices from this index up to the index of the next norms; -1 (`ALL_SLICES`) covers
+            all.
+        stream: the stream on which the operation is posted.
     """
 
     kind: OperationKind
@@ -74,13 +78,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class CollectiveSchedule:
-    """All operations of a step; within a stream they are posted in this order on every rank.
+    """All operations of a step. Within a stream, every rank posts them in this order.
 
     Attributes:
-        request: what it was made for (strategy, options, parameters); a stored one is used again only for the same request.
-        ranks: P. window: most operations in flight in a stream; None: no limit.
-        timed: the order follows from measured times, and is not measured again.
-        rounding: of what is sent; None: everything travels as it is.
+        request: strategy, options and parameters that the schedule was made for. A stored schedule is reused only for the same
+            request.
+        ranks: number P of ranks.
+        slices: slices of the parameters.
+        operations: operations in posting order.
+        window: maximum number of operations in flight per stream; None: no limit.
+        timed: whether the order follows from measured times; it is then not measured again.
+        rounding: rounding of messages; None: nothing is rounded.
     """
 
     request: str
@@ -92,11 +100,11 @@ class CollectiveSchedule:
     rounding: Rounding | None = None
 
     def digest(self) -> str:
-        """Return the SHA-256 of everything, hexadecimal."""
+        """Return the SHA-256 of the whole schedule, in hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the text that `from_json` reads; a slice and an operation per line, for people."""
+        """Return the schedule as JSON for `from_json`, with one slice or operation per line."""
         values = asdict(self)
         values["slices"] = [
             {_STORED_KEYS.get(key, key): value for key, value in piece.items() if (key, value) not in _LEFT_OUT}
@@ -118,7 +126,7 @@ class CollectiveSchedule:
         """Return the schedule that `to_json` wrote.
 
         Raises:
-            CheckpointError: the text is no schedule.
+            CheckpointError: the text is not a schedule.
         """
         try:
             values: dict[str, Any] = json.loads(text)
@@ -129,12 +137,10 @@ class CollectiveSchedule:
             )
             return CollectiveSchedule(slices=slices, operations=operations, rounding=rounding, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"A stored schedule cannot be read ({error!r}); delete it, and it is measured again."
-            ) from error
+            raise CheckpointError(f"Cannot read a stored schedule ({error!r}); delete it to have it measured again.") from error
 
     def text(self, operation: Operation) -> str:
-        """Return the name of an operation and what it moves, for messages and traces."""
+        """Return the name of an operation and its slice, for messages and traces."""
         if operation.slice == ALL_SLICES:
             return str(operation.kind)
         piece = self.slices[operation.slice]
@@ -144,7 +150,7 @@ class CollectiveSchedule:
         return f"{operation.kind} of {piece.parameters[0] if of_layer else piece.name}"
 
     def lines(self) -> list[str]:
-        """Return every operation with its slice, and the window, as one line each: what ranks compare if digests differ."""
+        """Return the request with the window, and a line per operation with its slice. Ranks compare these if digests differ."""
         lines = [f"{self.request}, {self.ranks} ranks, window {self.window}"]
         for operation in self.operations:
             where = ""
@@ -159,12 +165,13 @@ class CollectiveSchedule:
         return lines
 
     def exchanged(self, rank: int, samples: Sequence[int]) -> Mapping[OperationKind, int]:
-        """Return the elements that a rank exchanges with others in a step, by kind, in integers; without norms.
+        """Return the number of elements that a rank exchanges with other ranks in a step, by kind, without norms.
 
-        An element and its position count as two. Those of compressed slices are as many as in a step that has warmed up.
+        An element with its position counts as two. For compressed slices, the numbers are those of a step after the warm-up.
 
         Args:
-            samples: of the step, by rank.
+            rank: rank whose elements are counted.
+            samples: samples of the step, by rank.
         """
         moving = [operation for operation in self.operations if operation.kind is not OperationKind.NORMS]
         elements: dict[OperationKind, int] = dict.fromkeys((operation.kind for operation in moving), 0)
@@ -173,7 +180,7 @@ class CollectiveSchedule:
             others = piece.size - piece.owned_size(rank, self.ranks)
             if operation.kind is OperationKind.ALLREDUCE:
                 others *= 2
-            elif operation.kind is OperationKind.INPUTS:  # of this rank's samples, the columns that others own
+            elif operation.kind is OperationKind.INPUTS:  # columns of this rank's samples that other ranks own
                 layer = [self.slices[k] for k in layer_slices(self.slices, operation.slice)]
                 others = sum(samples[rank] * (part.size - part.owned_size(rank, self.ranks)) // part.unit for part in layer)
             elif operation.kind is OperationKind.ERRORS:
@@ -184,12 +191,12 @@ class CollectiveSchedule:
         return elements
 
     def exchanged_by_rank(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Return the elements that each rank exchanges with others in a step, of all kinds; without norms.
+        """Return the number of elements that each rank exchanges with other ranks in a step, over all kinds, without norms.
 
-        The same as the sums of `exchanged`, in a time that grows with the sum of operations and ranks.
+        The numbers are the sums of `exchanged`, computed in O(operations + ranks).
 
         Args:
-            samples: of the step, by rank.
+            samples: samples of the step, by rank.
         """
         of_rank, of_sample = _Elements(self.ranks), _Elements(self.ranks)
         of_rank.add(self._pairs_by_rank(), 2)
@@ -197,7 +204,7 @@ class CollectiveSchedule:
             if operation.kind in (OperationKind.NORMS, OperationKind.SPARSE):
                 continue
             piece = self.slices[operation.slice]
-            if operation.kind is OperationKind.INPUTS:  # of each sample, the columns that others own
+            if operation.kind is OperationKind.INPUTS:  # columns of each sample that other ranks own
                 for k in layer_slices(self.slices, operation.slice):
                     of_sample.add_not_owned(self.slices[k].units, 1)
             elif operation.kind is OperationKind.ERRORS:
@@ -210,16 +217,18 @@ class CollectiveSchedule:
         return tuple(n + count * m for n, count, m in zip(of_rank.by_rank(), samples, per_sample, strict=True))
 
     def exchanged_bytes_by_rank(self, samples: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-        """Return the bytes that each rank exchanges with others in a step.
+        """Return the bytes that each rank exchanges with other ranks in a step.
 
-        item_bytes: of an element; the position of one has 4.
+        Args:
+            samples: samples of the step, by rank.
+            item_bytes: bytes of an element; its position, if sent, takes 4 bytes.
         """
         elements, pairs = self.exchanged_by_rank(samples), self._pairs_by_rank().by_rank()
         full = (item_bytes * n + (INDEX_BYTES - item_bytes) * m for n, m in zip(elements, pairs, strict=True))
         return tuple(n_bytes - less for n_bytes, less in zip(full, self._saved_by_rank(item_bytes), strict=True))
 
     def _saved_by_rank(self, item_bytes: int) -> Sequence[int]:
-        """Return the bytes by which rounded messages are shorter."""
+        """Return, by rank, the bytes that rounding saves."""
         saved = np.zeros(self.ranks, np.int64)
         rounding = self.rounding
         if rounding is None or self.ranks == 1:
@@ -238,7 +247,7 @@ class CollectiveSchedule:
         return [int(less) for less in saved]
 
     def _pairs_by_rank(self) -> _Elements:
-        """Return the elements of compressed slices that each rank exchanges together with their positions."""
+        """Return the number of (element, position) pairs of compressed slices that each rank exchanges."""
         pairs = _Elements(self.ranks)
         for operation in self.operations:
             if operation.kind is OperationKind.SPARSE:
@@ -266,7 +275,7 @@ class CollectiveSchedule:
         return "\n".join([head, *aligned])
 
     def _cells(self, operation: Operation) -> tuple[str, str, str]:
-        """Return slice, elements and order of an operation, for the table."""
+        """Return the cells slice, elements and order of an operation."""
         if operation.slice == ALL_SLICES:
             return "all", "", ""
         piece = self.slices[operation.slice]
@@ -276,9 +285,10 @@ class CollectiveSchedule:
 
 
 class _Elements:
-    """A sum of elements by rank.
+    """Sum of element counts by rank, stored as a difference array.
 
-    of_all: what each rank has; ranks below a limit have less by what lies at and above it.
+    Attributes:
+        of_all: count before the corrections, which apply to all ranks below a limit.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -286,9 +296,9 @@ class _Elements:
         self._less = [0] * (ranks + 1)
 
     def add_not_owned(self, units: int, weight: int, copies: int = 1) -> None:
-        """Add `weight` times the units that a rank does not own.
+        """Add `weight` times the number of units that a rank does not own.
 
-        The first ranks may own one more, `copies` neighbours the same.
+        The first ranks may own one unit more; `copies` neighbouring ranks own the same units.
         """
         least, longer = divmod(units, (len(self._less) - 1) // copies)
         self.add_by_limit(weight * (units - least), longer * copies, -weight)
@@ -299,19 +309,19 @@ class _Elements:
         self._less[limit] -= more
 
     def add(self, other: _Elements, weight: int) -> None:
-        """Add another sum, `weight` times."""
+        """Add another sum `weight` times."""
         self.of_all += weight * other.of_all
         self._less = [less + weight * one for less, one in zip(self._less, other._less, strict=True)]
 
     def by_rank(self) -> list[int]:
-        # What lies at limits above a rank: all of it, less what lies at or below.
+        # The sum at limits above a rank is the total minus the sum at or below.
         below = accumulate(self._less[:-1])
         total = sum(self._less)
         return [self.of_all - (total - passed) for passed in below]
 
 
 def _exchanged_pairs(piece: Slice, owned: int) -> int:
-    """Return the elements of a part of a compressed slice that its owner exchanges with the other nodes."""
+    """Return the number of (element, position) pairs of a compressed slice that a part's owner exchanges with other nodes."""
     assert piece.compression is not None
     return (piece.compression.nodes - 1) * piece.compression.kept(owned)
 
@@ -325,18 +335,18 @@ def _stored_slice(stored: Mapping[str, Any]) -> Slice:
     return Slice(**{**values, "parameters": tuple(stored["parameters"]), "replicated": tuple(stored["replicated"])})
 
 
-# A message more costs latency and processor time as any other does; one for an eighth of the elements and two slices, of two
-# operations each, makes a quarter more messages at most. What comes last can only be gathered after backward: front groups halve.
+# Each message costs latency and processor time. One per eighth of the elements and two slices, of two operations each, adds at
+# most a quarter to the number of messages. The last group can only be gathered after backward, so the front groups halve.
 _GROUPS_OF_EQUAL_SHARE = 8
 _LEAST_SLICES_OF_A_GROUP = 2
 
 
 def norm_groups(layout: GroupLayout, slices: Sequence[Slice]) -> tuple[int, ...]:
-    """Return the first slice of each group, ascending.
+    """Return the index of the first slice of each group of norms, ascending.
 
-    Groups are filled from the last slice to the first, as backward completes them, with two slices each at least, and with an
-    eighth of all elements or half of those that are left; only the front-most may stay smaller. No parameter is in two of
-    them, and each group's parameters are neighbours.
+    Groups are filled from the last slice to the first, in the order in which backward completes them. A group has at least two
+    slices, and an eighth of all elements or half of the remaining ones; only the front-most group may be smaller. No parameter is
+    in two groups, and the parameters of a group are neighbours.
     """
     place = {segment.parameter: position for position, segment in enumerate(layout.segments)}
     places = [[place[name] for name in (*piece.parameters, *piece.replicated)] for piece in slices]
@@ -356,27 +366,29 @@ def norm_groups(layout: GroupLayout, slices: Sequence[Slice]) -> tuple[int, ...]
 
 
 def slices_of_groups(starts: Sequence[int], count: int) -> Mapping[int, range]:
-    """Return, by first slice, the slices of each group.
+    """Return the slices of each group by its first slice.
 
-    starts: ascending, or `ALL_SLICES` alone. count: of all slices.
+    Args:
+        starts: first slice of each group, ascending; or only `ALL_SLICES`.
+        count: number of all slices.
     """
     if tuple(starts) == (ALL_SLICES,):
         return {ALL_SLICES: range(count)}
-    assert all(0 <= low < high for low, high in pairwise((*starts, count))), "groups of norms are in order, and hold slices"
+    assert all(0 <= low < high for low, high in pairwise((*starts, count))), "groups of norms must be ascending and not empty"
     return {low: range(low, high) for low, high in pairwise((*starts, count))}
 
 
 def covered_slices(schedule: CollectiveSchedule) -> Mapping[int, range]:
-    """Return, by the slice of each operation of norms, the slices whose parameters' norms it completes."""
+    """Return, by the slice index of each norms operation, the slices whose parameters' norms it completes."""
     starts = sorted(operation.slice for operation in schedule.operations if operation.kind is OperationKind.NORMS)
     covered = slices_of_groups(starts, len(schedule.slices)) if starts else {}
     names = [{name for k in group for name in schedule.slices[k].parameters} for group in covered.values()]
-    assert sum(map(len, names)) == len(set().union(*names)), "a parameter's norm is completed once"
+    assert sum(map(len, names)) == len(set().union(*names)), "a parameter's norm must be completed once"
     return covered
 
 
 class EventKind(StrEnum):
-    """The events of one parameter on this rank, each once per step."""
+    """Events of one parameter on this rank; each happens once per step."""
 
     INPUTS = "inputs"
     GRADIENT = "gradient"
@@ -385,7 +397,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class LocalEventKey:
-    """An event of one parameter in one step."""
+    """Event of one parameter in one step."""
 
     kind: EventKind
     parameter: str
@@ -396,11 +408,12 @@ class LocalEventKey:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What one operation comes after.
+    """Dependencies of one operation.
 
     Attributes:
-        events: on this rank, in the same step. operations: positions in the schedule, of the same step.
-        gathers_before: slices whose allgather of the step before must be complete.
+        events: events on this rank in the same step.
+        operations: positions of operations in the same step.
+        gathers_before: slices whose allgather of the previous step must be complete.
     """
 
     events: tuple[LocalEventKey, ...] = ()
@@ -411,16 +424,18 @@ class Dependencies:
 def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
     """Return the dependencies of each operation, by position.
 
-    An operation that sums a slice needs its gradients (or its layer's inputs, or errors). It writes where the sums of the step
-    before are used until their slices are gathered, so it comes after these gathers. The largest elements of a compressed slice
-    are chosen from the sum within the node, or from the gradients where no operation makes one. Norms need the sums of the
-    slices whose parameters they are of, and are written where updates of the step before read them until these slices are
-    gathered; a step may leave out a slice, so that its sum does not say so. A gather writes the parameters, so it needs that
-    backward has read them for the last time, besides the sums of its slice and, if any, the norms of its parameters.
+    - A sum of a slice needs its gradients, or its layer's inputs or errors. It writes where the sums of the previous step are
+      used until their slices are gathered, so it also needs these gathers.
+    - The largest elements of a compressed slice are chosen from the sum within the node, or from the gradients if there is no
+      such sum.
+    - Norms need the sums of their parameters' slices. They overwrite norms that the updates of the previous step read, so they
+      need the gathers of these slices, too. A step may leave out a slice, so its sum does not imply that gather.
+    - A gather writes the parameters. It needs the last read by backward, the sums of its slice and, if any, the norms of its
+      parameters.
     """
-    summing: dict[int, list[int]] = {}  # by slice, the operations that make its sum
+    summing: dict[int, list[int]] = {}  # operations that compute a slice's sum, by slice
     covered = covered_slices(schedule)
-    norms: dict[int, int] = {}  # by slice, the position of its parameters' norms
+    norms: dict[int, int] = {}  # position of the norms of a slice's parameters, by slice
     needs: list[Dependencies] = []
     for position, operation in enumerate(schedule.operations):
         if operation.kind is OperationKind.NORMS:

@@ -1,20 +1,18 @@
-"""Sums over the arrays of parameter groups: gradients of shards, squared norms, and checksums of what a step reads.
+"""Sums over the arrays of parameter groups: gradients of shards, squared norms, and checksums of the parameters of a step.
 
-`ShardGradients` adds up the gradients of a rank's shards in the order of a tree, so that sums do not depend on the number of
-ranks.
+`ShardGradients` sums the gradients of a rank's shards in the order of a tree, so that sums do not depend on the number of ranks.
 
-`JointNorms` completes norms over several groups of parameters: split layers lie in blocks on several ranks, and clipping needs
-all groups. Every rank adds up squares of what it owns, or of its share of what every rank holds; each element of the network,
-wherever its copies are, counts on one rank of all. So one small allreduce per step over all ranks completes every norm of every
-group.
+`JointNorms` computes norms over several groups of parameters. Split layers lie in blocks on several ranks, and clipping needs all
+groups. Every rank sums the squares of the elements that it owns, and of its share of the elements that every rank holds. Each
+element of the network therefore counts on exactly one rank, and one small allreduce per step over all ranks completes all norms
+of all groups.
 
-`TreeNorms` are norms whose bits depend on no rank and on no size of slices: sums of squares of fixed blocks, added in one
-order. The elements of a parameter that lie between two multiples of `NORM_BLOCK` in the flat buffers are one term, which one
-rank sums up alone: parts of slices end at such multiples. The terms of a parameter are added in a tree (`summation_tree`): each
-rank adds what it has, the places of others hold zeros, so that a sum over ranks changes nothing, and all ranks add the rest in
-the tree's order.
+`TreeNorms` are norms whose bits depend neither on ranks nor on sizes of slices. The elements of a parameter between two multiples
+of `NORM_BLOCK` in the flat buffers are one term, which one rank sums alone; parts of slices end at such multiples. The terms of a
+parameter are added in a tree (`summation_tree`). Each rank adds its own terms and has zeros for the other ranks' terms, so a sum
+over ranks changes nothing. Then all ranks add the terms in the tree's order.
 
-`ReadSums` are sums over the parameters that a step reads, taken just before the update of that step overwrites them. A rank's
+`ReadSums` are checksums of the parameters that a step reads, taken just before the update of that step overwrites them. A rank's
 copy of a parameter that another rank owns is overwritten in every step. Damage to the copy therefore lasts one step only, but
 that step has computed with it. Comparing the sums of all ranks reveals the damage afterwards.
 """
@@ -30,8 +28,7 @@ import numpy as np
 
 from hpctrain.backend.arithmetic import ArrayChecksums, Fetch
 from hpctrain.comm.base import Array, Communicator
-from hpctrain.comm.posting_queue import LocalEvent, PostingQueue, Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import LocalEvent, PostingQueue, ProgressEngine, Ticket
 from hpctrain.core.intervals import Interval, ShardsOfRank, TreeAddition, additions, cover, even_interval
 from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
 from hpctrain.optim.base import Norms
@@ -40,10 +37,12 @@ _NORMS_TEXT = "allreduce of norms"
 
 
 class _GroupNorms(Norms):
-    """One group's part of the norms of all groups.
+    """Norms of one group as a view of the norms of all groups.
 
     Args:
-        all_squares: float64 (parameters of all groups, 2), of which `place` is this group's.
+        group: the group of parameters.
+        all_squares: float64 (parameters of all groups, 2).
+        place: rows of this group.
     """
 
     def __init__(self, group: FlatGroup, all_squares: np.ndarray, place: slice) -> None:
@@ -57,14 +56,14 @@ class _GroupNorms(Norms):
 
 @dataclass(frozen=True)
 class JointStep:
-    """The norms of one step.
+    """Norms of one step.
 
-    Every member contributes as soon as its own sums are there, driven by whatever its rank waits for, and never only because
-    somebody asks: a rank may hold no element of what the others are waiting to update.
+    Every member contributes as soon as its sums are complete, driven by any wait of its rank and not by a request for the norms.
+    A rank may hold no element of the parameters that other ranks are waiting to update.
 
     Attributes:
-        ticket: complete once all norms are; posted, so that it may stand among what updates come after.
-        norms: by member; a member fills its own before it contributes.
+        ticket: ticket of the allreduce, complete once all norms are, so that updates can depend on it.
+        norms: norms by member; a member fills its own before it contributes.
     """
 
     ticket: Ticket
@@ -73,23 +72,24 @@ class JointStep:
     _contributions: Sequence[LocalEvent]
 
     def contribute(self, member: int) -> None:
-        """Note that the member's squares of what is its own are in place. Never waits."""
+        """Announce that the squares of the member's elements are in place. Never waits."""
         self._contributions[member].happen()
 
     def complete(self) -> None:
-        """Wait for all norms of the step; every member has announced all its gradients."""
+        """Wait for all norms of the step. Every member must have announced all its gradients."""
         self._progress.wait(self.ticket)
 
 
 class JointNorms:
-    """The norms of all parameter groups of a network, shared by their averagers. Making it is collective over all ranks.
+    """Norms of all parameter groups of a network, shared by their averagers. Creation is collective over all ranks.
 
-    Its message is posted on a communicator of its own, one per step, so its order depends on nothing else. What is sent holds
-    until the step after the next: two buffers take turns, and a step waits for the message that left its buffer.
+    One message per step is posted on a separate communicator, so its order depends on nothing else. A message's buffer is reused
+    in the step after the next: two buffers alternate, and a step waits for the previous message of its buffer.
 
     Args:
-        comm: all ranks that hold a part of the network, or a copy of one. Each group's ranks are some of them or all.
-        groups: in the same order on every rank. Parameters have the same names on all ranks of a group.
+        comm: communicator of all ranks that hold a part or a copy of the network. The ranks of each group are a subset.
+        progress: progress engine of the process.
+        groups: parameter groups in the same order on every rank. Parameters have the same names on all ranks of a group.
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine, groups: Sequence[FlatGroup]) -> None:
@@ -112,25 +112,26 @@ class JointNorms:
         self._steps = 0
 
     def member(self, group: FlatGroup) -> int:
-        """Return the place of a group among the members."""
+        """Return the index of a group among the members."""
         return next(member for member, other in enumerate(self._groups) if other is group)
 
     def begin_step(self, member: int) -> JointStep:
-        """Begin this member's step, and queue the message. Every member begins one before any begins the next.
+        """Begin this member's step; the first member also queues the message.
 
-        May wait for the message of the step before last: a rank that updates nothing has never waited for it.
+        All members begin a step before any begins the next. May wait for the message of the step before the previous one, because
+        a rank that updates nothing has never waited for it.
         """
         if self._begun[member] == self._steps:
             self._step = self._queued()
             self._steps += 1
         self._begun[member] += 1
-        assert self._begun[member] == self._steps, "a group of parameters has left a step out"
+        assert self._begun[member] == self._steps, "a group of parameters has skipped a step"
         assert self._step is not None
         return self._step
 
     def _queued(self) -> JointStep:
         if self._queue is None:
-            # Made after the averagers' queues, it is served after them: what they complete leaves in the same pass.
+            # Created after the averagers' queues, it is served after them: contributions completed in a pass leave in that pass.
             self._queue = self._progress.queue(self._comm)
         turn = self._steps % 2
         left = self._sent[turn]
@@ -143,7 +144,7 @@ class JointNorms:
 
 
 def fill_share(norms: Norms, group: FlatGroup, comm: Communicator, names: Sequence[str]) -> None:
-    """Write the squares of this rank's share of the named parameters, whose sums every rank of `comm` holds."""
+    """Write the squares of this rank's share of the named parameters, whose summed gradients every rank of `comm` holds."""
     norms.squares[...] = 0.0
     for name in names:
         segment = group.segment(name)
@@ -151,7 +152,7 @@ def fill_share(norms: Norms, group: FlatGroup, comm: Communicator, names: Sequen
         norms.add_partial(group, [segment.part(segment.start + begin, segment.start + end)])
 
 
-#: elements of a term; fewer cost more calls, more let ranks' parts differ more
+#: elements of a term; fewer cost more calls, more make ranks' parts less even
 NORM_BLOCK = 2048
 _cached_additions = lru_cache(maxsize=None)(additions)
 
@@ -160,7 +161,8 @@ class TreeNorms(Norms):
     """Squared norms of whole parameters, complete once the ranks' terms are summed and `complete` was called.
 
     Args:
-        parts: of all ranks, the elements [start, stop) of the flat buffers that one of them adds up at once.
+        group: the group of parameters.
+        parts: element ranges [start, stop) of the flat buffers, over all ranks; a rank sums each range at once.
     """
 
     def __init__(self, group: FlatGroup, parts: Iterable[Interval]) -> None:
@@ -180,7 +182,7 @@ class TreeNorms(Norms):
         self.message(places)[...] = 0.0
 
     def add_partial(self, group: FlatGroup, segments: Sequence[Segment]) -> None:
-        """Put the sums of the elements in `segments` into their places. Each segment lies within one of the parts, whole."""
+        """Write the sums of the elements in `segments` to their places. Each segment lies completely within one of the parts."""
         for segment in segments:
             if not segment.size:
                 continue
@@ -221,7 +223,7 @@ def _term_count(whole: Segment) -> int:
 
 
 def _terms_of_part(whole: Segment, part: Segment) -> Interval:
-    """Return the terms of a parameter that a part of it consists of."""
+    """Return the range of a parameter's terms that make up a part of it."""
     first = whole.start // NORM_BLOCK
     assert part.start == whole.start or part.start % NORM_BLOCK == 0, f"{part} begins inside of a term"
     assert part.stop == whole.stop or part.stop % NORM_BLOCK == 0, f"{part} ends inside of a term"
@@ -235,21 +237,22 @@ def _elements_of_term(whole: Segment, term: int) -> Interval:
 
 
 class ShardGradients:
-    """The sums of one group's gradients over the shards of this rank, added up parameter by parameter.
+    """Sums of one group's gradients over the shards of this rank, accumulated parameter by parameter.
 
-    As in a binary counter, sums of equal numbers of shards become one as soon as there are two, so there are as many buffers as
-    a number has digits. The last shard's gradient stays where it is, in the group's own buffer, and takes the sums before it.
-    What no node of the tree holds together is left as several terms, which ranks send one by one.
+    As in a binary counter, two sums over equal numbers of shards are merged at once, so the number of buffers is logarithmic in
+    the number of shards. The gradient of the last shard stays in the group's own buffer, to which the earlier sums are added.
+    Sums that have no common node in the tree remain separate terms, which ranks send one by one.
 
-    Each `add` comes after the step's first forward, which waits for what the step before has sent: buffers are free then, and
-    keep its sums until then, as their message may still have to be posted.
+    Each `add` follows the step's first forward, which waits for the messages of the previous step. Until then the buffers keep
+    its sums, because their message may still have to be posted.
 
     Args:
-        group: the parameters. shards: those of this rank among the ranks that average the group.
-        homes: gradients are written to `buffer_for`, so that what waits need not be copied.
+        group: the parameters.
+        shards: shards of this rank among the ranks that average the group.
+        homes: whether gradients are written to `buffer_for`, so that sums that wait need not be copied.
 
     Attributes:
-        shards: as given.
+        shards: shards of this rank.
     """
 
     def __init__(self, group: FlatGroup, shards: ShardsOfRank, *, homes: bool = False) -> None:
@@ -266,7 +269,7 @@ class ShardGradients:
         self._added = dict.fromkeys(group.parameters, 0)
 
     def _places(self) -> dict[int, int]:
-        """Return, by the place of a shard whose sum waits for others, the number of the first free buffer, in which it waits."""
+        """Return, for each shard whose sum waits for others, the index of the first free buffer, in which the sum waits."""
         numbers: dict[int, int] = {}
         taken: set[int] = set()
         for place in range(self.shards.count - 1):
@@ -277,19 +280,19 @@ class ShardGradients:
         return numbers
 
     def buffer_for(self, parameter: Parameter, place: int) -> Array:
-        """Return where the gradient of one parameter over a shard is to be written, in the parameter's shape."""
+        """Return the array for the gradient of one parameter over a shard, in the parameter's shape."""
         if self._homes and place in self._number_of:
             return self._waiting(place, parameter).reshape(parameter.grad.shape)
         return parameter.grad
 
     def start(self) -> None:
-        """Begin a step: nothing is added up."""
+        """Begin a step. No-op."""
 
     def end_pass(self) -> None:
         """End a pass over a shard. No-op."""
 
     def add(self, parameter: Parameter, place: int) -> None:
-        """Add the gradient of one parameter over a shard that is not the last, as soon as it is there. Shards come in order."""
+        """Add the gradient of one parameter over a shard other than the last. Shards come in order."""
         self._count(parameter, place)
         arithmetic = self._group.arithmetic
         value: Array = parameter.grad.reshape(-1)
@@ -309,16 +312,13 @@ class ShardGradients:
         return self._buffers[self._number_of[place]][segment.start : segment.stop]
 
     def complete(self, parameter: Parameter) -> None:
-        """Add what was added up before to the gradient of one parameter over the last shard."""
+        """Add the earlier sums to the gradient of one parameter over the last shard."""
         self._count(parameter, self.shards.count - 1)
         for step in self._after[-1]:
             self._group.arithmetic.add(parameter.grad.reshape(-1), self._waiting(step.left, parameter))
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
-        """Return elements [start, stop) of this rank's terms of the sums over ranks.
-
-        One array, or several in the tree's order.
-        """
+        """Return elements [start, stop) of this rank's terms of the sum over ranks: one array, or several in the tree's order."""
         last = self._group.grad[start:stop]
         if not self._kept:
             return last
@@ -326,14 +326,15 @@ class ShardGradients:
 
 
 class ReadSums:
-    """Sum the 32-bit words of one group's parameters. Made at set-up, alike on every rank of the group.
+    """Checksums over the 32-bit words of one group's parameters. Created at set-up, alike on every rank of the group.
 
     Args:
-        parts: the segments that are written together; each element of the group is in at most one part.
-        places: elements of the flat buffers at which segments are cut, so that no piece has elements of several owners.
+        group: the parameters.
+        parts: segments that are written together; each element of the group is in at most one part.
+        places: offsets in the flat buffers at which segments are cut, so that all elements of a piece have the same owner.
 
     Attributes:
-        pieces: the summed segments, part after part.
+        pieces: the summed segments, part by part.
     """
 
     def __init__(self, group: FlatGroup, parts: Sequence[Sequence[Segment]], places: Sequence[int] = ()) -> None:
@@ -355,26 +356,26 @@ class ReadSums:
         return self._step
 
     def complete(self) -> list[Fetch]:
-        """Return pending fetches of the sums of all parts, in order. Call it after the step's last read. Does not wait."""
+        """Return pending fetches of the sums of all parts, in order. Does not wait. Call it after the step's last read."""
         step, self._step = self._step or self.begin(), None
         return step.complete()
 
 
 class StepReads:
-    """The sums of one step, part by part."""
+    """Checksums of one step, part by part."""
 
     def __init__(self, sums: Sequence[ArrayChecksums], place: Sequence[int | None]) -> None:
         self._sums, self._place = sums, place
         self._fetches: list[Fetch | None] = [None] * len(sums)
 
     def take(self, part: int) -> None:
-        """Take the sums of a part that is about to be written, unless they were taken before."""
+        """Take the checksums of a part that is about to be written, unless they have been taken."""
         place = self._place[part]
         if place is not None:
             self._take(place)
 
     def complete(self) -> list[Fetch]:
-        """Take the sums of all remaining parts, and return those of all parts."""
+        """Take the checksums of all remaining parts, and return the fetches of all parts."""
         return [self._take(place) for place in range(len(self._sums))]
 
     def _take(self, place: int) -> Fetch:
@@ -385,7 +386,7 @@ class StepReads:
 
 
 def _cut_segment(segment: Segment, places: Sequence[int]) -> list[Segment]:
-    """Cut a segment at places, and return the non-empty parts."""
+    """Cut a segment at the given places and return the non-empty parts."""
     inside = sorted({place for place in places if segment.start < place < segment.stop})
     bounds = pairwise((segment.start, *inside, segment.stop))
     return [part for part in (segment.part(begin, end) for begin, end in bounds) if part.size]

@@ -1,10 +1,10 @@
-"""The order in which slices travel: from measured times, by simulating one link; the order of operations changes no bit.
+"""Order in which slices are sent, from measured times by simulating one link. The order of operations changes no bit.
 
-`StepClock` measures at which times of a step gradients become ready and parameters are needed, `over_ranks` makes those of a
-typical rank of them, the same on every rank, and `best_order` simulates the link with them.
+`StepClock` measures when gradients become ready and parameters are needed within a step. `over_ranks` combines these times into
+those of a typical rank, the same on every rank. `best_order` simulates the link with them.
 
-`SliceTraffic` has the slices that share the link, and how long each takes: gradients, factors or the largest elements, in full
-or rounded.
+`SliceTraffic` has the slices that share the link and the time that each takes: gradients, factors or the largest elements, in
+full or rounded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from hpctrain.core.intervals import even
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of compute since a step's begin; waits are taken out.
+    """Seconds of compute since the begin of a step, without waits.
 
-    ready: by parameter, when its gradient (or the error of its layer) is announced. free: when its data is released. needed: when
-    forward reads it; empty where that is unknown. end_seconds: when backward ends.
+    Attributes:
+        ready: time at which the gradient, or the error of its layer, is announced, by parameter.
+        free: time at which the data is released, by parameter.
+        needed: time at which forward reads the data, by parameter; empty if unknown.
+        end_seconds: end of backward.
     """
 
     ready: Mapping[str, float]
@@ -41,26 +44,26 @@ class Times:
     end_seconds: float = 0.0
 
     def longest_gap(self) -> float:
-        """Return the longest time between two gradients that become ready one after the other, in seconds."""
+        """Return the longest time in seconds between two consecutive gradients."""
         return max((later - earlier for earlier, later in pairwise(sorted(self.ready.values()))), default=0.0)
 
     def late(self) -> Times:
-        """Return the times as if all became ready one gradient later.
+        """Return the times as if everything became ready one gradient later.
 
-        What a single queue sends next must be ready then, or everything after it waits.
+        For a single queue, whose next operation must be ready by then because everything after it waits.
         """
         later = self.longest_gap()
         ready, free = ({name: at + later for name, at in times.items()} for times in (self.ready, self.free))
         return Times(ready, free, self.needed, self.end_seconds)
 
     def looks(self) -> list[float]:
-        """Return the instants at which the program surely polls, ascending: where a parameter's part of the work ends."""
+        """Return the instants at which the program surely polls, ascending: the ends of the work on each parameter."""
         read = (self.end_seconds + at for at in self.needed.values())  # of the next step
         return sorted({*self.ready.values(), *self.free.values(), *read})
 
     @staticmethod
     def unknown(parameters: Sequence[str]) -> Times:
-        """Return times of a backward in which each parameter takes 1 s, from the last one to the first.
+        """Return times for a backward in which each parameter takes 1 s, from the last to the first.
 
         Data is released when backward ends.
         """
@@ -69,7 +72,7 @@ class Times:
         return Times(ready, dict.fromkeys(parameters, last + 1.0))
 
     def to_array(self, parameters: Sequence[str]) -> np.ndarray:
-        """Return float64 (3 n + 1,), of n parameters: ready, free, needed (NaN if unknown), then the end."""
+        """Return float64 (3 n + 1,) for n parameters: ready, free, needed (NaN if unknown), then the end of backward."""
         of_kinds = (of_kind.get(name, np.nan) for of_kind in (self.ready, self.free, self.needed) for name in parameters)
         return np.array([*of_kinds, self.end_seconds])
 
@@ -85,10 +88,10 @@ class Times:
 
 
 def upper_medians(seconds: np.ndarray) -> np.ndarray:
-    """Return (events,) from (ranks, events): of each event the upper median over the ranks that know it; NaN if none does.
+    """Return, from (ranks, events), the upper median (events,) of each event over the ranks that know it; NaN if none does.
 
-    Of two ranks it is the later one, as a collective starts when both have posted it; of many no odd one matters, be it a rank
-    that something disturbed while it measured. A maximum would follow that one, and a mean in part.
+    For two ranks it is the later time, because a collective starts when both have posted it. For many ranks it is robust against
+    outliers, such as a rank that was disturbed during the measurement; a maximum or a mean is not.
     """
     ordered = np.sort(seconds, axis=0)  # NaN last
     known = np.count_nonzero(~np.isnan(seconds), axis=0)
@@ -97,9 +100,9 @@ def upper_medians(seconds: np.ndarray) -> np.ndarray:
 
 
 class StepClock:
-    """A clock of forward's reads, ready gradients and released data: seconds of compute since the step's begin, medians.
+    """Clock for the events of a step: forward's reads, ready gradients, released data. Times are compute seconds since the begin.
 
-    Waits are taken out: what hides under them would otherwise be planned as if it cost time.
+    Waits are excluded. Otherwise communication that hides under them would be planned as if it cost time.
     """
 
     def __init__(self, progress: ProgressEngine) -> None:
@@ -112,7 +115,11 @@ class StepClock:
         self._ends: list[float] = []
 
     def begin(self, on: bool) -> None:
-        """Begin a step. on: it is measured."""
+        """Begin a step.
+
+        Args:
+            on: whether the step is measured.
+        """
         self._on = on
         self._begin = self._compute_seconds()
 
@@ -130,7 +137,7 @@ class StepClock:
         self._note(self._free, name)
 
     def end(self, names: Sequence[str]) -> None:
-        """Note that backward has ended, and with it what was not announced."""
+        """Note the end of backward, which is also the time of events that were not announced."""
         for name in names:
             for times in (self._ready, self._free):
                 if self._on and len(times.get(name, ())) < max(map(len, times.values()), default=1):
@@ -139,7 +146,7 @@ class StepClock:
             self._ends.append(self._compute_seconds() - self._begin)
 
     def times(self) -> Times:
-        """Return the medians over the measured steps, of which there must be at least one."""
+        """Return the medians over the measured steps. There must be at least one."""
         ready, free, needed = (
             {name: median(seconds) for name, seconds in times.items()} for times in (self._ready, self._free, self._needed)
         )
@@ -154,14 +161,16 @@ class StepClock:
 
 
 def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress: ProgressEngine) -> Times:
-    """Return the times of a typical rank (`upper_medians`), from those of all ranks. Collective; the same bits on every rank.
+    """Return the times of a typical rank (`upper_medians`) from those of all ranks. Collective; the same bits on every rank.
 
     Args:
-        times: measured on this rank. names: of the parameters, the same on every rank.
-        comm: all ranks that order their operations alike; nothing else is under way on it.
+        times: times measured on this rank.
+        names: names of the parameters, the same on every rank.
+        comm: all ranks that order their operations alike; no other operation may be in progress on it.
+        progress: progress engine of the process.
     """
     measured = times.to_array(names)
-    counts = even(measured.size, comm.size)  # each rank looks at a share of the events, so that none holds those of all ranks
+    counts = even(measured.size, comm.size)  # each rank handles a share of the events, so that none holds all events of all ranks
     share = np.empty((comm.size, counts[comm.rank]))
     progress.wait_handle(
         comm.ialltoall(measured, share.reshape(-1), counts, [counts[comm.rank]] * comm.size), "times of all ranks"
@@ -173,12 +182,15 @@ def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress:
 
 @dataclass(frozen=True)
 class SliceTraffic:
-    """The slices that ranks exchange in a step.
+    """Slices that ranks exchange in a step.
 
     Attributes:
-        item_bytes: of an element in memory. batch: nominal samples of a step over all ranks, for the errors of linear layers.
-        rounding: how gradients and parameters travel.
-        norms: slices that are gathered once norms of all of them are complete.
+        slices: the slices.
+        ranks: number of ranks.
+        item_bytes: bytes of an element in memory.
+        batch: nominal samples of a step over all ranks, for the errors of linear layers.
+        rounding: number formats of gradients and parameters on the wire.
+        norms: ranges of slices that are gathered only once the norms of the whole range are complete.
     """
 
     slices: Sequence[Slice]
@@ -189,9 +201,10 @@ class SliceTraffic:
     norms: Sequence[range] = ()
 
     def reduce_seconds(self, piece: Slice, link: LinkModel) -> float:
-        """Return the seconds until a slice's sum is where it is used.
+        """Return the seconds from the start of a slice's reduction until the sum is complete.
 
-        It is reduced, or made from errors; if compressed, within a node and then across nodes.
+        The sum is a reduce-scatter, or is computed from exchanged errors. Compressed slices are summed within a node and then
+        across nodes.
         """
         if piece.compression is not None:
             nodes, per_node = piece.compression.nodes, self.ranks // piece.compression.nodes
@@ -203,45 +216,50 @@ class SliceTraffic:
         return link.allgather_seconds(wire_bytes(piece.size, self.item_bytes, self.rounding.gradients), self.ranks)
 
     def gather_seconds(self, piece: Slice, link: LinkModel) -> float:
-        """Return the seconds of the allgather of a slice's parameters: of all ranks or, if compressed, of a node's."""
+        """Return the seconds of the allgather of a slice's parameters, over all ranks or, if compressed, within a node."""
         n_bytes = wire_bytes(piece.size, self.item_bytes, self.rounding.parameters)
         return link.allgather_seconds(n_bytes, self.ranks // piece.copies)
 
 
-#: among what could be sent now, the least goes first: (order, ready time, whether it is a gather) -> key
+#: (order, ready time, whether it is a gather) -> key; the ready transfer with the smallest key goes first
 Urgency = Callable[[int, float, bool], tuple[float, ...]]
 
-# Two streams, each in an order of its own, err on different sides. A reduction whose gradient comes later than planned holds up
-# all after it while the link idles: so one overtakes others only where they would still wait on a link that is faster than the
-# measured one, and hides all latencies. A gather whose sum comes later than planned holds up those of front layers: so late
-# layers' go before them only where a slower link would have the sum in time.
+# The orders of the two streams need different margins. A reduction whose gradient is later than planned delays all later ones
+# while the link idles. It therefore overtakes others only if they would wait even on a link that is faster than the measured
+# one and hides all latencies. A gather whose sum is later than planned delays the gathers of front layers. Gathers of late
+# layers therefore precede them only if even a slower link would have the sum in time.
 _FASTER = 1.5
 _SLOWER = 1.25
 
 
 def front_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Order by layer, front ones first; within a layer reductions first."""
+    """Return a key that orders by layer, front layers first, and reductions first within a layer."""
     return (order, gather, ready)
 
 
 def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Order reductions as they become ready, then gathers, front layers first."""
+    """Return a key that orders reductions as they become ready, then gathers, front layers first."""
     return (True, order) if gather else (False, ready)
 
 
 class LinkSimulation:
-    """A link with one transfer at a time, the most urgent one that is ready; it idles only if nothing should start.
+    """Simulation of a link with one transfer at a time, always the most urgent one that is ready.
 
-    Reductions become ready at `times.ready`, gathers when the slice is reduced and its data free. A gather does not start where
-    the next gradient would find it under way for longer than `overrun_seconds`: a reduction that comes late may hold up the next
-    forward. Deterministic; ties go by position.
+    The simulation is deterministic; ties go by position. Reductions become ready at `times.ready`, gathers once the slice is
+    reduced and its data is free. A gather does not start if it would still be in progress for more than `overrun_seconds` when
+    the next gradient becomes ready, because a late reduction may delay the next forward.
 
-    Norms, where some gathers need them, are a message after the last reduction of their slices, and seen half a gradient later.
+    If gathers need norms, the norms are one message after the last reduction of their slices, noticed half a gradient later.
 
     Args:
+        traffic: slices on the link.
+        times: times of the events of a step.
+        link: model of the link.
+        urgency: key of the next transfer.
+        overrun_seconds: maximum delay of a gradient by a gather.
         looks: instants at which the program polls messages, ascending; after the last it polls all the time. A gather starts one
-            poll after the poll that finds its sum complete, because it progresses only after all ranks have posted it and
-            polled again. Empty: the program polls all the time, and a gather starts when its sum is complete.
+            poll after the poll that finds its sum complete, because it progresses only after all ranks have posted it and polled
+            again. Empty: the program polls all the time, and a gather starts when its sum is complete.
     """
 
     def __init__(
@@ -261,16 +279,16 @@ class LinkSimulation:
         self._gather_seconds = [traffic.gather_seconds(piece, link) for piece in slices]
         self._reduce_seconds = [traffic.reduce_seconds(piece, link) for piece in slices]
         self._norms = {k: group for group in traffic.norms for k in group}
-        # Both the end of a sum and that of norms are seen at a poll; the one that a gather comes after costs nothing else.
+        # Ends of sums and of norms are noticed at a poll, half a gap late on average; the message itself costs only latency.
         self._norms_seconds = link.allgather_seconds(0, traffic.ranks) + times.longest_gap() / 2
-        self._unsummed: dict[range, int] = {}  # how many slices of each group of norms
-        self._reductions: list[tuple[float, int]] = []  # (ready time, slice), the next one last
-        self._reduced: list[tuple[float, int]] = []  # (when it may be gathered, slice), a heap
-        self._waiting: list[tuple[tuple[float, ...], int, bool]] = []  # (urgency, slice, gather), a heap
-        self._gathered = [0.0] * len(slices)  # when each slice has been gathered
+        self._unsummed: dict[range, int] = {}  # number of unreduced slices of each group of norms
+        self._reductions: list[tuple[float, int]] = []  # (ready time, slice), descending
+        self._reduced: list[tuple[float, int]] = []  # heap of (earliest time of the gather, slice)
+        self._waiting: list[tuple[tuple[float, ...], int, bool]] = []  # heap of (urgency, slice, gather)
+        self._gathered = [0.0] * len(slices)  # end of the gather, by slice
 
     def stall_seconds(self) -> float:
-        """Return, after `order`, how long the next forward waits for parameters in all, if times say when it reads them."""
+        """Return the total time that the next forward waits for parameters; 0 without `times.needed`. Call it after `order`."""
         latest: dict[str, float] = {}
         for piece, at in zip(self._slices, self._gathered, strict=True):
             for name in (*piece.parameters, *piece.replicated):
@@ -281,7 +299,7 @@ class LinkSimulation:
         return stall
 
     def order(self) -> list[tuple[int, bool]]:
-        """Return (slice, whether it is its gather) in the order in which they are sent."""
+        """Return pairs (slice, whether this is its gather) in the order in which they are sent."""
         ready = ((self._latest(self._times.ready, self._slices[k]), k) for k, members in enumerate(self._together) if members)
         self._reductions = sorted(ready, reverse=True)
         self._unsummed = {group: len(group) for group in self._norms.values()}
@@ -303,7 +321,7 @@ class LinkSimulation:
         return sent
 
     def _sum(self, k: int, now: float) -> None:
-        """Note that a slice is reduced: it may be gathered, or all that wait for the same norms may."""
+        """Note that a slice is reduced. Its gather may now start, or those of all slices that have waited for the same norms."""
         group = self._norms.get(k)
         if group is None:
             self._may_gather(k, now)
@@ -313,7 +331,7 @@ class LinkSimulation:
             self._may_gather(member, now + self._norms_seconds)
 
     def _may_gather(self, k: int, summed: float) -> None:
-        """Let a summed slice be gathered once its data is released and the program has looked again."""
+        """Schedule the gather of a summed slice, once its data is released and the program has polled again."""
         at = max(summed, self._latest(self._times.free, self._slices[k]))
         if self._looks and at <= self._looks[-1]:
             at = self._looks[min(bisect_left(self._looks, at) + 1, len(self._looks) - 1)]
@@ -340,12 +358,13 @@ class LinkSimulation:
 def best_order(
     traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency, looks: Sequence[float] = ()
 ) -> list[tuple[int, bool]]:
-    """Return the order that exposes least, of a few.
+    """Return the order with the smallest stall, out of a few candidates.
 
-    Gathers under backward never hold up a gradient, or do for a limited time.
+    In the candidates, gathers under backward never delay a gradient, or delay it by at most a quarter of a gap, a gap, or any
+    time.
     """
     gap = times.longest_gap() if times.needed else 0.0
-    orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order): the first of equals is taken
+    orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order); the number breaks ties
     for overrun_seconds in (0.0, gap / 4, gap, math.inf) if gap else (0.0,):
         simulation = LinkSimulation(traffic, times, link, urgency, overrun_seconds, looks)
         order = simulation.order()
@@ -354,11 +373,10 @@ def best_order(
 
 
 def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency) -> list[tuple[int, bool]]:
-    """Return an order of reductions and one of gathers, which are on streams of their own, merged in one list.
+    """Return an order of reductions and one of gathers, which have separate streams, merged into one list.
 
-    Each gather comes after what it needs.
-
-    Reductions go as over a link at its best, gathers as over one at its worst, one look late.
+    Each gather comes after the reductions that it needs. Reductions are ordered for a link at its best, gathers for a link at its
+    worst and noticed one poll late.
     """
     at_best = LinkModel(0.0, link.beta_seconds_per_byte / _FASTER)
     at_worst = LinkModel(link.alpha_seconds, link.beta_seconds_per_byte * _SLOWER)
@@ -368,7 +386,7 @@ def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgen
 
 
 def _merged(traffic: SliceTraffic, reductions: Sequence[int], gathers: Sequence[int]) -> list[tuple[int, bool]]:
-    """Return both orders in one, gathers as early as possible: after their slice's reduction, and those that norms need."""
+    """Return both orders as one list, with each gather right after the last reduction that it, or its norms, needs."""
     reduced_by = {member: k for k in reductions for member in layer_slices(traffic.slices, k)}
     group_of = {k: group for group in traffic.norms for k in group}
     place = {k: position for position, k in enumerate(reductions)}

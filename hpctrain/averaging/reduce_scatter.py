@@ -1,35 +1,26 @@
-"""Strategies in which owners update, and their averager: reduce-scatter, update of the own part, allgather, slice by slice.
+"""Averager in which each rank updates its own part of every slice: reduce-scatter, update, allgather.
 
 Lee, Agrawal, Balaprakash, Choudhary and Liao, "Communication-efficient parallelization strategy for deep convolutional neural
-network training", MLHPC 2018: gradients are summed to the rank that owns a part of a slice, which updates just that part and
-holds just its optimiser state; the updated parameters are gathered in place and waited for layer by layer in the next forward.
+network training", MLHPC 2018. Gradients are summed to the rank that owns a part of a slice. That rank holds the optimiser state
+of its part and updates only this part. The updated parameters are gathered in place, and the next forward pass waits for them
+layer by layer.
 
-`begin_step` queues all operations of a step in the schedule's order; each starts when its events on this rank have happened
-(gradient ready, data released) and what it comes after is complete. So order never depends on timing.
+`ReduceScatterAverager.begin_step` queues all operations of a step in the schedule's order. Each operation starts once its events
+on this rank have happened (gradient ready, data released) and the operations that it depends on are complete. The order therefore
+never depends on timing. `OwnerOperations` defines what each operation posts and computes on this rank, and holds the buffers.
+`reduce_scatter_strategy.py` plans the schedule.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
 
 import numpy as np
 
-from hpctrain.averaging import slicing
-from hpctrain.averaging.base import (
-    Agreement,
-    AveragerSetup,
-    GradientAverager,
-    PlannedGroup,
-    Strategy,
-    StrategyCosts,
-    words_of_shards,
-)
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager
 from hpctrain.averaging.collective_schedule import (
-    ALL_SLICES,
     CollectiveSchedule,
     Dependencies,
     EventKind,
@@ -37,23 +28,19 @@ from hpctrain.averaging.collective_schedule import (
     Operation,
     OperationKind,
     Stream,
+    covered_slices,
     dependencies,
-    norm_groups,
-    slices_of_groups,
 )
-from hpctrain.averaging.group_sums import NORM_BLOCK
-from hpctrain.averaging.link_simulation import SliceTraffic, StepClock, Times, Urgency, best_order, over_ranks, reductions_first
-from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
-from hpctrain.averaging.sixteen_bits import Rounding, words_of_rounding
-from hpctrain.averaging.slicing import Slice, cut, fingerprint, fused, layer_slices, sufficient_factor_slices
-from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
-from hpctrain.comm.base import Array
-from hpctrain.comm.groups import Levels, levels
-from hpctrain.comm.link import LinkModel
-from hpctrain.comm.posting_queue import LocalEvent, Ticket
-from hpctrain.core.errors import OptionError
+from hpctrain.averaging.group_sums import JointStep, StepReads
+from hpctrain.averaging.link_simulation import StepClock, Times, over_ranks
+from hpctrain.averaging.sixteen_bits import RoundedParameters, caster
+from hpctrain.averaging.slicing import layer_slices
+from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
+from hpctrain.comm.base import Array, Communicator, Complete, GradientSums, Handle
+from hpctrain.comm.order import Finished
+from hpctrain.comm.progress import LocalEvent, ProgressEngine, Ticket
 from hpctrain.nn.parameter import Parameter, Segment
-from hpctrain.optim.base import NormsNeeded
+from hpctrain.optim.base import Norms
 
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 3
@@ -61,12 +48,291 @@ _NOTHING = LocalEvent("an operation that the step leaves out")
 _NOTHING.happen()
 
 
+@dataclass(frozen=True)
+class StepUpdate:
+    """Parameters of the updates of one step.
+
+    Attributes:
+        lr: learning rate.
+        norms: norms for the updates; None if the optimiser needs none.
+        joint: norms of several groups; None if this group's are separate.
+        member: index of this group among the members of `joint`.
+        left_out: slices that take no part in the step.
+        number: number of the step, counted from 0 over the whole training by averagers that count steps.
+        reads: sums over the parameters that the step has read, taken before an update; None: not requested.
+    """
+
+    lr: float
+    norms: Norms | None
+    joint: JointStep | None
+    member: int
+    left_out: frozenset[int] = frozenset()
+    number: int = 0
+    reads: StepReads | None = None
+
+    def contribute(self) -> None:
+        """Announce to the other groups that this group's squares are in place."""
+        assert self.joint is not None
+        self.joint.contribute(self.member)
+
+
+class OwnerOperations:
+    """Operations of a schedule on this rank: its parts of slices, the buffers of their sums, and the starts of operations.
+
+    Subclasses with other operations override `start`, `sum_slice`, `finish_gradient` and `gather_slice`.
+
+    Args:
+        setup: objects of this rank that the averager works with.
+        schedule: the agreed schedule.
+        streams: communicators by stream. Their ranks own the parts of a slice in rank order.
+        batch: nominal samples of a step over all ranks, for the exchange of sufficient factors.
+        sums: sums of gradients; None: sums of the stream's communicator.
+
+    Attributes:
+        owned: all segments that this rank updates, in the order of the flat buffers, including segments that every rank updates.
+        touching: indices of the slices that contain elements of a parameter, by parameter.
+        exchange_of: exchange of sufficient factors by weight.
+        rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
+        group: the parameters.
+        schedule: the agreed schedule.
+        comm: the ranks that own parts.
+        sums: sum of the owned part as its last reduce-scatter wrote it, by slice; empty if one rank has everything.
+    """
+
+    def __init__(
+        self,
+        setup: AveragerSetup,
+        schedule: CollectiveSchedule,
+        streams: Mapping[Stream, Communicator],
+        batch: int,
+        sums: GradientSums | None = None,
+    ) -> None:
+        self.group, self._optimizer, self.schedule = setup.group, setup.optimizer, schedule
+        self._terms = setup.terms
+        self._streams, self.comm = streams, streams[Stream.GRADIENTS]
+        self._sums_of = self.comm if sums is None else sums
+        self._counts_replicated = setup.comm.rank == 0  # segments that every rank owns count once in a norm
+        self.touching: dict[str, list[int]] = {name: [] for name in setup.group.parameters}
+        self.exchange_of: dict[str, SufficientFactorExchange] = {}
+        self._own: list[tuple[Segment, ...]] = []
+        self._replicated: list[tuple[Segment, ...]] = []
+        self._pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}  # (its layer's exchange, index in it), by slice
+        self.sums: dict[int, Array] = {}
+        self._counts = [
+            piece.counts(self.comm.size) for piece in schedule.slices
+        ]  # computed once because every operation uses them
+        for k in range(len(schedule.slices)):
+            self._add(k, batch)
+        self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
+        self.rounded: RoundedParameters | None = None
+        casts = None if schedule.rounding is None else caster(schedule.rounding.parameters)
+        if casts is not None and self.comm.size > 1:
+            rank, ranks = self.comm.rank, self.comm.size
+            self.rounded = RoundedParameters(self.group, schedule.slices, self._own, rank, ranks, casts)
+        owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
+        self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
+
+    def _add(self, k: int, batch: int) -> None:
+        piece = self.schedule.slices[k]
+        begin, end = piece.part(self.comm.rank, self.comm.size)
+        parts = (self.group.segment(name).part(begin, end) for name in piece.parameters)
+        self._own.append(tuple(segment for segment in parts if segment.size))
+        self._replicated.append(tuple(self.group.segment(name) for name in piece.replicated))
+        for name in (*piece.parameters, *piece.replicated):
+            self.touching[name].append(k)
+        if piece.sufficient_factors:
+            together, weight = layer_slices(self.schedule.slices, k), piece.parameters[0]
+            if weight not in self.exchange_of:
+                slices = [self.schedule.slices[other] for other in together]
+                self.exchange_of[weight] = SufficientFactorExchange(self.group, slices, self.comm, batch)
+            self._pieces[k] = self.exchange_of[weight], together.index(k)
+        elif self.comm.size > piece.copies:
+            self.sums[k] = self.group.arithmetic.zeros(end - begin, self.group.dtype)
+
+    def _places(self, slices: range) -> tuple[range, slice]:
+        """Return slices whose norms travel together, and the rows of the norms that belong to their parameters only."""
+        if len(slices) == len(self.schedule.slices):
+            return slices, slice(None)
+        places = {segment.parameter: place for place, segment in enumerate(self.group.segments)}
+        pieces = [self.schedule.slices[k] for k in slices]
+        covered = {places[name] for piece in pieces for name in (*piece.parameters, *piece.replicated)}
+        return slices, slice(min(covered), max(covered) + 1)
+
+    def takes_part(self, operation: Operation, update: StepUpdate) -> bool:
+        """Return whether a step that leaves out some slices posts an operation.
+
+        Norms are posted if they cover any slice that is not left out. They are always posted if norms of several groups travel
+        together, because the other groups wait for this group's contribution.
+        """
+        left_out = update.left_out
+        if operation.kind is OperationKind.NORMS:
+            return update.joint is not None or not left_out.issuperset(self._covered[operation.slice][0])
+        return operation.slice not in left_out
+
+    def begin_step(self) -> None:
+        """Begin a step. No-op by default."""
+
+    # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
+
+    def start(self, operation: Operation, update: StepUpdate) -> Handle:
+        """Post an operation of a step, after the computations that must precede it."""
+        match operation.kind:
+            case OperationKind.INPUTS:
+                return self._pieces[operation.slice][0].post_inputs()
+            case OperationKind.ERRORS:
+                return self._pieces[operation.slice][0].post_errors()
+            case OperationKind.NORMS:
+                return self._start_norms(operation, update)
+            case OperationKind.ALLGATHER:
+                return self._update_and_gather(operation, update)
+            case _:
+                return self.sum_slice(operation.slice)
+
+    def sum_slice(self, k: int) -> Handle:
+        """Post the reduce-scatter of a slice's gradient."""
+        if self.comm.size == 1:
+            return Complete()
+        piece = self.schedule.slices[k]
+        return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self.sums[k], self._counts[k])
+
+    def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
+        """Add up the squares of owned elements and post their allreduce, unless the norms of all groups travel together."""
+        norms = update.norms
+        assert norms is not None
+        slices, places = self._covered[operation.slice]
+        norms.clear(places)
+        segments: list[Segment] = []
+        for k in slices:
+            if k in update.left_out:
+                continue
+            self.finish_gradient(k)
+            self._optimizer.prepare_norms(self._updated(k))
+            if self.rounded is None:
+                segments += self._counted(k)
+            else:
+                self.rounded.add_squares(norms, k, self._own[k])
+                segments += self._replicated[k] if self._counts_replicated else ()
+            if self.group.arithmetic.on_host:  # while the slice is in a cache; on a device a single wait is better
+                norms.add_partial(self.group, segments)
+                segments.clear()
+        norms.add_partial(self.group, segments)
+        if update.joint is not None:
+            update.contribute()
+            return Complete()
+        handle = self._streams[operation.stream].iallreduce(norms.message(places))
+        return Finished(handle, lambda: norms.complete(places))
+
+    def read_parts(self) -> list[tuple[Segment, ...]]:
+        """Return, by slice, its segments followed by the segments that every rank updates with it."""
+        slices = self.schedule.slices
+        return [(*self.group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
+
+    def update_parts(self) -> list[tuple[Segment, ...]]:
+        """Return, by slice, the segments that this rank updates."""
+        return [self._updated(k) for k in range(len(self.schedule.slices))]
+
+    def _updated(self, k: int) -> tuple[Segment, ...]:
+        return (*self._own[k], *self._replicated[k])
+
+    def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
+        """Return owned segments, with views of their state, that contain each element of the group once over all ranks."""
+        segments = (segment for k in range(len(self.schedule.slices)) for segment in self._counted(k))
+        return [(segment, self.owned_state(segment)) for segment in segments]
+
+    def _counted(self, k: int) -> tuple[Segment, ...]:
+        """Return the segments of a slice that count on this rank. Elements that several ranks update count on one of them."""
+        counted = () if self.comm.rank % self.schedule.slices[k].copies else self._own[k]
+        return (*counted, *self._replicated[k]) if self._counts_replicated else counted
+
+    def _update_and_gather(self, operation: Operation, update: StepUpdate) -> Handle:
+        """Update this rank's part of a slice, then post the allgather of the slice in place."""
+        k = operation.slice
+        if update.reads is not None:  # before the update writes this rank's part and the gather the other parts
+            update.reads.take(k)
+        if update.norms is None:
+            self.finish_gradient(k)
+        if self.rounded is not None:
+            self.rounded.restore(k)
+        self._optimizer.update(self._updated(k), update.lr, update.norms)
+        return self.gather_slice(k, self._streams[operation.stream])
+
+    def gather_slice(self, k: int, comm: Communicator) -> Handle:
+        """Post the allgather of a slice's parameters, in place."""
+        if self.rounded is not None:
+            return self.rounded.gather(k, comm)
+        piece = self.schedule.slices[k]
+        return comm.iallgather(None, self.group.data[piece.start : piece.stop], self._counts[k])
+
+    def finish_gradient(self, k: int) -> None:
+        """Copy the sum over all ranks to the owned part of a slice's gradient. The sum must be complete."""
+        if k in self._pieces:
+            exchange, place = self._pieces[k]
+            exchange.multiply(place)
+        elif k in self.sums:
+            begin, end = self.schedule.slices[k].part(self.comm.rank, self.comm.size)
+            self.group.arithmetic.copy(self.group.grad[begin:end], self.sums[k])
+
+    # -- the optimiser's state -----------------------------------------------------------------------------------------------
+
+    def full_state(self, name: str, progress: ProgressEngine) -> dict[str, np.ndarray]:
+        """Return the optimiser's state of one whole parameter by name, 1-D, gathered from its owners.
+
+        Collective; nothing may be queued.
+        """
+        segment, comm = self.group.segment(name), self.comm
+        if any(segment in segments for segments in self._replicated):
+            return self._state(segment)
+        # An empty part provides the names and dtypes of the states.
+        whole = {key: np.empty(segment.size, values.dtype) for key, values in self._state(segment.part(0, 0)).items()}
+        for piece in (self.schedule.slices[k] for k in self.touching[name]):
+            owned = [segment.part(*piece.part(rank, comm.size)) for rank in range(comm.size)]
+            # The first of the ranks that own the same part sends it.
+            counts = [0 if rank % piece.copies else part.size for rank, part in enumerate(owned)]
+            begin = max(segment.start, piece.start) - segment.start
+            state = self._state(owned[comm.rank])
+            for key, target in whole.items():
+                handle = comm.iallgather(state[key][: counts[comm.rank]], target[begin : begin + sum(counts)], counts)
+                progress.wait_handle(handle, f"{key} of {name}")
+        return whole
+
+    def gather_parameters(self, progress: ProgressEngine) -> None:
+        """Gather the exact parameters of all slices from their owners, never rounded. Collective; nothing may be queued."""
+        comm = self.comm
+        for k, piece in enumerate(self.schedule.slices if comm.size > 1 else ()):
+            # The first of the ranks that own the same part sends it.
+            counts = [
+                0 if rank % piece.copies else count
+                for rank, count in enumerate(piece.owned_size(rank, comm.size) for rank in range(comm.size))
+            ]
+            begin, end = piece.part(comm.rank, comm.size)
+            # The sum of the last step has been copied to the gradient, so its buffer is free.
+            free = self.sums[k] if k in self.sums else self.group.arithmetic.zeros(end - begin, self.group.dtype)
+            sent = free[: counts[comm.rank]]
+            if counts[comm.rank]:
+                self.group.arithmetic.copy(sent, self.group.data[begin:end])
+            handle = comm.iallgather(sent, self.group.data[piece.start : piece.stop], counts)
+            progress.wait_handle(handle, f"parameters of {piece.name}")
+
+    def owned_state(self, segment: Segment) -> dict[str, Array]:
+        """Return views of the state of an owned segment, or of an empty segment."""
+        rounded = {} if self.rounded is None else self.rounded.state(segment)
+        return {**self._optimizer.state(segment), **rounded}
+
+    def _state(self, segment: Segment) -> dict[str, np.ndarray]:
+        """Return the state of an owned segment on the host."""
+        return {key: self.group.arithmetic.to_host(view) for key, view in self.owned_state(segment).items()}
+
+
 @dataclass
 class ReduceScatterStep:
-    """The state of one step; operations that start late still find their own.
+    """State of one step. Operations that start late still find the state of their step.
 
-    tickets: by position in the schedule. gathered: by slice; complete once its parameters hold the step's values, which are
-    those of an earlier step where this one leaves the slice out.
+    Attributes:
+        update: parameters of the step's updates.
+        events: events by kind and parameter.
+        tickets: tickets by position in the schedule.
+        gathered: tickets by slice, complete once the slice's parameters hold the step's values. If the step leaves a slice out,
+            the ticket is that of an earlier step.
     """
 
     update: StepUpdate
@@ -76,20 +342,26 @@ class ReduceScatterStep:
 
 
 class ReduceScatterAverager(GradientAverager):
-    """Update this rank's own part of every slice, and gather the parameters from all ranks.
+    """Averager that updates this rank's part of every slice and gathers the parameters from all ranks.
+
+    A subclass may leave slices out of a step (`left_out_slices`), and may have other operations.
 
     Args:
-        exchanging: weight -> biases of the linear layers that exchange inputs and errors. nominal_batch: samples of a step.
-        order: the ranks of `comm` as the streams count them; None: as `comm` does.
-        replan: returns the schedule in another order, from times measured in the first steps; None: its order stays.
-        operations: of the schedule; None: those of `OwnerOperations`.
-
-    A subclass may leave slices out of a step (`left_out_slices`), and have operations of its own.
+        setup: objects of this rank that the averager works with.
+        agreement: schedule, communicators and sums that the ranks have agreed on.
+        exchanging: weight -> biases of the linear layers that exchange inputs and errors.
+        nominal_batch: samples of a step over all ranks.
+        order: ranks of `comm` in the order in which the streams count them; None: the order of `comm`.
+        replan: function that returns the schedule in another order, from times measured in the first steps; None: the order is
+            fixed.
+        operations: operations of the schedule; None: `OwnerOperations`.
 
     Attributes:
-        operations: what each operation of the schedule posts and computes. queues: by stream, where they are posted.
-        posting: the operations in order, each with what it comes after and its text. step: the step under way, if any.
-        step_number: number of the next step, counted from 0 over the whole training where a subclass keeps it in `counters`.
+        operations: what each operation of the schedule posts and computes.
+        queues: posting queues by stream.
+        posting: operations in order, each with its dependencies and its text.
+        step: current step, if any.
+        step_number: number of the next step, counted from 0 over the whole training if a subclass keeps it in `counters`.
     """
 
     schedule: CollectiveSchedule
@@ -123,7 +395,7 @@ class ReduceScatterAverager(GradientAverager):
         self.gather_parameters = partial(self.operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
-        #: parts of others arrive without theirs
+        #: whether gathered parts need their shadows refreshed
         self._refreshes_shadows = self.group.shadow is not None and setup.comm.size > 1
         self._names = tuple(name for name, parameter in self.group.parameters.items() if parameter.size)
         named = {EventKind.GRADIENT: self._names, EventKind.INPUTS: self._exchanging, EventKind.LAST_READ: self._names}
@@ -138,12 +410,12 @@ class ReduceScatterAverager(GradientAverager):
     # -- a step --------------------------------------------------------------------------------------------------------------
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """Queue all operations of the step, in the schedule's order: this is where gradients are sent, once they are ready."""
+        """Queue all operations of the step in the schedule's order. Each is sent once its gradients are ready."""
         if self._replan is not None and self._steps == _WARM_UP_STEPS + _MEASURED_STEPS:
             self._order_by_measured_times(self._replan)
         self._steps += 1
         self._clock.begin(self._steps > _WARM_UP_STEPS and self._replan is not None)
-        assert counts is not None or not self._exchanging, "the exchange of inputs and errors needs the step's counts"
+        assert counts is not None or not self._exchanging, "the exchange of inputs and errors requires the step's counts"
         if counts is not None:
             self._counts = list(counts) if self._order is None else [counts[rank] for rank in self._order]
         self._previous, self.step = self.step, self._new_step(lr)
@@ -151,7 +423,7 @@ class ReduceScatterAverager(GradientAverager):
             self._post(operation, needs, text, self.step)
 
     def left_out_slices(self) -> frozenset[int]:
-        """Return the slices that are neither summed nor updated in the step that begins, the same on every rank."""
+        """Return the slices that the step leaves unsummed and not updated, the same on every rank."""
         return frozenset()
 
     def _new_step(self, lr: float) -> ReduceScatterStep:
@@ -182,7 +454,7 @@ class ReduceScatterAverager(GradientAverager):
         ticket = self.queues[operation.stream].post(start, text, after)
         joint = step.update.joint
         if operation.kind is OperationKind.NORMS and joint is not None:
-            ticket = joint.ticket  # this group's squares are only a part: what comes after needs those of all groups
+            ticket = joint.ticket  # later operations need the norms of all groups
         step.tickets.append(ticket)
         if operation.kind is OperationKind.ALLGATHER:
             step.gathered[operation.slice] = ticket
@@ -217,7 +489,7 @@ class ReduceScatterAverager(GradientAverager):
     def grad_ready(self, parameter: Parameter) -> None:
         if not parameter.size:
             return
-        assert parameter.name not in self._weight_of, f"{parameter.name} exchanges inputs and errors, and no gradient"
+        assert parameter.name not in self._weight_of, f"{parameter.name} exchanges inputs and errors instead of a gradient"
         self._clock.ready(parameter.name)
         self._happens(EventKind.GRADIENT, parameter.name)
         self.progress.poll()
@@ -228,7 +500,7 @@ class ReduceScatterAverager(GradientAverager):
             self._happens(EventKind.LAST_READ, parameter.name)
 
     def end_backward(self) -> None:
-        """Announce parameters that this step did not use, with whatever gradient they hold."""
+        """Announce the parameters that this step did not use, with the gradients that they hold."""
         assert self.step is not None, "begin_step comes first"
         events = self.step.events
         for name in [name for name, event in events[EventKind.INPUTS].items() if not event.done]:
@@ -261,15 +533,15 @@ class ReduceScatterAverager(GradientAverager):
             return
         self.progress.wait(self.step.gathered.values())
         joint = self.step.update.joint
-        if joint is not None:  # where nothing is gathered, too: others wait for this rank's contribution
+        if joint is not None:  # even if nothing is gathered: other ranks wait for this rank's contribution
             joint.complete()
 
     def _order_by_measured_times(self, replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule]) -> None:
-        """Put the schedule's operations into the order that the measured times of all ranks ask for. Collective; once."""
+        """Reorder the schedule's operations by the measured times of all ranks. Collective; once."""
         self.drain()
         self._replan = None
         times = over_ranks(self._clock.times(), self._names, self._comm, self.progress)
-        # All ranks plan alike; were one's arithmetic another, rank 0's plan would still be that of all.
+        # All ranks plan alike; rank 0's plan is used everywhere in case floating-point results differ.
         self.schedule = self._comm.broadcast_object(replan(self.schedule, times))
         self.posting = _posting(self.schedule)
         for queue in self.queues.values():
@@ -281,234 +553,11 @@ class ReduceScatterAverager(GradientAverager):
         return self.operations.owned
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Return the optimiser's state of one whole parameter, gathered from its owners. Collective; after `drain`."""
+        """Return the optimiser's state of one whole parameter, gathered from its owners. Collective; call it after `drain`."""
         return self.operations.full_state(parameter.name, self.progress)
 
 
 def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:
-    """Return each operation with what it comes after and its text; made once, as every step posts the same."""
+    """Return each operation with its dependencies and its text, which are the same in every step."""
     operations = zip(schedule.operations, dependencies(schedule), strict=True)
     return [(operation, needs, schedule.text(operation)) for operation, needs in operations]
-
-
-class ReduceScatterStrategy(Strategy):
-    """The base of strategies of reduce-scatter, update by the owner and allgather.
-
-    Linear layers may exchange sufficient factors instead of gradients.
-
-    A strategy defines `words`. It may choose `streams`, sizes (`slice_elements`), an `urgency` or an `order`, a `window`, other
-    `slices` and `operations`, and an averager that takes `averager_arguments`. Besides its own, its options have `fc_exchange`,
-    `sizes`, `two_level` and `replan`, as those of `Sharded` do.
-
-    Attributes:
-        streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
-        exchanging: weight -> biases of the linear layers that exchange inputs and errors.
-        apart: parameters that share no slice with others.
-
-    Raises:
-        OptionError: fc_exchange "always" with several micro-batches: their inputs would have to be kept.
-    """
-
-    adds_norms = True
-    sums_shards = True
-    streams: ClassVar[tuple[Stream, ...]] = (Stream.GRADIENTS, Stream.PARAMETERS)
-
-    def __init__(self, group: PlannedGroup, options: Any = None) -> None:
-        super().__init__(group, options)
-        self.apart: frozenset[str] = frozenset()
-        options = self.options
-        if options.fc_exchange == "always" and group.micro_batches > 1:
-            raise OptionError(
-                f"fc_exchange is always, but micro_batches is {group.micro_batches}; the exchange needs micro_batches 1, "
-                f"or set fc_exchange to auto or never.",
-                "fc_exchange",
-            )
-        two_level = options.two_level and group.shards is None  # the order of shards is independent of nodes
-        self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
-        # In two levels a node counts as one rank: the rule is about what crosses its link.
-        links = group.ranks if self._levels is None else self._levels.nodes
-        sent_share = 1.0 if self.rounding is None else self.rounding.sent_share(group.layout.item_bytes)
-        exchange: FcExchange = "never" if options.fc_exchange == "auto" and not group.on_host else options.fc_exchange
-        exchange = exchange if group.shards is None else "never"  # products of inputs and errors add up in another order
-        self.exchanging = exchanging_layers(group.layout, links, exchange, group.nominal_batch, group.micro_batches, sent_share)
-
-    @classmethod
-    def costs(cls, options: Any) -> StrategyCosts:
-        return StrategyCosts(
-            (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER),
-            partial(slicing.fused_bytes, getattr(options, "bucket_bytes", None)),
-            0.0,
-            in_levels=options.two_level,
-            fc_exchange=options.fc_exchange,
-            gradients=getattr(options, "wire", "float32"),
-            parameters=getattr(options, "wire_parameters", "float32"),
-        )
-
-    # -- hooks of a strategy ---------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def words(self) -> str:
-        """Return the strategy and its options, as a stored schedule names what it was made for: other words, another schedule."""
-
-    def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
-        """Return the elements of a slice, least and most.
-
-        Neighbours are fused until they have the first number; what has more than the second is cut. By default by the option
-        `bucket_bytes`, if there is one; else by rule.
-
-        link: the measured one or, by default, that of the rule.
-        """
-        return slicing.slice_elements(getattr(self.options, "bucket_bytes", None), self.group.layout, self.group.ranks, link)
-
-    @property
-    def urgency(self) -> Urgency:
-        """The key by which a link chooses among what it could send: the least goes first. By default reductions go first."""
-        return reductions_first
-
-    def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
-        """Return (slice, whether it is its gather) in the order in which they are to be sent."""
-        if self.streams[-1] is Stream.GRADIENTS:  # one queue: what is sent next must be ready, or all after it waits
-            times = times.late()
-        return best_order(traffic, times, link, self.urgency)
-
-    def window(self, slices: Sequence[Slice], link: LinkModel | None, times: Times | None) -> int | None:
-        """Return the maximum number of operations in flight per stream, by default the option `window`; None if unlimited."""
-        limit: int | None = getattr(self.options, "window", None)
-        return limit
-
-    # -- the plan --------------------------------------------------------------------------------------------------------------
-
-    @property
-    def levels(self) -> Levels | None:
-        return self._levels
-
-    @property
-    def posted_streams(self) -> tuple[Stream, ...]:
-        """The streams of schedules; norms of some parameters have one of their own, so that nothing else waits for them."""
-        return (*self.streams, Stream.NORMS) if self._layer_norms else self.streams
-
-    @property
-    def _layer_norms(self) -> bool:
-        """Whether an update waits for the norms of its own layers only.
-
-        Norms of several groups of parameters travel together. On one rank nothing travels, and a device is waited for once.
-        """
-        return self.group.norms_needed is NormsNeeded.LAYER and self.group.ranks > 1 and not self.group.several_groups
-
-    def request(self) -> str:
-        nodes = "" if self._levels is None else self._levels.words
-        words = f"{self.words()}{words_of_shards(self.group.shards)}{words_of_rounding(self.rounding)}"
-        return f"{words}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
-
-    def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Return whether a stored schedule fits, and has the norms that the optimiser needs: an option may have changed."""
-        if stored is None or not super().accepts(stored):
-            return False
-        norms = [operation.slice for operation in stored.operations if operation.kind is OperationKind.NORMS]
-        if self._layer_norms:
-            return bool(norms) or not stored.slices
-        return norms == ([ALL_SLICES] if self.group.needs_norms else [])
-
-    def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether a measured link is needed, also for an order that is still to be planned by measured times."""
-        return self.replans(usable) or (usable is None and self.options.sizes == "measured")
-
-    def replans(self, schedule: CollectiveSchedule | None) -> bool:
-        """Return whether the operations of a schedule are still to be ordered by measured times."""
-        return self.options.replan and not (schedule is not None and schedule.timed)
-
-    def plan(self, link: LinkModel | None) -> CollectiveSchedule:
-        slices = self.slices(link if self.options.sizes == "measured" else slicing.RULE_LINK)
-        operations = self.operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
-        window = self.window(slices, link, None)
-        return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, window, rounding=self.rounding)
-
-    def replan(self, schedule: CollectiveSchedule, times: Times, link: LinkModel | None) -> CollectiveSchedule:
-        """Return the same slices in the order that follows from measured times. No bit of any sum changes."""
-        operations = self.operations(schedule.slices, times, link)
-        window = self.window(schedule.slices, link, times)
-        return replace(schedule, operations=operations, window=window, timed=True)
-
-    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        return ReduceScatterAverager(setup, agreement, **self.averager_arguments(agreement))
-
-    def averager_arguments(self, agreement: Agreement) -> dict[str, Any]:
-        """Return the keywords of a `ReduceScatterAverager` that runs the plan."""
-        return {
-            "exchanging": self.exchanging,
-            "nominal_batch": self.group.nominal_batch or 0,
-            "order": None if self._levels is None else self._levels.order,
-            "replan": partial(self.replan, link=agreement.link) if self.replans(agreement.schedule) else None,
-        }
-
-    def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Return slices of all parameters, in forward order. link: that sizes follow from."""
-        layout, (least, most) = self.group.layout, self.slice_elements(link)
-        exchanging = {name for weight, biases in self.exchanging.items() for name in (weight, *biases)}
-        block = NORM_BLOCK if self.group.shards is not None and self.group.needs_norms else 1
-        slices = list(cut(layout, fused(layout, least, exchanging, self.apart), most, block))
-        for weight, biases in self.exchanging.items():
-            slices += sufficient_factor_slices(layout, weight, biases, self.group.ranks, most)
-        return tuple(sorted(slices, key=lambda piece: piece.start))
-
-    def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        """Return the operations of a step on these slices, in the order in which they are posted."""
-        norms: tuple[int, ...] = ()  # the slices of the operations of norms, ascending
-        if self.group.needs_norms:
-            norms = norm_groups(self.group.layout, slices) if self._layer_norms else (ALL_SLICES,)
-        gathered_together = () if ALL_SLICES in norms else tuple(slices_of_groups(norms, len(slices)).values())
-        group, rounding = self.group, self.rounding or Rounding()
-        traffic = SliceTraffic(
-            slices, group.ranks, group.layout.item_bytes, group.nominal_batch or 0, rounding, gathered_together
-        )
-        sent = self.order(traffic, times, link or LinkModel(0.0, 0.0))
-        return operations_in_order(slices, sent, self.streams[-1], norms)
-
-
-def operations_in_order(
-    slices: Sequence[Slice], sent: Sequence[tuple[int, bool]], gathers: Stream, norms: Sequence[int] = ()
-) -> tuple[Operation, ...]:
-    """Return a step of reductions and gathers.
-
-    Inputs in forward's order, then what a link sends, norms between the two where needed.
-
-    Args:
-        sent: (slice, whether it is its gather) in order. gathers: the stream of these; all else is on that of the gradients,
-            but norms of some slices only, which have their own.
-        norms: slices of the operations of norms, ascending. `ALL_SLICES`: norms of everything, after the last reduction. Else
-            every gather in `sent` must stand after the last reduction of those whose norms travel with its own.
-    """
-    first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
-    exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])
-    inputs = [Operation(OperationKind.INPUTS, k, Stream.GRADIENTS) for k in exchanged]
-    reduction = [OperationKind.ERRORS if piece.sufficient_factors else OperationKind.REDUCE_SCATTER for piece in slices]
-    order = [
-        Operation(OperationKind.ALLGATHER, k, gathers) if gather else Operation(reduction[k], k, Stream.GRADIENTS)
-        for k, gather in sent
-    ]
-    if not norms:
-        return (*inputs, *order)
-    if ALL_SLICES not in norms:
-        return (*inputs, *_with_norms(slices, order, norms))
-    gathered = (operation for operation in order if operation.kind is OperationKind.ALLGATHER)
-    # Updates wait for the norms, and these for all sums: no gather can go under backward, so front layers go first.
-    late = sorted(gathered, key=lambda operation: slices[operation.slice].order)
-    reductions = (operation for operation in order if operation.kind is not OperationKind.ALLGATHER)
-    return (*inputs, *reductions, Operation(OperationKind.NORMS, ALL_SLICES, Stream.GRADIENTS), *late)
-
-
-def _with_norms(slices: Sequence[Slice], order: Sequence[Operation], starts: Sequence[int]) -> list[Operation]:
-    """Return the operations, and norms of each group of slices right after the last of its reductions."""
-    groups = slices_of_groups(starts, len(slices))
-    start_of = {k: start for start, group in groups.items() for k in group}
-    unsummed = {start: len(group) for start, group in groups.items()}
-    operations: list[Operation] = []
-    for operation in order:
-        operations.append(operation)
-        summed = () if operation.kind is OperationKind.ALLGATHER else layer_slices(slices, operation.slice)
-        for k in summed:
-            unsummed[start_of[k]] -= 1
-        for start in dict.fromkeys(start_of[k] for k in summed):
-            if unsummed[start] == 0:
-                operations.append(Operation(OperationKind.NORMS, start, Stream.NORMS))
-    return operations

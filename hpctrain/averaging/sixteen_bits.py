@@ -1,15 +1,15 @@
-"""Numbers in 16 bits: their codes, how gradients and parameters travel in them, and the bytes that this saves.
+"""Numbers in 16 bits: their codes, gradients and parameters that travel in them, and the bytes that this saves.
 
-`Cast16` sends arrays in 16 bits an element: half of the bytes of float32, a quarter of those of float64. Numbers are rounded to
-nearest even by integer arithmetic: NumPy knows no bfloat16, and its own rounding to float16 takes twenty times as long where
-results are denormal.
+`Cast16` sends arrays in 16 bits per element, which is half of the bytes of float32 and a quarter of those of float64. Numbers are
+rounded to nearest even by integer arithmetic, because NumPy has no bfloat16 and its rounding to float16 takes twenty times as
+long for subnormal results.
 
-`Rounding` is how gradients and parameters travel: as they are, or rounded. Pure data.
+`Rounding` defines whether gradients and parameters travel unchanged or rounded. Pure data.
 
-`RoundedParameters`: where parameters travel rounded, every rank computes with the rounded ones, and owners keep what rounding
-took away. The optimiser updates exact values: an owner adds the error to its part before an update, and takes it out again when
-it rounds what it sends. Both are exact, as the difference of a number and its nearest 16-bit one is a number of the parameters'
-own dtype.
+`RoundedParameters`: if parameters travel rounded, every rank computes with the rounded values, and owners keep the rounding
+errors. The optimiser updates exact values: an owner adds the error to its part before an update, and removes it again when it
+rounds the values to send. Both are exact, because the difference between a number and its nearest 16-bit number is representable
+in the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from hpctrain.core.intervals import even
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms
 
-_EXPONENT_BITS = 0x7F800000  # of a float32
+_EXPONENT_BITS = 0x7F800000  # exponent of a float32
 _SMALLEST_NORMAL = 113 << 23  # 2**-14, the smallest normal float16, as a float32
-_UNIT = 13 << 23  # times 2**13 as a float32: from the exponent of a number to that whose last bit is the number's tenth
-_LEAST_INFINITE = int(np.float32(65520).view(np.uint32))  # what rounds to more than the largest float16
+_UNIT = 13 << 23  # 2**13 as an exponent offset: maps a number's exponent to the one whose last bit is the number's tenth
+_LEAST_INFINITE = int(np.float32(65520).view(np.uint32))  # rounds to more than the largest float16
 _FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # the value of each float16
 
 
 class Codes(ABC):
-    """Codes of blocks of at most `size` numbers."""
+    """Base of 16-bit codes for blocks of at most `size` numbers."""
 
     def __init__(self, size: int) -> None:
         self._first = np.empty(size, np.uint32)
@@ -48,15 +48,15 @@ class Codes(ABC):
 
     @abstractmethod
     def encode(self, values: np.ndarray, codes: np.ndarray) -> None:
-        """Write the codes (uint16) of `values` (float32): the nearest; of two the even one. Infinities and NaN stay such."""
+        """Write the codes (uint16) of `values` (float32), rounded to nearest even. Infinities and NaN remain so."""
 
     @abstractmethod
     def decode(self, codes: np.ndarray, values: np.ndarray) -> None:
-        """Write the values (float32) of codes: exact."""
+        """Write the exact values (float32) of codes."""
 
 
 class Bfloat16Codes(Codes):
-    """The upper halves of float32. The largest numbers, from 2**128 (1 - 2**-9) on, become infinite."""
+    """Codes for bfloat16, the upper halves of float32. Numbers from 2**128 (1 - 2**-9) on become infinite."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -81,9 +81,9 @@ class Bfloat16Codes(Codes):
 
 
 class Float16Codes(Codes):
-    """IEEE float16. Numbers from 65520 on become infinite.
+    """Codes for IEEE float16. Numbers from 65520 on become infinite.
 
-    A number is rounded by adding to it a power of two whose last bit is the last one that the number may keep.
+    A number is rounded by adding a power of two whose last bit is the last one that the number may keep.
     """
 
     def __init__(self, size: int) -> None:
@@ -118,13 +118,13 @@ class Float16Codes(Codes):
 
 
 class OddRounding:
-    """Round float64 to float32 such that a second rounding, to fewer digits, has the result of a single one.
+    """Rounding of float64 to float32 such that a second rounding, to fewer digits, has the result of a single rounding.
 
-    An inexact result is that of its two neighbours whose last bit is odd (Boldo and Melquiond, IEEE Trans. Comput. 2008), so
-    that it never lies on the border between two shorter numbers.
+    An inexact result is rounded to the neighbour whose last bit is odd (Boldo and Melquiond, IEEE Trans. Comput. 2008), so that
+    it never lies halfway between two shorter numbers.
 
     Args:
-        size: elements at most.
+        size: maximum number of elements.
     """
 
     def __init__(self, size: int) -> None:
@@ -132,7 +132,7 @@ class OddRounding:
         self._mask = np.empty(size, np.bool_)
 
     def narrow(self, values: np.ndarray, narrowed: np.ndarray) -> None:
-        """Write float64 `values` as float32; infinities and NaN stay such."""
+        """Write float64 `values` as float32. Infinities and NaN remain so."""
         back, magnitude = self._back[: values.size], self._magnitude[: values.size]
         mask, bits = self._mask[: values.size], narrowed.view(np.uint32)
         np.copyto(narrowed, values, casting="same_kind")
@@ -145,23 +145,26 @@ class OddRounding:
 
 
 Bits16 = Literal["bfloat16", "float16"]
-_BLOCK = 16_384  # elements: their scratch memory stays in a cache of the core
-_LARGEST_EXPONENT = 14  # exponent of the largest float16 in a message: rounded up it is finite still
+_BLOCK = 16_384  # elements; their scratch memory fits into a cache of the core
+_LARGEST_EXPONENT = 14  # exponent of the largest float16 in a message; finite even if rounded up
 _LARGEST_SCALE_EXPONENT = {
     "float32": 126,
     "float64": 1022,
-}  # the largest exponent of a scale that has a normal number for an inverse
+}  # largest exponent of a scale whose inverse is a normal number
 
 
 class Cast16(Compressor):
-    """All elements, rounded once, to nearest even, to bfloat16 or float16: 2 bytes each; NaN and infinities stay not finite.
+    """Compressor that rounds every element once, to nearest even, to bfloat16 or float16, 2 bytes each.
 
-    bfloat16 has the range of float32 and 8 binary digits; what rounds to 2**128 becomes infinite. float16 has 11 digits, and one
-    power of two as a scale for all of a message, in its first 2 bytes (int16): that of the largest element. Elements below
-    2**-28 of it have fewer digits, those below 2**-39 become zero.
+    NaN and infinities stay non-finite. bfloat16 has the range of float32 and 8 binary digits; numbers that round to 2**128 become
+    infinite. float16 has 11 digits. The first 2 bytes (int16) of a float16 message are a power of two, the scale of all its
+    elements, which follows from the largest element. Elements below 2**-28 of the largest have fewer digits; those below 2**-39
+    become zero.
 
     Args:
-        size: elements of an array. dtype: "float32" or "float64". bits: "bfloat16" or "float16".
+        size: number of elements of an array.
+        dtype: "float32" or "float64".
+        bits: "bfloat16" or "float16".
     """
 
     def __init__(self, size: int, dtype: str, bits: Bits16) -> None:
@@ -176,7 +179,7 @@ class Cast16(Compressor):
 
     def compress(self, values: np.ndarray, message: np.ndarray) -> None:
         scale = 1.0
-        with np.errstate(all="ignore"):  # underflow to zero and infinite numbers are results
+        with np.errstate(all="ignore"):  # underflow and infinities are valid results
             if self._header:
                 exponent = self._exponent(values)
                 message[:2].view(np.int16)[0], scale = exponent, 2.0**exponent
@@ -204,14 +207,14 @@ class Cast16(Compressor):
             yield values[start : start + _BLOCK], codes[start : start + _BLOCK]
 
     def _exponent(self, values: np.ndarray) -> int:
-        """Return the exponent of a message's scale; 0 if there is nothing to scale, or no finite largest element."""
+        """Return the exponent of a message's scale; 0 if all elements are zero or the largest is not finite."""
         largest = max(float(values.max()), -float(values.min())) if self.size else 0.0
         if largest == 0 or not math.isfinite(largest):
             return 0
         return min(_LARGEST_EXPONENT + 1 - math.frexp(largest)[1], _LARGEST_SCALE_EXPONENT[self.dtype.name])
 
     def _narrowed(self, block: np.ndarray, scale: float) -> np.ndarray:
-        """Return a block times the scale, as float32 that rounds to 16 bits as the block itself does."""
+        """Return a block times the scale as float32, which rounds to the same 16 bits as the scaled block itself."""
         if scale != 1:
             block = np.multiply(block, self.dtype.type(scale), out=self._full[: block.size])
         if self._rounding is None:
@@ -221,7 +224,7 @@ class Cast16(Compressor):
         return narrowed
 
     def _decoded(self, message: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Return the values of codes, without the scale."""
+        """Return the values of codes, with the scale removed."""
         values = self._single[: codes.size]
         self._codes.decode(codes, values)
         if not self._header:
@@ -238,12 +241,14 @@ SIXTEEN_BITS = 2
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the numbers of a schedule's messages are rounded.
+    """Rounding of the numbers in a schedule's messages.
 
     Attributes:
-        gradients, parameters: how they travel in reduce-scatters and allreduces, and in allgathers.
-        per_node: ranks of a node that sum gradients in full precision before these cross nodes; 1: everything is rounded.
-        cuts_allreduces: large ones travel in several operations, by `parts_of`.
+        gradients: number format in reduce-scatters and allreduces.
+        parameters: number format in allgathers of parameters.
+        per_node: number of ranks on a node, which sum gradients in full precision before these cross nodes; 1: everything is
+            rounded.
+        cuts_allreduces: whether large allreduces travel in several operations, cut by `parts_of`.
     """
 
     gradients: Wire = "float32"
@@ -252,24 +257,27 @@ class Rounding:
     cuts_allreduces: bool = False
 
     def sent_share(self, item_bytes: int) -> float:
-        """Return the bytes of a gradient on its way over those in memory, where an element has `item_bytes`."""
+        """Return the bytes of a gradient on the wire divided by its bytes in memory, `item_bytes` per element."""
         return 1.0 if self.gradients == "float32" else SIXTEEN_BITS / item_bytes
 
     def saved_by_reduction(self, counts: Sequence[int], item_bytes: int) -> np.ndarray:
-        """Return the bytes less that each rank exchanges in a reduce-scatter of parts of `counts` elements; int64, by rank."""
+        """Return, by rank, the bytes (int64) that rounding saves in a reduce-scatter of parts of `counts` elements."""
         saved = [_saved_bytes(count, item_bytes, self.gradients) for count in counts]
-        nodes = len(saved) // self.per_node  # ranks of one number on all nodes are neighbours
+        nodes = len(saved) // self.per_node  # ranks with the same local number on all nodes are neighbours
         return np.concatenate([_of_others(saved[begin : begin + nodes]) for begin in range(0, len(saved), nodes)])
 
     def saved_by_allreduce(self, size: int, ranks: int, item_bytes: int) -> np.ndarray:
-        """Return the same of an allreduce of `size` elements, whose sums are gathered in 16 bits, too."""
+        """Return, by rank, the bytes that rounding saves in an allreduce of `size` elements.
+
+        Its sums are gathered in 16 bits, too.
+        """
         saved = np.zeros(ranks, np.int64)
         for begin, end in parts_of(size, item_bytes, ranks) if self.cuts_allreduces else [(0, size)]:
             saved += 2 * self.saved_by_reduction(even(end - begin, ranks), item_bytes)
         return saved
 
     def saved_by_gather(self, counts: Sequence[int], item_bytes: int) -> np.ndarray:
-        """Return the same of an allgather of parameters."""
+        """Return, by rank, the bytes that rounding saves in an allgather of parameters."""
         return _of_others([_saved_bytes(count, item_bytes, self.parameters) for count in counts])
 
 
@@ -280,12 +288,12 @@ def _of_others(by_rank: Sequence[int]) -> np.ndarray:
 
 
 def _saved_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
-    """Return the bytes by which a message of `elements` numbers is shorter."""
+    """Return the bytes that rounding saves in a message of `elements` numbers."""
     return elements * item_bytes - wire_bytes(elements, item_bytes, wire)
 
 
 def wire_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
-    """Return the bytes of a message of `elements` numbers, which have `item_bytes` each in memory."""
+    """Return the size of a message of `elements` numbers, which have `item_bytes` each in memory."""
     if wire == "float32" or not elements:
         return elements * item_bytes
     return SIXTEEN_BITS * elements + _header_bytes(wire)
@@ -293,60 +301,65 @@ def wire_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
 
 @cache
 def _header_bytes(wire: Bits16) -> int:
-    """Return the bytes of a message besides its numbers."""
+    """Return the bytes of a message in addition to its numbers."""
     return Cast16(0, "float32", wire).message_size
 
 
 def caster(wire: Wire) -> Caster | None:
-    """Return the compressors of messages; None if numbers travel as they are."""
+    """Return the factory of message compressors; None if numbers travel unchanged."""
     return None if wire == "float32" else partial(Cast16, bits=wire)
 
 
 def check_wire(**values: Wire) -> None:
-    """Check options that say how numbers travel.
+    """Check options for number formats.
 
     Raises:
-        OptionError: a value that is none of the known ones; the first one.
+        OptionError: unknown value; the message names the first one.
     """
     for name, value in values.items():
         if value not in get_args(Wire):
             raise OptionError(
-                f"{name} is {value!r}, but it is one of {', '.join(get_args(Wire))}; the usual one is float32.", name
+                f"{name} is {value!r}, but must be one of {', '.join(get_args(Wire))}; the default is float32.", name
             )
 
 
 def words_of_rounding(rounding: Rounding | None) -> str:
-    """Return the words that rounding adds to a stored schedule's request; none if nothing is rounded."""
+    """Return the suffix for rounding in the request of a stored schedule; empty if nothing is rounded."""
     if rounding is None:
         return ""
     parameters = "" if rounding.parameters == "float32" else f", wire_parameters {rounding.parameters}"
     return f", wire {rounding.gradients}{parameters}"
 
 
-#: the name of the state: exact parameters are those of the network plus this
+#: name of the state of rounding errors; the exact parameters are the network's plus this
 PARAMETER_ERROR = "parameter_error"
 
 
 class WriteGuard(Protocol):
-    """Detects changes of arrays between two writes to them."""
+    """Guard that detects changes of arrays between two writes to them."""
 
     def compare(self) -> None:
         """Compare the arrays with the remembered sums, just before they are written."""
         ...
 
     def remember(self) -> None:
-        """Remember the arrays, just after they were written."""
+        """Remember the sums of the arrays, just after they were written."""
         ...
 
 
 class RoundedParameters:
-    """Rounding errors of what this rank owns, and the allgathers of rounded parts. All arrays are on the host.
+    """Rounding errors of the parameters that this rank owns, and allgathers of rounded parts. All arrays are on the host.
 
     Args:
-        slices: of a schedule. own: by slice, the segments of this rank's part, in order. rank, ranks: those that own the parts.
+        group: the parameters.
+        slices: slices of a schedule.
+        own: segments of this rank's part, by slice, in order.
+        rank: index of this rank among the owners.
+        ranks: number of ranks that own the parts.
+        caster: factory of message compressors.
 
     Attributes:
-        guards: a guard of the arrays that `guarded` returns for each slice; empty if they are not watched.
+        guards: one guard per slice for the arrays that `guarded` returns; empty if they are not watched.
     """
 
     def __init__(
@@ -366,14 +379,14 @@ class RoundedParameters:
         self._exact = np.empty(max(map(len, self._errors), default=0), group.dtype)
 
     def restore(self, k: int) -> None:
-        """Put the exact values of a slice into this rank's part of it."""
+        """Restore the exact values in this rank's part of a slice."""
         if self.guards:
             self.guards[k].compare()
         begin, end = self._parts[k]
         self._group.arithmetic.add(self._group.data[begin:end], self._errors[k])
 
     def gather(self, k: int, comm: Communicator) -> Handle:
-        """Round this rank's part of a slice, keep the error, and gather the rounded parts of all. Collective."""
+        """Round this rank's part of a slice, keep the errors, and gather the rounded parts of all ranks. Collective."""
         piece, mine = self._slices[k], self._rank
         data = self._group.data[piece.start : piece.stop]
         parts = self._buffers.parts(piece.counts(self._ranks), data.dtype)
@@ -382,7 +395,7 @@ class RoundedParameters:
         parts.write(mine, data, messages)
         self._group.arithmetic.copy(self._errors[k], data[begin:end])
         parts.read(mine, messages, data)
-        with np.errstate(invalid="ignore"):  # what is not finite is reported elsewhere
+        with np.errstate(invalid="ignore"):  # non-finite values are reported elsewhere
             self._group.arithmetic.subtract(self._errors[k], data[begin:end])
         if self.guards:
             self.guards[k].remember()
@@ -396,7 +409,7 @@ class RoundedParameters:
         return Finished(comm.iallgather(None, messages, parts.sizes), finish)
 
     def guarded(self) -> list[list[tuple[str, np.ndarray]]]:
-        """Return, by slice, the names and arrays that only `restore` and `gather` write."""
+        """Return, by slice, names and arrays that only `restore` and `gather` write."""
         of_slices: list[list[tuple[str, np.ndarray]]] = []
         for segments in self._own:
             arrays = [(f"parameter {one.parameter}", self._group.data[one.start : one.stop]) for one in segments]
@@ -405,7 +418,7 @@ class RoundedParameters:
         return of_slices
 
     def add_squares(self, norms: Norms, k: int, segments: Sequence[Segment]) -> None:
-        """Add the squares of this rank's part of a slice, as `Norms.add_partial` does, but with its exact values."""
+        """Add the squares of this rank's part of a slice, as `Norms.add_partial` does, but from the exact values."""
         begin, end = self._parts[k]
         exact = self._exact[: end - begin]
         self._group.arithmetic.copy(exact, self._group.data[begin:end])
@@ -418,7 +431,7 @@ class RoundedParameters:
             norms.squares[norms.index[segment.parameter]] += self._group.arithmetic.square_sums((weights, gradient))
 
     def state(self, segment: Segment) -> dict[str, np.ndarray]:
-        """Return {"parameter_error": view} of an owned segment of a part, or of an empty one; {} for what every rank updates."""
+        """Return {"parameter_error": view} of an owned or empty segment; {} for a segment that every rank updates."""
         if not segment.size:
             return {PARAMETER_ERROR: self._exact[:0]}
         view = self._of_segment.get(segment.start)

@@ -1,8 +1,8 @@
-"""Slices: which elements of a flat group travel together, and how large they are. Pure data, the same on every rank.
+"""Slices: groups of elements of the flat buffers that travel together, and their sizes. Pure data, the same on every rank.
 
-Sizes follow from bytes, ranks, a link's alpha and beta, and what an operation costs a core. They decide which numbers are added
-first, so a repeated run needs the same ones: by default they follow by rule, from bytes and ranks. What is measured then
-decides the order of operations only, which changes no bit.
+Sizes follow from bytes, ranks, a link's alpha and beta, and the processor time of an operation. They determine which numbers are
+added first, so a repeated run needs the same sizes. By default they follow from bytes and ranks by a rule. Measurements then
+determine only the order of operations, which changes no bit.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.intervals import even, even_interval, even_intervals
 from hpctrain.nn.parameter import GroupLayout, Segment
 
-#: of a linear layer's weight in a slice, on each rank: a product of fewer rows is slow
+#: minimum rows of a linear layer's weight in a slice, per rank; a product of fewer rows is slow
 _LEAST_ROWS = 32
-#: of one parameter; five times as many as the largest layer of the catalogue has with the smallest slices that are usual
+#: maximum slices of one parameter: five times those of the catalogue's largest layer with the smallest usual slices
 _MOST_SLICES = 10_000
-#: of an element's position, which travels with its value if a slice is compressed
+#: bytes of an element's position, which travels with its value if a slice is compressed
 INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of a slice of which only the largest elements cross between nodes.
+    """Compression of a slice, for which only the largest elements cross between nodes.
 
-    The ranks of a node divide the slice among them; a stream counts its ranks by (number on the node, node), as `Levels` does.
+    The ranks of a node divide the slice among them. A stream counts its ranks by (number on the node, node), as `Levels` does.
 
     Attributes:
-        nodes: m, those that exchange. density: the share of the elements of a part that a node sends, once it has warmed up.
+        nodes: number m of nodes that exchange elements.
+        density: share of a part's elements that a node sends after the warm-up.
     """
 
     nodes: int
     density: float
 
     def kept(self, size: int, density: float | None = None) -> int:
-        """Return the elements that a node sends of a part of `size`: at least one, if there are any.
+        """Return the number of elements that a node sends from a part of `size`; at least one unless the part is empty.
 
         Args:
-            density: another one than in the end, as in the first steps.
+            size: number of elements of the part.
+            density: density to use instead of the final one, as in the first steps.
         """
         return kept_at(size, self.density if density is None else density)
 
@@ -55,15 +57,19 @@ class Slice:
     """Elements [start, stop) of a group's flat buffers that one operation moves.
 
     Attributes:
-        name: for messages and tables. order: forward position of its front-most parameter, the priority key.
-        parameters: those it touches, in forward order.
-        unit: elements that stay on one rank (a row of a linear layer's weight where sufficient factors are exchanged), else 1.
-        sufficient_factors: the gradient is made from the exchanged inputs and errors of a linear layer, of whose weight the slice
-            is rows.
-        replicated: parameters outside of it (that layer's bias) that every rank updates with it, by itself.
-        block: parts of ranks meet at multiples of it in the flat buffers.
-        compression: how it crosses between nodes where not all of it does; its parts are then those of the ranks of a node, and
-            ranks of equal number on all nodes have the same one.
+        name: name for messages and tables.
+        start: first element.
+        stop: end of the elements.
+        order: forward position of the front-most parameter, the priority key.
+        parameters: parameters that the slice touches, in forward order.
+        unit: number of elements that stay together on one rank: a row of a linear layer's weight if sufficient factors are
+            exchanged, otherwise 1.
+        sufficient_factors: whether the gradient is computed from the exchanged inputs and errors of a linear layer. The slice
+            then consists of rows of the layer's weight.
+        replicated: parameters outside of the slice (the layer's bias) that every rank updates together with it.
+        block: alignment of the parts of ranks in the flat buffers.
+        compression: compression between nodes; None: all elements cross. The parts of a compressed slice are those of the ranks
+            of a node, and ranks with the same local number on all nodes have the same part.
     """
 
     name: str
@@ -87,17 +93,20 @@ class Slice:
 
     @property
     def copies(self) -> int:
-        """Number of ranks that have the same part: those of one number on all nodes if it is compressed; else 1."""
+        """Number of ranks that have the same part; 1 unless the slice is compressed.
+
+        The ranks with the same local number on all nodes have the same part of a compressed slice.
+        """
         return 1 if self.compression is None else self.compression.nodes
 
     def counts(self, ranks: int) -> tuple[int, ...]:
-        """Return the elements of the parts: whole units or blocks, as even as possible, the first ones having one more."""
+        """Return the sizes of the parts, in whole units or blocks, as even as possible. Larger parts come first."""
         if self.block > 1:
             return tuple(self.owned_size(rank, ranks) for rank in range(ranks))
         return tuple(self.unit * units for units in even(self.units, ranks // self.copies))
 
     def part(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return [start, stop) in the flat buffers of one rank's part; parts lie in rank order."""
+        """Return [start, stop) of one rank's part in the flat buffers. Parts lie in rank order."""
         if self.block > 1:
             first, last = self.start // self.block, -(-self.stop // self.block)
             begin, end = (self.block * (first + bound) for bound in even_interval(last - first, ranks, rank))
@@ -112,17 +121,20 @@ class Slice:
 
 
 def per_parameter(layout: GroupLayout) -> tuple[Slice, ...]:
-    """Return one slice per parameter, empty ones left out, in forward order."""
+    """Return one slice for each non-empty parameter, in forward order."""
     return tuple(_joined((segment,)) for segment in layout.segments if segment.size)
 
 
 def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apart: Collection[str] = ()) -> tuple[Slice, ...]:
     """Join neighbours, from the last parameter to the first, until a slice has `least` elements; return them in forward order.
 
-    Backward reaches the last parameter first, so only the front-most slice of a run stays smaller than `least`.
+    Backward reaches the last parameter first, so only the front-most slice of a run may be smaller than `least`.
 
     Args:
-        leave_out: parameters that are in no slice and that no slice spans. apart: those that share no slice with others.
+        layout: the parameters.
+        least: minimum number of elements.
+        leave_out: parameters that are in no slice and that no slice spans.
+        apart: parameters that share no slice with other parameters.
     """
     slices: list[Slice] = []
     for run in _runs(layout, leave_out, apart):
@@ -140,10 +152,14 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apar
 def cut(layout: GroupLayout, slices: Sequence[Slice], most: int, block: int = 1) -> tuple[Slice, ...]:
     """Cut slices into even pieces of at most `most` elements. Slices of exchanged layers stay whole.
 
-    block: slices are cut at multiples of it in the flat buffers, so that some have up to a block more, and so are their parts.
+    Args:
+        layout: the parameters.
+        slices: slices to cut.
+        most: maximum number of elements.
+        block: alignment of the cuts in the flat buffers. Pieces, and their parts, may exceed the maximum by up to a block.
 
     Raises:
-        ConfigError: a parameter in too many slices.
+        ConfigError: a parameter would be cut into too many slices.
     """
     assert most >= 1
     pieces: list[Slice] = []
@@ -163,15 +179,13 @@ def cut(layout: GroupLayout, slices: Sequence[Slice], most: int, block: int = 1)
 def sufficient_factor_slices(
     layout: GroupLayout, weight: str, replicated: Sequence[str], ranks: int, most: int
 ) -> tuple[Slice, ...]:
-    """Return the slices of a linear layer (K, M) that exchanges inputs and errors.
+    """Return the slices of a linear layer (K, M) that exchanges inputs and errors. Each rank owns whole rows of each slice.
 
-    Of each slice, rank r owns whole rows of the weight.
-
-    Slices have at most `most` elements, but enough rows for a product. All but the last have a multiple of `ranks` rows, so
-    each rank owns as many rows in all as if there were one slice.
+    Slices have at most `most` elements, but enough rows for an efficient product. All but the last have a multiple of `ranks`
+    rows, so each rank owns the same number of rows as with a single slice.
 
     Raises:
-        ConfigError: too many slices.
+        ConfigError: there would be too many slices.
     """
     segment = layout.segment(weight)
     inputs, outputs = layout.specs[weight].shape
@@ -190,18 +204,18 @@ def sufficient_factor_slices(
 
 
 def _check_count(name: str, count: int) -> None:
-    """Refuse more slices of a parameter than can be planned: the simulation of the link looks at pairs of them."""
+    """Raise if a parameter has more slices than can be planned: the simulation of the link takes quadratic time."""
     if count > _MOST_SLICES:
         raise ConfigError(
-            f"{name} would travel in {count:,} slices, but the largest number is {_MOST_SLICES:,}; choose a smaller model, "
-            f"or larger slices (the options bucket_bytes and slice_parameters of averagers)."
+            f"{name} would be cut into {count:,} slices, but the maximum is {_MOST_SLICES:,}; choose a smaller model, or larger "
+            f"slices (the options bucket_bytes and slice_parameters of averagers)."
         )
 
 
 def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
-    """Return the positions, in order, of all slices that exchange the same inputs and errors as slice k does.
+    """Return the indices, in order, of all slices that exchange the same inputs and errors as slice k.
 
-    For other slices it is k alone.
+    For slices without such an exchange, only k.
     """
     if not slices[k].sufficient_factors:
         return (k,)
@@ -212,7 +226,7 @@ def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
 def _runs(layout: GroupLayout, leave_out: Collection[str], apart: Collection[str]) -> Iterator[list[Segment]]:
     """Yield maximal lists of neighbouring segments that may share a slice.
 
-    Those left out are in none; those apart are with each other only.
+    Segments in `leave_out` are in no list; those in `apart` are only with each other.
     """
     run: list[Segment] = []
     for segment in layout.segments:
@@ -244,30 +258,30 @@ def _piece(layout: GroupLayout, whole: Slice, start: int, stop: int) -> Slice:
 
 
 def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:
-    """Return one short word for the group's parameters and for which of them exchange inputs and errors."""
+    """Return a short hash of the group's parameters and of which of them exchange inputs and errors."""
     text = repr([(one.parameter, one.start, one.stop, one.parameter in exchanging) for one in layout.segments])
     return f"parameters {hashlib.sha256(f'{layout.dtype} {text}'.encode()).hexdigest()[:16]}"
 
 
 Sizes = Literal["rule", "measured"]
-#: the link that sizes by rule are made for: a message costs as much as 64 KiB. Networks lie between 25 KiB (20 us at 10 Gb/s) and
-#: some 200 KiB (shared memory); fused slices go with the square root of it, so they are never far from what is best. An operation
-#: takes as long of a core as 6 KiB on the link: 50 us at 1 Gb/s, where it matters most which slices go first
+#: link for sizes by rule: a message costs as much as 64 KiB. Networks lie between 25 KiB (20 us at 10 Gb/s) and some 200 KiB
+#: (shared memory). Fused slices grow with its square root, so they are never far from the optimum. An operation takes as much
+#: processor time as 6 KiB take on the link: 50 us at 1 Gb/s, where the order of the slices matters most
 RULE_LINK = LinkModel(alpha_seconds=65.536e-6, beta_seconds_per_byte=1e-9, operation_seconds=6.144e-6)
 
 _LEAST_BUCKET_BYTES = 1 << 14
-# Above some 32 MB an MPI may allocate, and touch again, what it needs for a collective each time.
+# Above some 32 MB, MPI may allocate and touch temporary memory in every collective.
 _LARGEST_BYTES = 1 << 24
 _LEAST_PART_BYTES = 1 << 20
-# A slice on its way holds up what becomes ready meanwhile, so large layers are cut: at a few times the best size for latency.
+# A slice in flight delays slices that become ready meanwhile, so large layers are cut at a few times the best size for latency.
 _LARGEST_IN_BUCKETS = 4
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
-    """Return the size of fused slices with which a step exposes least; a power of two.
+    """Return the size of fused slices that minimises exposed communication; a power of two.
 
     k slices of n / k bytes cost k (P - 1) alpha in latency, and the last one, which backward cannot hide, (P - 1) / P n / k beta.
-    The sum is least at slices of sqrt(n P alpha / beta) bytes.
+    The sum is smallest for slices of sqrt(n P alpha / beta) bytes.
     """
     if ranks == 1 or link is None or link.beta_seconds_per_byte == 0.0:
         return max(_LEAST_BUCKET_BYTES, total_bytes)
@@ -276,10 +290,13 @@ def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
 
 
 def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: LinkModel | None) -> tuple[int, int]:
-    """Return the least elements of fused slices, and the number above which one is cut.
+    """Return the minimum number of elements of fused slices, and the maximum above which slices are cut.
 
     Args:
-        bucket: bytes of a fused slice; None: those that a step exposes least with on `link`.
+        bucket: bytes of a fused slice; None: the best size on `link`.
+        layout: the parameters.
+        ranks: number of ranks.
+        link: model of the link.
     """
     if bucket is None:
         bucket = bucket_bytes(layout.size * layout.item_bytes, ranks, link)
@@ -287,17 +304,17 @@ def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: Li
 
 
 def largest_bytes(bucket: int) -> int:
-    """Return the size above which a slice is cut, where fused ones have `bucket` bytes."""
+    """Return the size above which a slice is cut if fused slices have `bucket` bytes."""
     return max(bucket, min(_LARGEST_IN_BUCKETS * bucket, _LARGEST_BYTES))
 
 
 def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None) -> int:
-    """Return the size of slices that may overtake each other: at least `least`, and as large as their cost to a core requires.
+    """Return the size of slices that may overtake each other: at least `least`, and large enough to limit their processor time.
 
-    Several are in flight and hide each other's latency, but not what each takes of a core that computes: c for each of the P - 1
-    messages of a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of that, and the last one, which nothing
-    hides, is twice (P - 1) / P n / k beta on its way. The sum is least at slices of sqrt(n P c / beta) bytes. The result is the
-    nearest power of two times `least`; never so large that it had to be cut for another reason.
+    Several slices are in flight and hide each other's latency, but not their processor time: c for each of the P - 1 messages of
+    a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of it. The last one, which nothing hides, takes twice
+    (P - 1) / P n / k beta. The sum is smallest for slices of sqrt(n P c / beta) bytes. The result is the nearest power of two
+    times `least`, up to the size at which slices are always cut.
     """
     if ranks == 1 or link is None or link.beta_seconds_per_byte == 0.0:
         return least
@@ -307,12 +324,12 @@ def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None
 
 
 def whole_bytes(total_bytes: int, ranks: int) -> int:
-    """Return the size of a single slice of everything, for `StrategyCosts`."""
+    """Return the size of a single slice of all gradients, for `StrategyCosts`."""
     return total_bytes
 
 
 def uncut_bytes(total_bytes: int, ranks: int) -> int:
-    """Return the size of slices that are cut where they are very large, for `StrategyCosts`."""
+    """Return the size of slices that are cut only if they are very large, for `StrategyCosts`."""
     return min(total_bytes, _LARGEST_BYTES)
 
 
@@ -320,16 +337,18 @@ def fused_bytes(bucket: int | None, total_bytes: int, ranks: int) -> int:
     """Return the size of large slices that are fused and cut by rule, for `StrategyCosts`.
 
     Args:
-        bucket: bytes of a fused slice; None: those of the rule.
+        bucket: bytes of a fused slice; None: the size by rule.
+        total_bytes: bytes of all gradients.
+        ranks: number of ranks.
     """
     return min(total_bytes, largest_bytes(bucket or bucket_bytes(total_bytes, ranks, RULE_LINK)))
 
 
 def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
-    """Return [start, stop) of the collectives that an array of `size` elements is sent in, at the cost of a single one.
+    """Return [start, stop) of the collectives that carry an array of `size` elements, at the total cost of a single collective.
 
-    They have 16 MiB at most, but no less than 1 MiB per rank, as latency grows with the ranks. Each but the last has a multiple
-    of `ranks` elements, so that the ranks' parts add up to those of the whole.
+    Parts have at most 16 MiB, but at least 1 MiB per rank, because latency grows with the number of ranks. Each but the last has
+    a multiple of `ranks` elements, so that the ranks' shares of the parts add up to their shares of the whole.
     """
     most = max(1, max(_LARGEST_BYTES, ranks * _LEAST_PART_BYTES) // item_bytes)
     size_of_one = -(-size // max(1, -(-size // most)))

@@ -1,11 +1,11 @@
 """Sufficient factors: inputs and errors of a linear layer, exchanged instead of its gradients.
 
-The gradient of a linear layer's weight is x^T dy, so inputs and errors suffice to make it wherever it is needed (Xie, Kim, Zhou,
-Ho, Kumar, Yu and Xing, "Distributed machine learning via sufficient factor broadcasting", 2015, arXiv:1511.08486). Here rank r
-gets its K / P columns of all ranks' inputs (an all-to-all in forward) and all ranks' errors (an allgather in backward), and
-computes its rows of the global gradient with products of depth B, the step's global batch: one per slice, so that a slice is
-gathered under the next one's product. The bias's gradient is the sum of the gathered errors, complete on every rank. Lee et al.,
-MLHPC 2018. Moves (P - 1) / P (K b + M B) before the parameters.
+The gradient of a linear layer's weight is x^T dy, so inputs and errors suffice to compute it on any rank (Xie, Kim, Zhou, Ho,
+Kumar, Yu and Xing, "Distributed machine learning via sufficient factor broadcasting", 2015, arXiv:1511.08486). Here, following
+Lee et al., MLHPC 2018, rank r receives its K / P columns of all ranks' inputs (an all-to-all in forward) and all ranks' errors
+(an allgather in backward). It computes its rows of the global gradient with products of depth B, the step's global batch. There
+is one product per slice, so that a slice is gathered while the next product is computed. The bias's gradient is the sum of the
+gathered errors, complete on every rank. The exchange moves (P - 1) / P (K b + M B) elements, before the parameters.
 """
 
 from __future__ import annotations
@@ -27,21 +27,27 @@ def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: fl
     """Return whether the exchange moves less than gradients would: B < s K M / (M + K / P).
 
     Args:
-        sent_share: s, bytes of a gradient on its way over those in memory; inputs and errors travel as they are.
+        inputs: number K of input features.
+        outputs: number M of output features.
+        batch: global batch B.
+        ranks: number P of ranks.
+        sent_share: s, bytes of a gradient on the wire divided by its bytes in memory. Inputs and errors are never rounded.
     """
     return batch * (outputs + inputs / ranks) < sent_share * inputs * outputs
 
 
 class SufficientFactorExchange:
-    """The exchange of one linear layer's inputs and errors.
+    """Exchange of one linear layer's inputs and errors.
 
-    Its buffers are made at the first step, for the nominal batch, and grow only for larger ones.
-
-    They lie on the host, which computes the products too: where kernels compute elsewhere, inputs and errors are fetched from
-    there, which waits, and gradients brought there.
+    Its buffers are allocated at set-up for the nominal batch, and grow only for larger batches. They lie on the host, which also
+    computes the products. If kernels run on a device, inputs and errors are fetched from it, which waits, and gradients are
+    copied back.
 
     Args:
-        slices: those of the weight (K, M), in order. batch: nominal samples of a step over all ranks.
+        group: the parameters.
+        slices: slices of the weight (K, M), in order.
+        comm: ranks that exchange.
+        batch: nominal samples of a step over all ranks.
     """
 
     def __init__(self, group: FlatGroup, slices: Sequence[Slice], comm: Communicator, batch: int) -> None:
@@ -51,13 +57,13 @@ class SufficientFactorExchange:
         self._inputs = sum(piece.units for piece in slices)
         self._bias = [group.parameters[name] for name in slices[0].replicated]
         first = slices[0].start
-        # Columns of the inputs (rows of the weight) that each rank owns, slice by slice; empty ones too.
+        # Columns of the inputs (rows of the weight) that each rank owns, slice by slice, including empty ones.
         spans = [[piece.part(rank, comm.size) for piece in slices] for rank in range(comm.size)]
         self._spans = [
             [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in of_rank] for of_rank in spans
         ]
         self._columns = [sum(high - low for low, high in of_rank) for of_rank in self._spans]
-        # A slice's product takes some of this rank's columns: those of the slices before it lie in front.
+        # A slice's product uses some of this rank's packed columns, after those of earlier slices.
         widths = [high - low for low, high in self._spans[comm.rank]]
         self._packed_columns = [(sum(widths[:piece]), sum(widths[: piece + 1])) for piece in range(len(slices))]
         self._own_gradients = [group.grad[begin:end].reshape(-1, self._outputs) for begin, end in spans[comm.rank]]
@@ -67,14 +73,18 @@ class SufficientFactorExchange:
         self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
     def _buffers(self) -> tuple[Array, Array, Array]:
-        """Make buffers for this rank's inputs, packed; for its columns of all ranks' inputs; for all ranks' errors."""
+        """Allocate buffers for this rank's packed inputs, for its columns of all ranks' inputs, and for all ranks' errors."""
         batch, mine = self._capacity
         sizes = (mine * self._inputs, batch * self._columns[self._comm.rank], batch * self._outputs)
         packed, columns, errors = (np.empty(size, self._group.dtype) for size in sizes)
         return packed, columns, errors
 
     def begin_step(self, counts: Sequence[int]) -> None:
-        """Begin a step. The previous step's exchange is over. counts: the step's samples on each rank."""
+        """Begin a step. The exchange of the previous step must be complete.
+
+        Args:
+            counts: number of samples of the step on each rank.
+        """
         self._counts = counts
         self._samples = sum(counts)
         self._mine = counts[self._comm.rank]
@@ -83,8 +93,8 @@ class SufficientFactorExchange:
             self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
     def pack_inputs(self, x: Array | None) -> None:
-        """Copy x (n, K), columns of one rank after the other; None: zeros."""
-        assert x is None or x.shape[0] == self._mine, "the step's counts say another number of samples"
+        """Copy x (n, K), the columns of one rank after those of another; None: zeros."""
+        assert x is None or x.shape[0] == self._mine, "the number of samples differs from the step's counts"
         begin, values = 0, None if x is None else self._group.arithmetic.to_host(x)
         for columns, spans in zip(self._columns, self._spans, strict=True):
             block = self._packed[self._mine * begin : self._mine * (begin + columns)].reshape(self._mine, columns)
@@ -116,7 +126,10 @@ class SufficientFactorExchange:
         return self._comm.iallgather(None, self._errors_of_all[: self._samples * self._outputs], counts)
 
     def multiply(self, piece: int) -> None:
-        """Write this rank's rows of one slice of the weight's global gradient; with the first also the bias's whole one."""
+        """Write this rank's rows of one slice of the weight's global gradient.
+
+        With the first slice, also write the whole gradient of the bias.
+        """
         errors = self._errors_of_all[: self._samples * self._outputs].reshape(self._samples, self._outputs)
         width = self._columns[self._comm.rank]
         low, high = self._packed_columns[piece]
@@ -126,7 +139,7 @@ class SufficientFactorExchange:
             self._write(bias.grad, lambda out: np.sum(errors, axis=0, out=out))
 
     def _write(self, gradient: Array, compute: Callable[[np.ndarray | None], np.ndarray]) -> None:
-        """Write what `compute` returns to a gradient; one on the host is computed in place."""
+        """Write the result of `compute` to a gradient; in place if the gradient is on the host."""
         if self._group.arithmetic.on_host:
             compute(gradient)
         else:
@@ -143,7 +156,7 @@ def linear_layers(layout: GroupLayout) -> dict[str, tuple[str, ...]]:
             layers[name] = ()
         else:
             weight = list(layers)[-1]
-            assert name.rpartition(".")[0] == weight.rpartition(".")[0], "a bias follows its weight"
+            assert name.rpartition(".")[0] == weight.rpartition(".")[0], "a bias must follow its weight"
             layers[weight] += (name,)
     return layers
 
@@ -158,11 +171,16 @@ def exchanging_layers(
 ) -> dict[str, tuple[str, ...]]:
     """Return weight -> biases of the linear layers that exchange sufficient factors.
 
-    Layers of which these ranks hold nothing are never among them.
+    Layers without elements on these ranks are never among them.
 
     Args:
-        choice: "auto" where that moves less, which needs the nominal batch. micro_batches: with several there is none, as the
-            inputs of all would have to be kept. sent_share: as in `moves_less`.
+        layout: the parameters.
+        ranks: number of ranks.
+        choice: "auto" exchanges if that moves less, which requires the nominal batch.
+        nominal_batch: samples of a step over all ranks; None: unknown.
+        micro_batches: number of passes of a step. With several there is no exchange, because the inputs of all would have to be
+            kept.
+        sent_share: as in `moves_less`.
     """
     if choice == "never" or micro_batches > 1:
         return {}

@@ -1,17 +1,17 @@
 """The k elements of largest magnitude as a message: MSTopK of Shi et al., arXiv 2010.10458, made exact.
 
-The paper bisects for two thresholds by passes that only count, takes all that reach the upper one, and fills up from a window,
-at a random place, of those between the two. Here a sample gives the first threshold, just low enough that the k largest
-elements are among those that reach it: a single pass collects these candidates, and a partition of them ends it. Where the
-sample deceives (ties, arrays that are nearly all zeros, magnitudes that repeat with its stride), passes that only count narrow
-the thresholds down to the candidates, or to two adjacent numbers. So the window holds ties alone, and no larger element is ever
-left out for a smaller one.
+The paper bisects for two thresholds by passes that only count, takes all elements that reach the upper one, and fills up from a
+window, at a random place, of those between the two. Here a sample provides the first threshold, just low enough that the k
+largest elements reach it. A single pass collects these candidates, and a partition of the candidates selects the elements. If the
+sample is misleading (ties, arrays that are nearly all zeros, magnitudes that repeat with its stride), passes that only count
+narrow the thresholds down to the candidates, or to two adjacent numbers. The window therefore contains only ties, and no larger
+element is ever left out for a smaller one.
 
-`Selection` makes the passes, block by block. A magnitude is taken as an integer, the bits of a floating-point number without
-its sign. These integers have the order of the magnitudes, need no special case for subnormals, and place infinities and NaN
-last.
+`Selection` makes the passes, block by block. A magnitude is an integer, the bits of a floating-point number without its sign.
+These integers have the order of the magnitudes, need no special case for subnormals, and place infinities and NaN last.
 
-What a message leaves out stays in its array (`TopK.subtract_from`) until a later message has it: residual + sent = gradient.
+Elements that a message leaves out stay in their array (`TopK.subtract_from`) until a later message sends them: residual + sent =
+gradient.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ import numpy as np
 from hpctrain.backend.counter_random import key
 from hpctrain.comm.sums import Compressor
 
-_BLOCK = 32_768  # elements: their magnitudes and masks stay in a cache of the core
-_COMMON_SHARE = 0.02  # of a sample: partition takes many times as long if this share is equal
+_BLOCK = 32_768  # elements; their magnitudes and masks fit into a cache of the core
+_COMMON_SHARE = 0.02  # share of a sample; partition is many times slower if this share has equal magnitudes
 _UNSIGNED: dict[str, np.dtype] = {"float32": np.dtype(np.uint32), "float64": np.dtype(np.uint64)}
 
 
 @dataclass(frozen=True)
 class Band:
-    """A choice of elements: all whose magnitude is at least `above`, and a window of the others that reach `below`.
+    """Choice of elements: all with a magnitude of at least `above`, and a window of the others that reach `below`.
 
-    first, stop: the window, counted among these others in the order of their positions.
+    Attributes:
+        above: magnitude from which all elements are chosen.
+        below: magnitude that elements of the window reach.
+        first: start of the window, counted among these other elements in the order of their positions.
+        stop: end of the window.
     """
 
     above: int
@@ -44,13 +48,15 @@ class Band:
 
 
 class Selection:
-    """Passes over arrays of one dtype, and the scratch memory for them, which compressors that take turns may share.
+    """Passes over arrays of one dtype, with scratch memory that compressors may share if they take turns.
 
     Args:
         dtype: "float32" or "float64".
 
     Attributes:
-        unsigned: the dtype of magnitudes. infinity: the magnitude of an infinity. top: a number above all magnitudes.
+        unsigned: dtype of magnitudes.
+        infinity: magnitude of an infinity.
+        top: number above all magnitudes.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -65,7 +71,10 @@ class Selection:
         self._positions = np.empty(0, np.intp)
 
     def reserve(self, sorted_size: int, candidates: int) -> None:
-        """Make memory for magnitudes to be sorted, and for candidates and their positions. Only grows; not during a step."""
+        """Allocate memory for sorting magnitudes and for candidates with their positions.
+
+        The memory only grows. Do not call this method during a step.
+        """
         if sorted_size > self._sorted.size:
             self._sorted = np.empty(sorted_size, self.unsigned)
         if candidates > self._positions.size:
@@ -73,7 +82,7 @@ class Selection:
             self._positions = np.empty(candidates, np.intp)
 
     def counts(self, bits: np.ndarray, thresholds: Sequence[int]) -> list[int]:
-        """Return the number of elements of `bits` (unsigned, of any sign) whose magnitude reaches each threshold."""
+        """Return, for each threshold, the number of elements of `bits` (unsigned, of any sign) whose magnitude reaches it."""
         totals = [0] * len(thresholds)
         for start in range(0, bits.size, _BLOCK):
             magnitudes = self._magnitudes(bits[start : start + _BLOCK])
@@ -84,27 +93,31 @@ class Selection:
         return totals
 
     def sampled(self, bits: np.ndarray, stride: int, rank: int) -> int:
-        """Return the magnitude that `rank` elements of a sample, every `stride`-th of `bits`, reach."""
+        """Return the magnitude that `rank` elements of a sample reach. The sample is every `stride`-th element of `bits`."""
         size = bits.size // stride
         sample = self._sorted[:size]
         np.bitwise_and(bits[: size * stride : stride], self.top - 1, out=sample)
         return self._ranked(sample, min(rank, size))
 
     def common(self, bits: np.ndarray, stride: int, rank: int) -> int | None:
-        """Return the same if many of the sample have just that magnitude; else None."""
+        """Return the result of `sampled` if many elements of the sample have just this magnitude; otherwise None."""
         least = self.sampled(bits, stride, rank)
         sample = self._sorted[: bits.size // stride]
         return least if np.count_nonzero(sample == least) > _COMMON_SHARE * sample.size else None
 
     def threshold(self, bits: np.ndarray, rank: int) -> int:
-        """Return the magnitude of the element that is `rank`-th in descending order, by partition of all of them."""
+        """Return the magnitude of the `rank`-th largest element, by partition of all elements."""
         magnitudes = self._sorted[: bits.size]
         np.bitwise_and(bits, self.top - 1, out=magnitudes)
         return self._ranked(magnitudes, rank)
 
     def positions(self, bits: np.ndarray, band: Band, out: np.ndarray) -> int | None:
-        """Write the ascending positions of the chosen elements into `out` (intp): how many; None if it is too small."""
-        size = seen = 0  # positions written; elements of the band passed
+        """Write the ascending positions of the chosen elements to `out` (intp).
+
+        Returns:
+            Number of chosen elements; None if `out` is too small.
+        """
+        size = seen = 0  # positions written; elements of the band so far
         for start in range(0, bits.size, _BLOCK):
             magnitudes = self._magnitudes(bits[start : start + _BLOCK])
             seen += self._mark(magnitudes, band, seen)
@@ -116,7 +129,7 @@ class Selection:
         return size
 
     def candidates(self, bits: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (magnitudes, positions) of all elements that reach `least`, in this object's memory; None if it is too small."""
+        """Return (magnitudes, positions) of all elements that reach `least`, in scratch memory; None if it is too small."""
         size = self.positions(bits, Band(least, least), self._positions)
         if size is None:
             return None
@@ -132,7 +145,16 @@ class Selection:
         return magnitudes
 
     def _mark(self, magnitudes: np.ndarray, band: Band, seen: int) -> int:
-        """Mark the chosen elements of a block in the mask. Returns how many lie in the band, after `seen` before them."""
+        """Mark the chosen elements of a block in the mask.
+
+        Args:
+            magnitudes: magnitudes of the block.
+            band: the choice of elements.
+            seen: number of elements in the band in earlier blocks.
+
+        Returns:
+            Number of elements of the block in the band.
+        """
         mask = self._mask[: magnitudes.size]
         np.greater_equal(magnitudes, band.above, out=mask)
         if band.below == band.above:
@@ -152,60 +174,64 @@ class Selection:
 
     @staticmethod
     def _ranked(magnitudes: np.ndarray, rank: int) -> int:
-        """Return the element that is `rank`-th in descending order; reorders them."""
+        """Return the `rank`-th largest element; reorders the elements."""
         place = magnitudes.size - rank
         magnitudes.partition(place)
         return int(magnitudes[place])
 
 
-_DENSE_SHARE = 0.1  # of elements kept: beyond, candidates would be most of them, so that all are partitioned
-_SMALL_SIZE = 65_536  # elements: so few are partitioned in less time than passes take
-_SPARE_CANDIDATES = 4096  # candidates in addition to twice the kept
-_SAMPLE_STRIDE = 127  # prime, so that no channel or row of a power of two elements is all of the sample
-_THRESHOLDS_OF_A_PASS = 4  # counted in one pass, as the first reading of memory is the expensive part
+_DENSE_SHARE = 0.1  # kept share above which all elements are partitioned, because most would be candidates
+_SMALL_SIZE = 65_536  # elements up to which a partition of all is faster than passes
+_SPARE_CANDIDATES = 4096  # candidates in addition to twice the number of kept elements
+_SAMPLE_STRIDE = 127  # prime, so that the sample is not a single channel or row of a power of two elements
+_THRESHOLDS_OF_A_PASS = 4  # counted in one pass, because reading from memory is the expensive part
 
 
 def kept_at(size: int, density: float) -> int:
-    """Return the elements that a message keeps of `size` at a density in (0, 1]: rounded, and at least one of some."""
+    """Return the number of elements that a message keeps out of `size` at a density in (0, 1]; at least 1 if `size` is not 0."""
     return min(size, max(1, round(size * density)))
 
 
 class TopK(Compressor):
-    """The `kept` elements of largest magnitude: their values, then their positions, int32 and ascending.
+    """Compressor that sends the `kept` elements of largest magnitude: their values, then their positions (int32, ascending).
 
-    Of elements of equal magnitude, where not all are kept, those are that lie one after another from a place drawn from the
-    seed and the step. Not finite elements count as the largest: if an array has any, its message has.
+    If not all elements of equal magnitude are kept, the kept ones are consecutive, from a place drawn from the seed and the step.
+    Non-finite elements count as the largest: if an array has any, so has its message.
 
     Args:
-        size: elements of an array, below 2**31. dtype: "float32" or "float64". kept: 1 to size; 0 where size is.
-        seed: integers that tell messages apart that shall draw differently, such as (seed of the run, number of the slice).
-        scratch: shared with others whose calls never overlap with this one's; None: of its own.
+        size: number of elements of an array, below 2**31.
+        dtype: "float32" or "float64".
+        kept: number of kept elements, from 1 to size; 0 if size is 0.
+        seed: integers that distinguish messages with separate draws, such as (seed of the run, index of the slice).
+        scratch: scratch memory shared with compressors whose calls never overlap; None: separate memory.
 
     Raises:
-        ValueError: size or kept out of range.
+        ValueError: size or kept is out of range.
     """
 
     def __init__(self, size: int, dtype: str, kept: int, *, seed: Sequence[int] = (0,), scratch: Selection | None = None) -> None:
         super().__init__(size, dtype)
         if not 0 <= size < 2**31:
-            raise ValueError(f"An array has {size} elements, but positions are 32-bit integers: at most {2**31 - 1}.")
+            raise ValueError(
+                f"An array has {size} elements, but must have at most {2**31 - 1}, because positions are 32-bit integers."
+            )
         self._seed, self._step = tuple(seed), 0
         self._selection = Selection(dtype) if scratch is None else scratch
-        self._most_places = np.empty(max(kept, 0), np.intp)  # what NumPy indexes with, where it need not convert positions
+        self._most_places = np.empty(max(kept, 0), np.intp)  # intp, so that NumPy need not convert positions for indexing
         self._most_values = np.empty(max(kept, 0), self.dtype)
         self._places, self._kept_values = self._most_places, self._most_values
         self.kept, self._capacity, self._partitions_all = kept, 0, True
         self.keep(kept)
 
     def keep(self, kept: int) -> None:
-        """Set the number of elements of messages from now on: no more than at first, as memory is made for those.
+        """Set the number of kept elements; at most the initial number, for which memory was allocated.
 
         Raises:
-            ValueError: kept out of range.
+            ValueError: kept is out of range.
         """
         least, most = min(self.size, 1), min(self.size, self._most_places.size)
         if not least <= kept <= most:
-            raise ValueError(f"kept is {kept}, but of {self.size} elements {least} to {max(least, most)} can be kept.")
+            raise ValueError(f"kept is {kept}, but must be from {least} to {max(least, most)} for {self.size} elements.")
         self.kept = kept
         self.message_size = kept * (self.dtype.itemsize + np.dtype(np.int32).itemsize)
         self._partitions_all = kept > _DENSE_SHARE * self.size or self.size <= _SMALL_SIZE
@@ -244,11 +270,11 @@ class TopK(Compressor):
         values[places] = self._kept_values
 
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Set what was sent to zero; what is not finite is then gone, too."""
+        """Set the sent elements to zero, including non-finite ones."""
         values[self._places_of(message)] = 0
 
     def _places_of(self, message: np.ndarray) -> np.ndarray:
-        """Return the positions in a message, in memory of this object."""
+        """Return the positions in a message, copied to memory of this object."""
         self._places[...] = self.positions(message)
         return self._places
 
@@ -266,12 +292,12 @@ class TopK(Compressor):
                 self._fill(bits, Band(upper, lower), chosen, reached - chosen, positions)
                 return
             candidates = self._selection.candidates(bits, lower)
-        assert candidates is not None, "no more reach it than were counted"
+        assert candidates is not None, "more elements reach the threshold than were counted"
         self._choose_of(candidates[0], positions)
         np.take(candidates[1], positions, out=positions, mode="clip")
 
     def _choose_ties(self, bits: np.ndarray, positions: np.ndarray) -> bool:
-        """Write the positions of the elements to keep, if the smallest of them has the magnitude of many others."""
+        """Write the positions of the elements to keep if many have the smallest kept magnitude; return whether they do."""
         rank = round(self.kept / _SAMPLE_STRIDE)
         least = self._selection.common(bits, _SAMPLE_STRIDE, rank) if self.size > _SMALL_SIZE and rank else None
         if least is None:
@@ -283,7 +309,10 @@ class TopK(Compressor):
         return True
 
     def _rank_in_sample(self) -> int:
-        """Return the elements of the sample above the first threshold: more than kept of all, but for bad luck of 4 sigma."""
+        """Return the rank of the first threshold in the sample.
+
+        At least `kept` elements reach this threshold, unless the sample is off by more than 4 sigma.
+        """
         expected = self.kept / _SAMPLE_STRIDE
         return math.ceil(expected + 4 * math.sqrt(expected)) + 2
 
@@ -294,7 +323,7 @@ class TopK(Compressor):
         self._fill(bits, Band(least + 1, least), chosen, reached - chosen, positions)
 
     def _fill(self, bits: np.ndarray, band: Band, chosen: int, ties: int, positions: np.ndarray) -> None:
-        """Write the positions of `chosen` elements above a band, and of a window of those in it, `ties` in all."""
+        """Write the positions of the `chosen` elements above a band, and of a window of the `ties` elements in it."""
         wanted = self.kept - chosen
         first = 0
         if wanted < ties:
@@ -304,12 +333,14 @@ class TopK(Compressor):
         assert written == self.kept, f"{written} elements are chosen, not {self.kept}"
 
     def _narrowed(self, bits: np.ndarray, guess: int) -> tuple[int, int, int, int]:
-        """Return (lower, upper threshold, elements that reach upper: fewer than kept, that reach lower: no fewer), by counting.
+        """Narrow the thresholds by counting, until few enough elements reach the lower one or the two are adjacent numbers.
 
-        Either the lower one is reached by no more elements than there is room for, or the two are adjacent numbers.
+        Returns:
+            (lower threshold, upper threshold, number of elements that reach the upper one, number that reach the lower one). The
+            first number is below `kept`, the second is not.
         """
         lower, upper, chosen, reached = 0, self._selection.top, 0, self.size
-        thresholds = [1, guess, guess + 1]  # zeros and other ties are seen at once
+        thresholds = [1, guess, guess + 1]  # so that zeros and other ties are found in the first pass
         while reached > self._capacity and upper - lower > 1:
             thresholds = sorted({threshold for threshold in thresholds if lower < threshold < upper})
             for threshold, count in zip(thresholds, self._selection.counts(bits, thresholds), strict=True):

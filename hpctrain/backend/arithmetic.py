@@ -190,7 +190,7 @@ class DeviceGroup(Protocol):
 
 
 class DeviceMessages(Protocol):
-    """Marks of a device's work, and its groups.
+    """Marks of a device's work, and groups of devices.
 
     Attributes:
         identity: name of the device that no other device has, on any node.

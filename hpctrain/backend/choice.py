@@ -245,7 +245,7 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
         return "numpy"
     no_gpu = missing(place)
     if no_gpu is None:
-        _log.info("Backend cuda.")
+        _log.debug("Backend cuda.")
         return "cuda"
     if precision != "float32":
         raise BackendError(
@@ -255,7 +255,10 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
     name, remarks = ("onednn", []) if reason is None else ("numpy", [reason])
     if cupy_is_installed():
         remarks.append(no_gpu)
-    _log.info("Backend %s%s", name, ": " + " ".join(remarks) if remarks else ".")
+    if remarks:
+        _log.info("Backend %s: %s", name, " ".join(remarks))
+    else:
+        _log.debug("Backend %s.", name)
     return name
 
 

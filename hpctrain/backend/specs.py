@@ -139,7 +139,7 @@ def _nhwc(x: TensorSpec, channels: int, name: str) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True)
 class Conv2dSpec:
-    """y (N, Ho, Wo, K) = x (N, H, W, C) * weight (K, R, S, C / groups) + bias (K)."""
+    """Convolution: y (N, Ho, Wo, K) = x (N, H, W, C) * weight (K, R, S, C / groups) + bias (K)."""
 
     channels_in: int
     channels_out: int
@@ -175,7 +175,7 @@ class Conv2dSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
+    """Linear layer: y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
 
     features_in: int
     features_out: int
@@ -196,13 +196,13 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class BatchNormSpec:
-    """y = gamma * (x - mean) / sqrt(var + epsilon) + beta per channel (the last dim).
+    """Batch norm: y = gamma * (x - mean) / sqrt(var + epsilon) + beta per channel (the last dim).
 
     Training uses the batch's mean and biased variance, and writes the mean and the *unbiased* variance to the operator's
     statistics `batch_mean` and `batch_var`. Evaluation uses `running_mean` and `running_var`.
 
     Attributes:
-        synchronised: whether the statistics are those of all ranks of the group `merge`, merged by its `StatisticsMerger`.
+        synchronised: whether the statistics are merged over all ranks of the group `merge`, by its `StatisticsMerger`.
         merge: name of the group: "all" ranks that share the step, "data" for ranks that hold the same channels, or "split" for
             ranks that hold parts of the same images.
         relu: whether a ReLU follows, after the addition if `add` is set; set only by fusion.
@@ -259,7 +259,10 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class AdaptiveAveragePoolSpec:
-    """Mean over windows [floor(i H / Ho), ceil((i + 1) H / Ho)): (1, 1) is global pooling. The output has four dims."""
+    """Adaptive average pooling: means over windows [floor(i H / Ho), ceil((i + 1) H / Ho)). (1, 1) is global pooling.
+
+    The output has four dims.
+    """
 
     size: Pair
 
@@ -273,7 +276,7 @@ class AdaptiveAveragePoolSpec:
 
 @dataclass(frozen=True)
 class ReluSpec:
-    """y = max(x, 0); the gradient at 0 is 0."""
+    """Rectified linear unit: y = max(x, 0); the gradient at 0 is 0."""
 
     def output(self, x: TensorSpec) -> TensorSpec:
         return x.plain()
@@ -284,7 +287,7 @@ class ReluSpec:
 
 @dataclass(frozen=True)
 class AddSpec:
-    """y = a + b, then ReLU if `relu` is set (only by fusion)."""
+    """Residual sum: y = a + b, then ReLU if `relu` is set (only by fusion)."""
 
     relu: bool = False
 
@@ -299,7 +302,7 @@ class AddSpec:
 
 @dataclass(frozen=True)
 class DropoutSpec:
-    """y = x * keep / (1 - rate); identity in evaluation.
+    """Dropout: y = x * keep / (1 - rate); identity in evaluation.
 
     keep = f(seed, step, layer name, sample id, index in the unsplit activation of one sample), so that any split of batch,
     channels or rows draws its part of one mask.
@@ -333,7 +336,7 @@ class DropoutSpec:
 
 @dataclass(frozen=True)
 class FlattenSpec:
-    """(N, H, W, C) -> (N, H*W*C), in that order; no data moves."""
+    """Flatten: (N, H, W, C) -> (N, H*W*C), in that order; no data moves."""
 
     def output(self, x: TensorSpec) -> TensorSpec:
         return x.with_shape((x.shape[0], math.prod(x.shape[1:])))
@@ -344,9 +347,9 @@ class FlattenSpec:
 
 @dataclass(frozen=True)
 class SoftmaxCrossEntropySpec:
-    """Sum over the samples of -sum_c q_c log softmax(logits)_c, divided by the step's global count.
+    """Softmax cross entropy: sum over the samples of -sum_c q_c log softmax(logits)_c, divided by the step's global count.
 
-    q = (1 - smoothing) onehot(label) + smoothing / classes. The operator is not a tensor operator: see `LossOperator`.
+    q = (1 - smoothing) onehot(label) + smoothing / classes. Its operator is a `LossOperator`.
     """
 
     smoothing: float = 0.0

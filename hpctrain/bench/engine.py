@@ -280,7 +280,7 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
         commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
     series = interleave(commands, Rounds(rounds, 1), list(PEERS))
     if not any(series[name].turns for name in PEERS):
-        raise SteppingError(f"No variant of PyTorch ran with {python}: {series['torch'].failure}")
+        raise SteppingError(f"PyTorch does not run with {python}; give another --peer-python. {series['torch'].failure}")
     our_seconds = series["ours"].seconds("wall")
     return {
         name: {

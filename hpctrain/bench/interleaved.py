@@ -229,9 +229,12 @@ def interleave(
                     with _noted(one, name in screened):
                         one.turns.append(steppers[name].run(rounds.steps))
             if number + 1 == SCREENING < rounds.rounds:
-                for name in _far_behind([series[name] for name in screened if name in series], rounds.clock):
-                    series[name].dropped = True
-                    steppers[name].close()
+                group = [series[name] for name in screened if name in series]
+                best = min((one.median(rounds.clock) for one in group), default=0.0)
+                for one in group:
+                    if one.failure is None and one.median(rounds.clock) > SCREENED_OUT * best:
+                        one.dropped = True
+                        steppers[one.name].close()
         for name, stepper in steppers.items():
             series[name].idle_cpu_seconds = stepper.idle_cpu_seconds
     finally:
@@ -254,11 +257,6 @@ class _noted:
             self._series.failure = str(error)
             return True
         return False
-
-
-def _far_behind(group: Sequence[Series], clock: str) -> list[str]:
-    best = min((one.median(clock) for one in group), default=0.0)
-    return [one.name for one in group if one.failure is None and one.median(clock) > SCREENED_OUT * best]
 
 
 def ours(settings: Mapping[str, Any]) -> list[str]:

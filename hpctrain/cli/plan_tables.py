@@ -48,13 +48,13 @@ def print_plan(
 
 def _head(task: PlannedRun) -> Iterator[str]:
     plan, config = task.plan, task.config
-    height, width, channels = task.image_shape
+    height, width, channels = task.job.image_shape
     samples = _span(micro_counts(task))
     micro = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
     numbers = config.dtype if config.precision == "float32" else config.precision
     yield (
         f"{config.model.name} on {plan.rows * plan.cols} ranks, a grid of {plan.rows} x {plan.cols}; images {height} x {width} x "
-        f"{channels}, batch {config.batch}{micro}: {samples} per rank; {numbers}, kernels {task.kernels.name}"
+        f"{channels}, batch {config.batch}{micro}: {samples} per rank; {numbers}, kernels {task.job.kernels.name}"
     )
     if task.assumption:
         yield task.assumption
@@ -126,7 +126,7 @@ def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
 
 def _interiors(task: PlannedRun) -> Iterator[str]:
     """Yield the convolutions of `grid.overlap` that are computed in parts, and those under domain that are not, with reasons."""
-    interiors = overlap(task.graph_of(1), task.plan)
+    interiors = overlap(task.job.graph_of(1), task.plan)
     if interiors.in_parts:
         yield f"Interiors are computed while halos travel in {', '.join(interiors.in_parts)}."
     for name, no_interior in interiors.undivided.items():
@@ -302,12 +302,12 @@ def as_dict(
     return {
         "model": task.config.model.name,
         "grid": {"rows": task.plan.rows, "cols": task.plan.cols, "tiles": list(task.plan.image_tiles)},
-        "image": list(task.image_shape),
+        "image": list(task.job.image_shape),
         "assumption": task.assumption or None,
         "batch": task.config.batch,
         "samples": list(report.counts),
         "dtype": report.dtype,
-        "kernels": task.kernels.name,
+        "kernels": task.job.kernels.name,
         "entries": [_entry(entry, item) for entry in report.entries],
         "total": _sent(report.traffic.bytes_forward(item), report.traffic.bytes_backward(item)),
         "memory_bytes": [

@@ -26,8 +26,8 @@ from hpctrain.planner.configured_search import (
     SimulatedPoint,
     SimulatedStudy,
     by_averager,
-    job_of,
     keys_of,
+    on_any_grid,
     overrides,
 )
 from hpctrain.planner.job import Candidate
@@ -108,14 +108,14 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
 
 def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> None:
     """Print the simulated points of each averager with their efficiency and notes."""
-    task = job_of(study.search_task(next(iter(study.configs)), study.ranks[0]))
-    height, width, channels = task.image_shape
+    task = on_any_grid(study.search_task(next(iter(study.configs)), study.ranks[0]))
+    height, width, channels = task.job.image_shape
     weak = study.mode == "weak"
     batch = points[0].batch // points[0].ranks if weak else points[0].batch
     out = console()
     out.print(
         f"Simulated: {task.config.model.name}, {study.mode} scaling, batch {batch} {'per rank' if weak else 'in all'}; "
-        f"images {height} x {width} x {channels}, kernels {task.kernels.name}"
+        f"images {height} x {width} x {channels}, kernels {task.job.kernels.name}"
     )
     for line in (*machine_lines(study.machine, study.factors), *([task.assumption] if task.assumption else [])):
         out.print(line)
@@ -155,14 +155,14 @@ _MOST_LISTED = 3  # maximum number of patterns of the same use; --json and writt
 
 def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     """Print the best choices, and the command line that trains with the first one."""
-    task, job, choices = outcome.task, outcome.job, outcome.result.choices[:best]
-    height, width, channels = job.image_shape
+    task, planned, choices = outcome.task, outcome.planned, outcome.result.choices[:best]
+    height, width, channels = planned.job.image_shape
     out = console()
     out.print(
         f"Simulated: {task.config.model.name} on {task.ranks:,} ranks, batch {task.config.batch}; images {height} x {width} x "
-        f"{channels}, kernels {job.kernels.name}"
+        f"{channels}, kernels {planned.job.kernels.name}"
     )
-    for line in (*machine_lines(task.machine, task.factors), *([job.assumption] if job.assumption else []), ""):
+    for line in (*machine_lines(task.machine, task.factors), *([planned.assumption] if planned.assumption else []), ""):
         out.print(line)
     figures = plain_table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid", bold=True)
     for number, choice in enumerate(choices, 1):
@@ -195,7 +195,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
     """Yield the number of samples per statistics of local batch normalisation, which depends on the choice."""
     config = outcome.task.config
-    normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.job.graph_of(1).nodes)
+    normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.planned.job.graph_of(1).nodes)
     if normalised and config.batch_norm.statistics == "local":
         samples = -(-config.batch // (candidate.plan.cols * candidate.micro_batches))
         yield f"Batch norm takes its statistics over {counted(samples, 'sample')} with choice 1."
@@ -229,7 +229,7 @@ def search_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, An
         "batch": outcome.task.config.batch,
         "machine": outcome.task.machine.name,
         "what_if": dict(outcome.task.factors),
-        "assumption": outcome.job.assumption or None,
+        "assumption": outcome.planned.assumption or None,
         "estimated": outcome.result.estimated,
         "command": command,
         "choices": [_choice(choice) for choice in outcome.result.choices[:best]],

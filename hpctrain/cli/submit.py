@@ -106,10 +106,11 @@ def submit(
     log. The same command again resumes the newest run of that name from its newest checkpoint.
     """
     from hpctrain.config.checks import check_names
+    from hpctrain.config.schema import SYNTHETIC
     from hpctrain.runs.directory import latest
     from hpctrain.runs.owner import living_owner
     from hpctrain.site import profile
-    from hpctrain.site.job import JobRequest, check_backend, job_files, plan_job, render
+    from hpctrain.site.job import JobRequest, check_backend, job_files, plan_job, render, submission_notes
     from hpctrain.site.job import submit as hand_over
 
     config, source = load_config(file, overrides)
@@ -121,8 +122,12 @@ def submit(
     check_backend(site, config.backend, request)
     files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
     job = plan_job(site, request, files, own_limit=config.max_time is not None)
+    script = render(site, job)
+    images = (config.data.train, config.data.test)
+    for note in submission_notes(site, [Path(path) for path in images if path not in (None, SYNTHETIC)]):
+        echo(f"note: {note}", err=True)
     if dry_run:
-        echo_block(render(site, job))
+        echo_block(script)
         return
     submission = hand_over(site, job)
     ranks = f"{counted(job.nodes, 'node')} with {counted(job.ranks, 'rank')} each"

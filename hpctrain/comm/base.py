@@ -1,13 +1,13 @@
-"""The transport that hpctrain needs: buffer operations among an ordered group of ranks.
+"""Transport interface of hpctrain: buffer operations among an ordered group of ranks.
 
-A communicator never sees a parameter, and posts nothing by itself. Collectives on one communicator match by posting order, so
-every rank posts the same ones in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64, uint8 or
-uint16, and must stay untouched between posting and completion; 16-bit floats travel as their bits, and are never summed on
-their way. Methods whose names end in `_object` pickle and are for start-up and shut-down only; they wait with the same
-deadline as everything else.
+A communicator has no notion of parameters, and posts nothing by itself. Collectives on one communicator match by posting order,
+so every rank posts the same collectives in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64,
+uint8 or uint16. They must not be modified between posting and completion. 16-bit floats travel as their bits and are never summed
+by the transport. Methods whose names end in `_object` pickle and are for start-up and shut-down only; they wait with the same
+deadline as all other operations.
 
-`SingleCommunicator` is the protocol on one process: every operation is complete when it returns. A laptop without MPI trains
-with it. `raise_on_all_ranks` makes every rank raise what one rank raises, so that none is left waiting for another.
+`SingleCommunicator` implements the protocol for one process, without MPI: every operation is complete when it returns.
+`raise_on_all_ranks` raises the error of one rank on every rank, so that no rank waits for another forever.
 """
 
 from __future__ import annotations
@@ -28,35 +28,33 @@ class Handle(Protocol):
     """A posted operation."""
 
     def test(self) -> bool:
-        """Drive progress; True once complete (and from then on). Never blocks."""
+        """Drive progress and return whether the operation is complete. Never blocks."""
         ...
 
 
 @runtime_checkable
 class LateHandle(Handle, Protocol):
-    """A started operation that is posted some time later.
+    """A started operation that is posted later.
 
     Attributes:
-        operation: what was posted, with its size; "" before.
+        operation: the posted operation with its size, as text; "" before it is posted.
     """
 
     operation: str
 
 
 class GradientSums(Protocol):
-    """Sums over ranks, which may round what travels, or add in a fixed order.
+    """Sums over ranks that may round messages or add in a fixed order. A communicator's own sums are not rounded.
 
-    A communicator's own sums are exact to the dtype.
-
-    Where a rank has several terms of a sum, sums in a fixed order take a tuple of arrays in place of one.
+    If a rank has several terms of a sum, sums in a fixed order take a tuple of arrays instead of one array.
     """
 
     def iallreduce(self, buffer: Array) -> Handle:
-        """Sum over the ranks, in place; every rank gets the same bits. Collective."""
+        """Sum over the ranks, in place. Every rank gets the same bits. Collective."""
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Send rank r the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
+        """Send rank r the sum of all ranks' r-th piece of `send`. Pieces have `counts` elements. Collective."""
         ...
 
 
@@ -69,19 +67,25 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    name: str  # for messages: "world", "split", "data", ...
-    world_ranks: tuple[int, ...]  # of its ranks, in order
+    name: str  # in messages: "world", "split", "data", ...
+    world_ranks: tuple[int, ...]  # world ranks of its ranks, in order
 
     def iallreduce(self, buffer: Array) -> Handle:
         """Sum over the ranks, in place. Collective."""
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Send rank r the sum of all ranks' r-th piece of `send` (pieces of `counts` elements). Collective."""
+        """Send rank r the sum of all ranks' r-th piece of `send`. Pieces have `counts` elements. Collective."""
         ...
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """Gather all pieces on every rank, in rank order; `send` None: this rank's piece is already in place. Collective."""
+        """Gather all pieces on every rank, in rank order. Collective.
+
+        Args:
+            send: this rank's piece; None: it is already in place.
+            recv: buffer of all pieces.
+            counts: elements of each piece.
+        """
         ...
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
@@ -89,7 +93,7 @@ class Communicator(Protocol):
         ...
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        """Send `root`'s buffer to all. Collective."""
+        """Send `root`'s buffer to all ranks. Collective."""
         ...
 
     def ibarrier(self) -> Handle:
@@ -101,11 +105,14 @@ class Communicator(Protocol):
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle: ...
 
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
-        """Return the ranks of one color, ordered by key; None for color None. Collective; set-up only: communicators are few."""
+        """Return the communicator of the ranks with the same color, ordered by key; None for color None.
+
+        Collective; at set-up only. Communicators are a scarce resource.
+        """
         ...
 
     def split_shared_memory(self, name: str) -> Communicator:
-        """Return the ranks on this rank's node, in rank order. Collective; set-up only."""
+        """Return the communicator of the ranks on this rank's node, in rank order. Collective; at set-up only."""
         ...
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -117,24 +124,28 @@ class Communicator(Protocol):
         ...
 
     def abort(self, code: int) -> None:
-        """End the whole job at once."""
+        """End the whole job immediately."""
         ...
 
 
 def piece(array: Array, counts: Sequence[int], rank: int) -> Array:
-    """Return a rank's piece of a buffer, 1-D, over the same memory; pieces have `counts` elements and lie in rank order."""
+    """Return a rank's piece of a buffer as a 1-D view. Pieces have `counts` elements and lie in rank order."""
     begin = sum(counts[:rank])
     return array.reshape(-1)[begin : begin + counts[rank]]
 
 
 class ForwardingCommunicator:
-    """Implements `Communicator` by another one of the same ranks: the base of communicators that change some of its operations.
+    """Base of communicators that forward to another communicator of the same ranks and change some of its operations.
 
     Args:
-        inner: the communicator that operations are forwarded to.
+        inner: communicator that operations are forwarded to.
 
     Attributes:
-        rank, size, name, world_ranks: of `inner`.
+        rank: rank of this process in `inner`.
+        size: number of ranks.
+        name: name of `inner`.
+        world_ranks: world ranks of `inner`'s ranks.
+        inner: communicator that operations are forwarded to.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -142,7 +153,7 @@ class ForwardingCommunicator:
         self.inner = inner
 
     def wrap(self, part: Communicator) -> Communicator:
-        """Return what a split of this communicator returns for a part of `inner`. Collective over the part."""
+        """Return the result of a split of this communicator, given a part of `inner`. Collective over the part."""
         return part
 
     def iallreduce(self, buffer: Array) -> Handle:
@@ -187,7 +198,7 @@ class ForwardingCommunicator:
 
 
 class Complete:
-    """A handle of an operation that is complete."""
+    """Handle of an operation that is complete."""
 
     def test(self) -> bool:
         return True
@@ -197,7 +208,7 @@ class Complete:
 
 
 class _Receive:
-    """A receive from oneself: complete once the matching send has filled it."""
+    """A receive from this rank itself, complete once the matching send has filled it."""
 
     def __init__(self, buffer: Array, tag: int) -> None:
         self.buffer = buffer
@@ -286,7 +297,7 @@ class SingleCommunicator:
         return value
 
     def abort(self, code: int) -> None:
-        """End this process at once; does not come back."""
+        """End this process immediately. Does not return."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -302,8 +313,8 @@ class SingleCommunicator:
 
 
 def _check_buffer(array: Array) -> None:
-    flags = getattr(array, "flags", None)  # an array of a device has none, and is C-contiguous
-    assert flags is None or flags.c_contiguous, "a buffer is C-contiguous"
+    flags = getattr(array, "flags", None)  # device arrays have no flags and are C-contiguous
+    assert flags is None or flags.c_contiguous, "a buffer must be C-contiguous"
 
 
 def _copy_flat(source: Array, target: Array) -> None:
@@ -314,18 +325,19 @@ T = TypeVar("T")
 
 
 def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
-    """Return the result of `work` on this rank, once every rank's is done. Collective.
+    """Return the result of `work` on this rank, once all ranks are done. Collective.
 
-    `work` communicates nothing on `comm`. An exception that is not ours propagates at once: it is a bug and ends the job.
+    `work` must not communicate on `comm`. An exception that is not an HpctrainError is a bug; it propagates at once and ends the
+    job.
 
     Raises:
-        HpctrainError: where any rank's `work` raised one, every rank raises the lowest such rank's; the message names the
-            ranks unless it is all of them, and so do the error's `ranks` if it has none of its own. The first rank prints it.
+        HpctrainError: `work` raised one on any rank. Every rank raises the error of the lowest such rank. Its message names the
+            failing ranks unless all failed; its `ranks` are set to them if it has none. Only the first rank prints it.
     """
     failure: HpctrainError | None = None
     try:
         result = work()
-    except (CommunicationTimeoutError, RankLostError):  # no other rank would answer
+    except (CommunicationTimeoutError, RankLostError):  # the other ranks would not answer
         raise
     except HpctrainError as error:
         failure = error
@@ -342,7 +354,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:
-    """Return the end of a sentence that names the ranks, ' (on ranks 1 and 2 of 4)'; empty if it is all of them."""
+    """Return the end of a message that names the ranks, such as ' (on ranks 1 and 2 of 4)'; empty if it is all ranks."""
     if len(failed) == size:
         return ""
     if len(failed) == 1:

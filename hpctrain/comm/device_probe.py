@@ -1,7 +1,7 @@
-"""A trial whether MPI takes messages from a GPU's memory, in a process of its own: where it does not, MPI may end the process.
+"""Trial of MPI messages from a GPU's memory, in a separate process because MPI may end a process if it does not support them.
 
-The process is started before MPI is, without the launcher's variables, and so it is an MPI job of its own, of one rank. It sends
-a message to itself: that shows whether the library asks where memory lies, and not what its network does with such messages.
+The process is started before MPI is, without the launcher's variables, so that it is an MPI job of one rank. It sends a message
+to itself. This shows whether the library detects device memory, but does not test the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.launch.launcher import without_launcher
 
 #: outcomes of a trial; a reason follows UNAWARE and a colon
 AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
-#: the words of Cray's library if GPUs are requested and it lacks its part for them
+#: part of the message of Cray's library if GPUs are requested and its GPU library is missing
 GTL_WORDS = "GTL library is not linked"
 
 _COMMAND = ("-m", "hpctrain.comm.device_probe")
@@ -32,9 +32,9 @@ _BYTES = 1 << 16
 
 
 def trial() -> str:
-    """Return AWARE, UNAWARE with a reason, UNTRIED, or what MPI printed when it ended the process.
+    """Return AWARE, UNAWARE with a reason, UNTRIED, or the output of MPI if it ended the process.
 
-    The reason names the program, its exit code or signal, and the last line that it printed. Call it before MPI starts here.
+    Must not be called after MPI has started in this process.
     """
     try:
         done = subprocess.run(
@@ -58,12 +58,12 @@ def trial() -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty; "" if there is none."""
+    """Return the last line that is not empty."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def outcome() -> str:
-    """Start MPI alone, and send one message from the memory of a GPU to itself."""
+    """Start MPI alone, and send a message from the memory of a GPU to itself; return the outcome."""
     try:
         mpi.world(_DEADLINE_SECONDS)
     except MissingLibraryError:
@@ -85,7 +85,7 @@ def outcome() -> str:
     mpi.send_to_itself(source.pointer, target.pointer, _BYTES)
     device.download(stream, received, target)
     stream.synchronize()
-    return AWARE if np.array_equal(sent, received) else f"{UNAWARE}: the bytes that arrived are others"
+    return AWARE if np.array_equal(sent, received) else f"{UNAWARE}: the received bytes differ from the sent bytes"
 
 
 if __name__ == "__main__":

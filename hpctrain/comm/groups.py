@@ -1,14 +1,15 @@
 """Groups of ranks: the process grid, nodes, and collectives in two levels.
 
-Rank (r, c) of a grid of Pr (`grid.rows`) by Pc (`grid.cols`) ranks belongs to two groups. The Pr ranks of equal c are a split
-group: they share samples and exchange activations, on the critical path. The Pc ranks of equal r are a data group: they hold
-the same weights and exchange gradients, which hide. So the ranks of a split group are neighbours: position = c * Pr + r, over
-the ranks ordered by node, and a split group lies inside a node where Pr divides the node's ranks.
+Rank (r, c) of a grid of Pr (`grid.rows`) by Pc (`grid.cols`) ranks belongs to two groups. The Pr ranks with equal c are a split
+group: they share samples and exchange activations, on the critical path. The Pc ranks with equal r are a data group: they hold
+the same weights and exchange gradients, which can be hidden. Ranks of a split group are therefore neighbours: position = c * Pr +
+r, over the ranks ordered by node. A split group lies inside a node if Pr divides the node's ranks.
 
-`TwoLevel` does reduce-scatters and allgathers within a node, and across nodes between ranks of equal number, for nodes with
-several ranks each. A flat reduce-scatter or allgather of n bytes moves about n times the ranks of a node over each link. In two
-levels sums are made within a node first, and what is gathered crosses once: (N - 1) / N n for N nodes, as if a node were one
-rank (Cho, Finkler, Kung and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share of its link.
+`TwoLevel` runs reduce-scatters and allgathers in two levels, within a node and across nodes between ranks with the same local
+number, if nodes have several ranks each. A flat reduce-scatter or allgather of n bytes moves about n times the number of ranks
+per node over each link. With two levels, sums are computed within a node first, and gathered data crosses once: (N - 1) / N n for
+N nodes, as if a node were one rank (Cho, Finkler, Kung and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share
+of its link.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from hpctrain.core.intervals import even
 
 @dataclass(frozen=True)
 class Levels:
-    """Ranks that are the same number on each of several nodes.
+    """Division of ranks into nodes with the same number of ranks each.
 
     Attributes:
-        order: the ranks by (number on the node, node): those of one number, whose pieces of a buffer cross nodes together, are
-            neighbours. nodes: N. per_node: ranks of a node.
+        order: the ranks ordered by (local number, node). Ranks with the same local number, whose pieces of a buffer cross nodes
+            together, are neighbours.
+        nodes: number N of nodes.
+        per_node: number of ranks per node.
     """
 
     order: tuple[int, ...]
@@ -39,15 +42,16 @@ class Levels:
 
     @property
     def words(self) -> str:
-        """The words that levels add to a stored schedule's request."""
+        """Suffix for levels in the request of a stored schedule."""
         return f"; {self.nodes} nodes of {self.per_node}"
 
 
 def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
-    """Return the number of each rank's node, nodes counted by their lowest rank. Collective; set-up only.
+    """Return the index of each rank's node, where nodes are counted by their lowest rank. Collective; at set-up only.
 
     Args:
-        node: the ranks of `comm` on this rank's node, by `split_shared_memory`.
+        comm: the ranks.
+        node: ranks of `comm` on this rank's node, from `split_shared_memory`.
     """
     leaders = comm.allgather_object(node.broadcast_object(comm.rank))
     numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
@@ -55,10 +59,10 @@ def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
 
 
 def levels(nodes: Sequence[Hashable]) -> Levels | None:
-    """Return the levels of ranks on these nodes; None if there is one level.
+    """Return the levels of ranks on these nodes; None if there is only one level.
 
     There is one level if all ranks share a node, if each rank has its own node, or if nodes have different numbers of ranks,
-    whose pieces would differ in size.
+    because their pieces would differ in size.
     """
     members: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -72,7 +76,7 @@ def levels(nodes: Sequence[Hashable]) -> Levels | None:
 
 
 def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator:
-    """Return the ranks of `comm` in `two.order` and in two levels, or as they are. Collective; set-up."""
+    """Return the ranks of `comm` in `two.order` and in two levels; in one level if `two` is None. Collective; at set-up."""
     position = comm.rank if two is None else two.order.index(comm.rank)
     flat = comm.split(0, position, name)
     assert flat is not None
@@ -80,18 +84,20 @@ def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator
 
 
 def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
-    """Return the ranks of this rank's node. Collective; set-up.
+    """Return the ranks of this rank's node. Collective; at set-up.
 
     Args:
-        comm: in the order of `two`, as `in_levels` makes it.
+        comm: ranks in the order of `two`, as returned by `in_levels`.
+        two: the levels.
+        name: name of the communicator, for messages.
     """
     return _split(comm, comm.rank % two.nodes, f"{name} within nodes")
 
 
 def across_nodes(comm: Communicator, two: Levels | None, name: str) -> Communicator:
-    """Return the ranks of this rank's number on all nodes, in the nodes' order. Collective; set-up.
+    """Return the ranks with this rank's local number on all nodes, in node order. Collective; at set-up.
 
-    All of `comm` if there is one level.
+    Returns all ranks of `comm` if there is one level.
     """
     position = comm.rank if two is None else two.order.index(comm.rank)
     number, node = divmod(position, comm.size if two is None else two.nodes)
@@ -107,16 +113,19 @@ def _split(comm: Communicator, color: int, name: str) -> Communicator:
 
 
 class TwoLevel(ForwardingCommunicator):
-    """A communicator that does reduce-scatters and allgathers in two stages, each on a communicator of its own.
+    """Communicator that runs reduce-scatters and allgathers in two stages, on separate communicators.
 
-    All else goes to `flat`, whose ranks lie in the order of `levels`. The second stage of an operation starts in a `test` of its
-    handle, or of a later one's, once the first is complete, in the order in which operations of its kind were posted; so each
-    communicator sees the same order on every rank, whatever is complete first. Making it is collective.
+    All other operations go to `flat`, whose ranks are in the order of the levels. The second stage of an operation starts in a
+    `test` of its handle or of a later one, once the first stage is complete, in the order in which operations of its kind were
+    posted. Each communicator therefore sees the same order on every rank, whichever stage completes first. Creation is
+    collective.
 
     Args:
-        make: (elements, an array like them) -> a buffer of what is summed within a node; by default one of NumPy's.
-        within: makes of the ranks of a node the communicator of all stages there, which then begin in the order in which
-            operations are posted, of both kinds together; None: each kind has one of its own, as `flat` splits it.
+        flat: all ranks, in the order of the levels.
+        two: the levels.
+        make: function (elements, an array like them) -> buffer for sums within a node; default: a NumPy array.
+        within: function that creates, from the ranks of a node, the communicator of all stages there. Stages of both kinds then
+            begin in the order in which operations are posted. None: each kind has its own communicator, split from `flat`.
     """
 
     def __init__(
@@ -142,16 +151,20 @@ class TwoLevel(ForwardingCommunicator):
         self._spare = SpareBuffers(make)
 
     def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
-        """Return the same communicator with other sums across nodes: those of `sums_over(ranks of equal number)`.
+        """Return the same communicator with other sums across nodes: `sums_over(ranks with the same local number)`.
 
-        Operations of both may be mixed: all second stages keep the order in which they were posted.
+        Operations of both communicators may be mixed: all second stages keep the order in which they were posted.
         """
         other = copy.copy(self)
         other._sums_across = sums_over(self._reduce_across)
         return other
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Sum within the node, each rank getting the pieces of all ranks with its number; then sum these pieces across nodes."""
+        """Sum within the node, then across nodes.
+
+        In the first stage, each rank receives the pieces of all ranks with its local number. The second stage sums these pieces
+        across nodes.
+        """
         run_sizes = [sum(counts[run]) for run in self._runs]
         of_node = self._spare.take(run_sizes[self._local_rank], send)
 
@@ -162,7 +175,7 @@ class TwoLevel(ForwardingCommunicator):
         return self._reductions.second_stage(within, across, lambda: self._spare.give_back(of_node))
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """Gather the pieces of all ranks of this number from the other nodes; then those of the other numbers from the node."""
+        """Gather the pieces of all ranks with this local number across nodes, then all other pieces within the node."""
         run_sizes = [sum(counts[run]) for run in self._runs]
         begin = sum(run_sizes[: self._local_rank])
         own_run = recv[begin : begin + run_sizes[self._local_rank]]
@@ -175,18 +188,23 @@ class TwoLevel(ForwardingCommunicator):
         return self._gathers.second_stage(across, within)
 
     def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
-        """Reserve the place within the node for a stage of an operation that is posted now; return what starts it there."""
+        """Reserve the place within the node for a stage of an operation that is posted now.
+
+        Returns:
+            The function that starts the stage in this place.
+        """
         return (lambda start: start()) if self._turns is None else self._turns.reserve().fill
 
 
 class SumsInLevels:
-    """Sums in two levels, allreduces included: those of `TwoLevel` go to `flat`.
+    """Sums in two levels, including allreduces, which `TwoLevel` forwards to `flat`.
 
-    An allreduce has three stages: the ranks of a node share its sum out, sum their runs of it across nodes, and gather them. Each
-    begins as a second stage of `TwoLevel` does, on a communicator of its own. Making it is collective.
+    An allreduce has three stages: a reduce-scatter within the node, an allreduce across nodes, and an allgather within the node.
+    Each has a separate communicator and begins like a second stage of `TwoLevel`. Creation is collective.
 
     Args:
-        comm: does the reduce-scatters. sums_over: (ranks of equal number) -> the sums across nodes, for allreduces.
+        comm: communicator for the reduce-scatters.
+        sums_over: function (ranks with the same local number) -> sums across nodes, for allreduces.
     """
 
     def __init__(self, comm: TwoLevel, sums_over: Callable[[Communicator], GradientSums]) -> None:
@@ -201,7 +219,7 @@ class SumsInLevels:
         self._spare = SpareBuffers()
 
     def iallreduce(self, buffer: Array) -> Handle:
-        """Sum as a communicator does; every rank gets the same bits, as each run is summed across nodes once."""
+        """Sum over the ranks, in place. Every rank gets the same bits, because each run is summed across nodes once."""
         counts = even(buffer.size, self._ranks)
         runs = [sum(counts[begin : begin + self._nodes]) for begin in range(0, self._ranks, self._nodes)]
         run = self._spare.take(runs[self._number], buffer)
@@ -216,10 +234,10 @@ class SumsInLevels:
 
 
 class GridAxis(StrEnum):
-    """The axis of the grid along which a group runs, and the name of the group's communicator.
+    """Axis of the grid along which a group runs; the value is the name of the group's communicator.
 
-    SPLIT: the Pr ranks of equal c, r = 0 .. Pr-1: they share samples and split layers (model, domain).
-    DATA: the Pc ranks of equal r, c = 0 .. Pc-1: they hold the same weights and split the batch.
+    SPLIT: the Pr ranks with equal c, r = 0 .. Pr-1, which share samples and split layers (model, domain). DATA: the Pc ranks with
+    equal r, c = 0 .. Pc-1, which hold the same weights and split the batch.
     """
 
     SPLIT = "split"
@@ -227,14 +245,16 @@ class GridAxis(StrEnum):
 
 
 class ProcessGrid:
-    """This rank's place in the grid and its groups. Making it is collective, over all ranks of `world`.
+    """This rank's coordinates in the grid and its groups. Creation is collective over all ranks of `world`.
 
     Attributes:
-        row, col: this rank's r and c. node: the ranks of this rank's node. node_of: for each world rank, the number of its node,
-            nodes counted by their lowest rank.
+        row: this rank's r.
+        col: this rank's c.
+        node: communicator of the ranks on this rank's node.
+        node_of: index of the node of each world rank, where nodes are counted by their lowest rank.
 
     Raises:
-        ShapeError: `rows` times `cols` is not the world's size; on every rank alike, before any communication.
+        ShapeError: `rows` times `cols` is not the world's size. Raised on every rank, before any communication.
     """
 
     def __init__(self, world: Communicator, rows: int, cols: int) -> None:
@@ -252,30 +272,31 @@ class ProcessGrid:
         self._along = {GridAxis.SPLIT: split, GridAxis.DATA: data}
 
     def along(self, axis: GridAxis) -> Communicator:
-        """Return this rank's group along an axis; its rank in it is r (SPLIT) or c (DATA)."""
+        """Return this rank's group along an axis. Its rank in the group is r (SPLIT) or c (DATA)."""
         return self._along[axis]
 
 
 def check_grid(rows: int, cols: int, size: int) -> None:
-    """Refuse a grid that does not multiply to `size` ranks.
+    """Raise unless `rows` times `cols` is `size`.
 
     Raises:
-        ShapeError: the message names the nearest legal grid.
+        ShapeError: the grid does not fit; the message names the nearest legal grid.
     """
     if rows >= 1 and cols >= 1 and rows * cols == size:
         return
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = min(divisors, key=lambda n: (abs(n - rows), n))
     raise ShapeError(
-        f"A grid of {rows} x {cols} has {rows * cols} places, the world has {size} ranks; grid.rows * grid.cols must be {size}, "
-        f"the nearest legal grid is {nearest} x {size // nearest}."
+        f"A grid of {rows} x {cols} has {rows * cols} places, but the number of ranks is {size}; grid.rows * grid.cols must be "
+        f"{size}, the nearest legal grid is {nearest} x {size // nearest}."
     )
 
 
 def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
-    """Return (r, c) of each world rank: one split group of `rows` ranks after another, over the ranks ordered by (node, rank).
+    """Return (r, c) of each world rank.
 
-    World rank c * rows + r is (r, c) where nodes hold consecutive ranks; rank 0 is always (0, 0).
+    Split groups of `rows` ranks are filled one after another, over the ranks ordered by (node, rank). World rank c * rows + r is
+    (r, c) if nodes hold consecutive ranks; rank 0 is always (0, 0).
     """
     order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
     by_rank = [(0, 0)] * len(order)

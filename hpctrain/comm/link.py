@@ -1,14 +1,14 @@
-"""Models and measurements of what lies between ranks: the cost of a link, and the offsets of their clocks.
+"""Models and measurements of links between ranks, and of the offsets between their clocks.
 
-The link model predicts what an operation among ranks costs, from two measured numbers. Every rank has one link, full duplex.
+The link model predicts the cost of an operation among ranks from two measured numbers. Every rank has one link, full duplex.
 Costs are those of the bandwidth-optimal algorithms (rings; recursive halving and doubling move the same bytes), after Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. n is the size of the whole
-buffer in bytes, P the number of ranks; one rank costs nothing.
+buffer in bytes, P the number of ranks; with one rank the cost is zero.
 
-One clock for all ranks follows from offsets to rank 0: the quickest of many round trips, with the bound that it proves. Rank 0
-sends at t0, rank r reads its clock c, the answer is back at t1. However long the ways were, rank r read c at some instant of
-[t0, t1], so c - (t0 + t1) / 2 is its offset to within (t1 - t0) / 2 (Cristian, "Probabilistic clock synchronization",
-Distributed Computing 3, 1989). The quickest round trip has the least bound.
+A common clock of all ranks follows from offsets to rank 0, measured by the fastest of many round trips. Rank 0 sends at t0, rank
+r reads its clock c, and the answer arrives at t1. Rank r read c at some instant of [t0, t1], so c - (t0 + t1) / 2 is its offset
+to within (t1 - t0) / 2 (Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989). The fastest round trip
+has the smallest bound.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from statistics import median
 import numpy as np
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.posting_queue import PostingQueue
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import PostingQueue, ProgressEngine
 
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # of the whole buffer; the large one takes 4 ms and more at 1 Gb/s
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # size of the whole buffer; the large one takes at least 4 ms at 1 Gb/s
 _REPEATS = 5
 _BURST = 32  # operations in flight at a time
 
@@ -35,8 +34,9 @@ class LinkModel:
     """Latency and inverse rate of a link, and the cost of operations over it.
 
     Attributes:
-        alpha_seconds: time of an empty message. beta_seconds_per_byte: the inverse of the link's rate.
-        operation_seconds: of a core, for posting and testing a collective, whatever moves; 0 where that is not known.
+        alpha_seconds: time of an empty message.
+        beta_seconds_per_byte: inverse of the link's rate.
+        operation_seconds: processor time to post and test a collective of any size; 0 if unknown.
     """
 
     alpha_seconds: float
@@ -45,14 +45,14 @@ class LinkModel:
 
     def __post_init__(self) -> None:
         if min(self.alpha_seconds, self.beta_seconds_per_byte, self.operation_seconds) < 0:
-            raise ValueError(f"A link's times must not be negative, but got {self}; the nearest legal value is 0.")
+            raise ValueError(f"The times of a link must not be negative, but are {self}; the nearest legal value is 0.")
 
     def point_to_point_seconds(self, n_bytes: int) -> float:
         """Return alpha + n beta."""
         return self.alpha_seconds + n_bytes * self.beta_seconds_per_byte
 
     def reduce_scatter_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the buffer that every rank sends."""
+        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the buffer that each rank sends."""
         return (ranks - 1) * (self.alpha_seconds + n_bytes / ranks * self.beta_seconds_per_byte)
 
     def allgather_seconds(self, n_bytes: int, ranks: int) -> float:
@@ -64,15 +64,15 @@ class LinkModel:
         return self.reduce_scatter_seconds(n_bytes, ranks) + self.allgather_seconds(n_bytes, ranks)
 
     def alltoall_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return (P - 1) alpha + (P - 1) / P n beta; n is the largest buffer that a rank sends or receives."""
+        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the largest buffer that a rank sends or receives."""
         return self.reduce_scatter_seconds(n_bytes, ranks)
 
     def broadcast_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return ceil(log2 P) (alpha + n beta): a binomial tree."""
+        """Return ceil(log2 P) (alpha + n beta), the cost of a binomial tree."""
         return _rounds(ranks) * self.point_to_point_seconds(n_bytes)
 
     def barrier_seconds(self, ranks: int) -> float:
-        """Return ceil(log2 P) alpha: dissemination."""
+        """Return ceil(log2 P) alpha, the cost of a dissemination barrier."""
         return _rounds(ranks) * self.alpha_seconds
 
 
@@ -81,10 +81,11 @@ def _rounds(ranks: int) -> int:
 
 
 def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
-    """Measure alpha and beta of `comm` by timed reduce-scatters and allgathers of two sizes on rank 0; all ranks get the same.
+    """Measure alpha and beta of `comm` on rank 0 by reduce-scatters and allgathers of two sizes, and return them on all ranks.
 
-    A few tens of milliseconds on a fast network, half a second at 0.5 Gb/s. The costs are those of collectives as they are
-    here: their own overhead is in alpha, sharing of a node's link in beta. One rank: zeros. Collective; set-up only.
+    This takes a few tens of milliseconds on a fast network, and half a second at 0.5 Gb/s. The values include the overhead of the
+    installed collectives (in alpha) and the sharing of a node's link (in beta). With one rank, both are zero. Collective; at
+    set-up only.
     """
     if comm.size == 1:
         return LinkModel(0.0, 0.0)
@@ -97,12 +98,10 @@ def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
 
 
 def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> float:
-    """Measure the seconds of a core for an operation, by small allgathers in flight together on rank 0.
+    """Measure the processor time of an operation on rank 0 by concurrent small allgathers, and return it on all ranks.
 
-    All ranks get the same.
-
-    Concurrent operations hide each other's latency; the remaining time is posting and testing, as in an averager's queue. Some
-    milliseconds. One rank: 0. Collective; set-up only.
+    Concurrent operations hide each other's latency. The remaining time is posting and testing, as in an averager's queue. This
+    takes some milliseconds. With one rank, the time is 0. Collective; at set-up only.
     """
     if comm.size == 1:
         return 0.0
@@ -113,7 +112,7 @@ def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> f
 
 
 class _Burst:
-    """Small operations of a queue of their own, driven as one handle."""
+    """Several small operations of a separate queue, driven as one handle."""
 
     def __init__(self, comm: Communicator, count: int) -> None:
         self._queue = PostingQueue(f"{comm.name} measurement")
@@ -128,7 +127,7 @@ class _Burst:
 
 
 def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> float:
-    """Return the seconds until `count` small operations, posted together, are complete."""
+    """Return the seconds until `count` small operations that are posted together are complete."""
     progress.wait_handle(comm.ibarrier(), "measurement of the link")
     begin = progress.now()
     progress.wait_handle(_Burst(comm, count), "measurement of the link")
@@ -138,7 +137,7 @@ def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> 
 def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -> tuple[int, float]:
     """Return (bytes of a rank's piece, half the median time of a reduce-scatter and an allgather of `whole_bytes`).
 
-    The first pair warms up.
+    The first pair is a warm-up and is not counted.
     """
     elements = max(1, whole_bytes // 4 // comm.size)
     counts = [elements] * comm.size
@@ -165,7 +164,13 @@ _CLOCK_TAG = 7301
 
 @dataclass(frozen=True)
 class Offset:
-    """This rank's clock less rank 0's, in nanoseconds, at `at_ns` of this rank's clock; true to within `error_ns`."""
+    """Offset of this rank's clock to rank 0's.
+
+    Attributes:
+        at_ns: time of the measurement on this rank's clock, in nanoseconds.
+        offset_ns: this rank's clock minus rank 0's.
+        error_ns: bound of the error.
+    """
 
     at_ns: int
     offset_ns: int
@@ -174,13 +179,18 @@ class Offset:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """The map from this rank's clock to rank 0's: a straight line through two offsets, as clocks drift."""
+    """Map from this rank's clock to rank 0's: a straight line through two offsets, because clocks drift.
+
+    Attributes:
+        begin: the first offset.
+        end: the second offset.
+    """
 
     begin: Offset
     end: Offset
 
     def to_root(self, times_ns: np.ndarray) -> np.ndarray:
-        """Return rank 0's time, int64, of instants of this rank's clock."""
+        """Return rank 0's times, int64, for instants of this rank's clock."""
         span = self.end.at_ns - self.begin.at_ns
         times_ns = np.asarray(times_ns, np.int64)
         if span <= 0:
@@ -191,7 +201,7 @@ class ClockMap:
 
     @property
     def error_ns(self) -> int:
-        """Bound of the error between the two measurements, for clocks that drift evenly."""
+        """Bound of the error between the two measurements, for clocks with a constant drift."""
         return max(self.begin.error_ns, self.end.error_ns)
 
 
@@ -200,10 +210,13 @@ def measure_offset(
 ) -> Offset:
     """Measure this rank's offset to rank 0. Collective.
 
-    Rank 0 exchanges messages with one rank after another; nothing else should be under way.
+    Rank 0 exchanges messages with one rank after another. No other communication should be in progress.
 
     Args:
-        wait: waits for a handle (`ProgressEngine.wait_handle`).
+        comm: the ranks.
+        wait: function that waits for a handle (`ProgressEngine.wait_handle`).
+        clock_ns: clock to measure, in nanoseconds.
+        rounds: number of round trips.
     """
     if comm.rank == 0:
         for rank in range(1, comm.size):
@@ -213,7 +226,7 @@ def measure_offset(
 
 
 def _measure_rank(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rank: int, rounds: int) -> None:
-    """Run rank 0's part: keep the quickest round trip and send its offset to rank `rank`."""
+    """Run rank 0's part: exchange messages with rank `rank`, and send it the offset from the fastest round trip."""
     ping, pong = np.zeros(1, np.int64), np.zeros(1, np.int64)
     best = (0, 0, 0)
     for number in range(rounds):

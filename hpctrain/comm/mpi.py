@@ -1,15 +1,15 @@
-"""The communicator over MPI. The only module that imports mpi4py, and only when the world is started.
+"""Communicator over MPI. This is the only module that imports mpi4py, and it does so only when the world is started.
 
-Arrays move with MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process talks to MPI,
-so it is started at level "serialized": "multiple" switches fast paths off in several MPIs. A user who wants MPI's own progress
-thread (MPICH_ASYNC_PROGRESS=1, which needs "multiple") sets MPI4PY_RC_THREAD_LEVEL=multiple, and that is respected. Picklable
-values travel on top of buffer operations, so that they wait with the deadline: start-up and shut-down only.
+Arrays move by MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process calls MPI at a
+time, so MPI is started at level "serialized"; "multiple" disables fast paths in several MPI libraries. To use MPI's progress
+thread (MPICH_ASYNC_PROGRESS=1, which requires "multiple"), set MPI4PY_RC_THREAD_LEVEL=multiple. Picklable values are sent by
+buffer operations, so that they wait with the deadline; they are for start-up and shut-down only.
 
-Lost ranks: an MPI with fault tolerance (ULFM, as Open MPI 5 has it) continues when a rank dies (`goes_on_without_lost_ranks`). A
-rank that waits for a dead one gets an error. One that waits for a living rank, which has got such an error and has left its
-work, would wait without end. So the first rank that learns of a loss revokes all its communicators, which makes operations on
-them fail on all ranks; ranks that share no other communicator with it see it at the world's, which all of them test. Whatever
-waits then raises `RankLostError`, on every rank.
+Lost ranks: an MPI with fault tolerance (ULFM, as in Open MPI 5) continues when a rank dies (`goes_on_without_lost_ranks`). A rank
+that waits for a dead rank gets an error. A rank that waits for a living rank which has stopped because of such an error would
+wait forever. Therefore the first rank that detects a loss revokes all its communicators, so that operations on them fail on all
+ranks. Ranks that share no other communicator with it detect the loss at the world's communicator, which all ranks test. All waits
+then raise `RankLostError`, on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import numpy as np
 
 from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.comm.base import Array, Communicator, Handle, piece
-from hpctrain.comm.progress import ProgressEngine, WaitPolicy, guard
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.waiting import WaitPolicy, guard
 from hpctrain.core.errors import MissingLibraryError, RankLostError
 from hpctrain.core.text import spans
 from hpctrain.flight.recorder import FlightRecorder
@@ -46,7 +47,7 @@ Wait = Callable[[Handle, str], None]
 
 
 def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
-    """Return every rank's value, in rank order. Collective; waits through `wait(handle, purpose)`."""
+    """Return every rank's value, in rank order. Collective; waits by `wait(handle, purpose)`."""
     pickled = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = np.zeros(comm.size, np.int64)
     sizes[comm.rank] = pickled.size
@@ -59,7 +60,7 @@ def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> Any:
-    """Return `root`'s value; root gets its own object back. Collective; waits through `wait(handle, purpose)`."""
+    """Return `root`'s value; root gets the object that it passed. Collective; waits by `wait(handle, purpose)`."""
     data = np.frombuffer(pickle.dumps(value), np.uint8).copy() if comm.rank == root else np.empty(0, np.uint8)
     size = np.array([data.size], np.int64)
     wait(comm.ibroadcast(size, root), "size of a broadcast object")
@@ -69,15 +70,15 @@ def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> A
     return value if comm.rank == root else pickle.loads(data.tobytes())
 
 
-# A poll takes a microsecond, and waits that last sleep for 50 between two: the look is at most some 10 ms late.
+# A poll takes a microsecond, and long waits sleep for 50 us between polls, so a loss is noticed at most some 10 ms late.
 _POLLS_OF_A_LOOK = 256
 _PAUSE_SECONDS = 1e-3
-# The launcher's word of a death takes milliseconds, and longer where the machine is busy.
+# The launcher reports a death within milliseconds, or later if the machine is busy.
 _KNOWN_AFTER_SECONDS = 5.0
 
 
 class RevocableCommunicator(Protocol):
-    """The part of an MPI communicator that lost ranks need, with mpi4py's names."""
+    """Part of an MPI communicator that handling of lost ranks needs, with mpi4py's names."""
 
     def Get_failed(self) -> Any: ...
 
@@ -93,13 +94,14 @@ class RevocableCommunicator(Protocol):
 
 
 class LostRanks:
-    """The communicators that this process has made from one world, the operations in flight on them, and losses of ranks.
+    """Communicators derived from one world, operations in flight on them, and losses of ranks.
 
     Args:
-        mpi: the module `mpi4py.MPI`. world: of all ranks.
+        mpi: the module `mpi4py.MPI`.
+        world: communicator of all ranks.
 
     Attributes:
-        error: the exception of MPI calls.
+        error: exception type of MPI calls.
     """
 
     def __init__(self, mpi: Any, world: RevocableCommunicator) -> None:
@@ -111,22 +113,22 @@ class LostRanks:
         self._polls = 0
 
     def made(self, communicator: RevocableCommunicator) -> None:
-        """Note that a communicator was made from the world, or from one of its parts."""
+        """Register a communicator that was derived from the world."""
         self._communicators.append(communicator)
 
     def begun(self, handle: Handle) -> None:
-        """Note that an operation is in flight. Its handle, which holds its buffers, is kept until it has ended."""
+        """Register an operation in flight. Its handle, which holds its buffers, is kept until it has ended."""
         self._in_flight.add(handle)
 
     def ended(self, handle: Handle) -> None:
-        """Note that an operation is no longer in flight: it is complete, or has failed."""
+        """Unregister an operation, which is complete or has failed."""
         self._in_flight.discard(handle)
 
     def polled(self) -> None:
-        """Note that an operation was tested that has not ended; now and then, check whether another rank has reported a loss.
+        """Note that an operation was tested and has not ended; periodically check whether another rank has reported a loss.
 
         Raises:
-            RankLostError: it has.
+            RankLostError: another rank has reported a loss.
         """
         self._polls += 1
         if self._polls % _POLLS_OF_A_LOOK == 0 and self._world.Is_revoked():
@@ -134,23 +136,25 @@ class LostRanks:
             raise RankLostError(self.sentence())
 
     def check(self, error: Exception, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Raise if an MPI call failed because a rank is lost, as far as MPI knows or soon will; else return.
+        """Raise if an MPI call failed because a rank is lost, as far as MPI knows now or within a few seconds.
+
+        All ranks that share a communicator with this rank are notified.
 
         Raises:
-            RankLostError: that was the reason. All ranks that share a communicator with this one learn of it.
+            RankLostError: a rank is lost.
         """
         if error.Get_error_class() in self._classes or self._soon_known(sleep):  # type: ignore[attr-defined]
             self.revoke()
             raise RankLostError(self.sentence()) from error
 
     def _soon_known(self, sleep: Callable[[float], None]) -> bool:
-        """Wait for a loss to become known, and return whether it has.
+        """Wait until a loss is known, for a limited time; return whether it is.
 
-        Messages to a rank that has just died fail with any error before that.
+        Before that, messages to a rank that has just died can fail with any error.
         """
         for _ in range(round(_KNOWN_AFTER_SECONDS / _PAUSE_SECONDS)):
             with contextlib.suppress(self.error):
-                self._world.Iprobe()  # lets MPI take notice
+                self._world.Iprobe()  # gives MPI an opportunity to detect the loss
             if self._world.Is_revoked() or self.lost():
                 return True
             sleep(_PAUSE_SECONDS)
@@ -163,7 +167,7 @@ class LostRanks:
                 communicator.Revoke()
 
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks of the world that this process knows to be lost; others may know of more."""
+        """Return the ranks of the world that this process has detected as lost. Other ranks may have detected more."""
         failed, group = self._world.Get_failed(), self._world.Get_group()
         try:
             return tuple(sorted(failed.Translate_ranks(list(range(failed.size)), group))) if failed.size else ()
@@ -172,16 +176,16 @@ class LostRanks:
             group.Free()
 
     def sentence(self) -> str:
-        """Return a sentence for a user: what is lost, as far as this process knows, and what to do."""
+        """Return a message for users: the lost ranks, as far as this process has detected them, and the remedy."""
         return (
             f"{named(self.lost())} of {self._world.Get_size()} was lost because its process or node died; start again with "
             "--resume, or set on_lost_rank to shrink to continue without lost ranks."
         )
 
     def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-        """Test what is in flight on revoked communicators until it has ended, for `seconds` at most; return whether it has.
+        """Test operations in flight on revoked communicators for at most `seconds`; return whether all have ended.
 
-        Until then MPI may write into its buffers.
+        Until an operation has ended, MPI may write into its buffers.
         """
         end = time.monotonic() + seconds
         while self._in_flight and time.monotonic() < end:
@@ -198,14 +202,14 @@ class LostRanks:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return the subject of a sentence: `Rank 2`, `Ranks 1-2`; `A rank` if it is not known which."""
+    """Return the subject of a sentence: `Rank 2`, `Ranks 1-2`; `A rank` if the ranks are unknown."""
     if not ranks:
         return "A rank"
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {spans(ranks)}"
 
 
 def translated(comm: RevocableCommunicator, world: RevocableCommunicator) -> tuple[int, ...]:
-    """Return the ranks of `comm` in `world`, in its order. Not collective."""
+    """Return the world ranks of `comm`, in the order of `comm`. Not collective."""
     group, of_all = comm.Get_group(), world.Get_group()
     try:
         return tuple(group.Translate_ranks(list(range(group.size)), of_all))
@@ -214,15 +218,15 @@ def translated(comm: RevocableCommunicator, world: RevocableCommunicator) -> tup
         of_all.Free()
 
 
-#: NumPy's characters of the dtypes of a device; bfloat16 travels as its bits
+#: NumPy's character codes of device dtypes; bfloat16 travels as its bits
 _CHARS = {"float32": "f", "float64": "d", "bfloat16": "H", "uint8": "B"}
 
 
 class MpiBuffers:
-    """The buffer arguments of MPI calls. Arrays of a device need a library that reads its memory.
+    """Buffer arguments of MPI calls. Device arrays require a library that accesses device memory.
 
     Args:
-        mpi: the module of mpi4py, which `comm.mpi` alone imports.
+        mpi: the module `mpi4py.MPI`.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -238,29 +242,29 @@ class MpiBuffers:
         }
 
     def whole(self, array: Array) -> tuple[Any, Any]:
-        """Return all elements of a C-contiguous array, with MPI's datatype."""
+        """Return all elements of a C-contiguous array, with their MPI datatype."""
         datatype = self._types[dtype_char(array)]
         if isinstance(array, DeviceArray):
             return self._mpi.buffer.fromaddress(array.pointer, array.nbytes), datatype
-        assert array.flags.c_contiguous, "a buffer is C-contiguous"
+        assert array.flags.c_contiguous, "a buffer must be C-contiguous"
         return array, datatype
 
     def others_parts(self, array: Array, counts: Sequence[int], rank: int) -> tuple[Any, tuple[list[int], list[int]], Any]:
-        """Return the pieces of a buffer for the other ranks: this rank's piece is empty, and the offsets stay."""
+        """Return the pieces of a buffer for the other ranks. This rank's piece is empty; offsets are unchanged."""
         buffer, datatype = self.whole(array)
         places = list(accumulate(counts, initial=0))[:-1]
         return buffer, ([0 if other == rank else count for other, count in enumerate(counts)], places), datatype
 
 
 def dtype_char(array: Array) -> str:
-    """Return NumPy's character of an array's dtype; that of its bits for bfloat16."""
+    """Return NumPy's character code of an array's dtype; for bfloat16, that of its bits."""
     return _CHARS[array.dtype] if isinstance(array, DeviceArray) else str(array.dtype.char)
 
 
 def not_empty(array: Array) -> Array:
     """Return the array, or a distinct empty array in its place if it has no elements.
 
-    Open MPI treats equal addresses as "in place", even those of empty buffers.
+    Open MPI interprets equal addresses as "in place", even those of empty buffers.
     """
     if array.size:
         return array
@@ -268,16 +272,18 @@ def not_empty(array: Array) -> Array:
     return np.empty(1, dtype)[:0]
 
 
-# The names of dtypes by their characters, at hand: an operation's text is made as it is posted.
+# Names of dtypes by character code, computed in advance because each posted operation formats one.
 _DTYPES = {char: np.dtype(char).name for char in "fdilqBH"}
 
 
 class MpiHandle:
-    """A posted MPI operation; holds its buffers until it is complete.
+    """A posted MPI operation. It holds its buffers until it is complete.
 
     Args:
-        request: of MPI, as mpi4py has it.
-        lost: records its begin, its end and MPI's errors of lost ranks; None: MPI ends a job that loses a rank.
+        request: MPI request of mpi4py.
+        operation: name of the operation.
+        buffer: buffer that determines the number of elements in messages; None: none.
+        lost: registry of operations in flight and lost ranks; None: MPI ends a job that loses a rank.
     """
 
     __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
@@ -292,12 +298,12 @@ class MpiHandle:
 
     def test(self) -> bool:
         if self._lost is not None:
-            return self._test_beside(self._lost)
+            return self._test_with_losses(self._lost)
         complete: bool = self._request.Test()
         return complete
 
-    def _test_beside(self, lost: LostRanks) -> bool:
-        """Test where MPI continues when a rank dies."""
+    def _test_with_losses(self, lost: LostRanks) -> bool:
+        """Test the operation with an MPI that continues when a rank dies."""
         try:
             complete: bool = self._request.Test()
         except lost.error as error:
@@ -314,10 +320,10 @@ class MpiHandle:
         return f"{self._operation} of {self._elements} {_DTYPES[self._dtype]} elements" if self._dtype else self._operation
 
 
-# MPI_Abort itself needs a network: where a link is cut it may hang.
+# MPI_Abort needs the network and may hang if a link is down.
 _ABORT_SECONDS = 10.0
 
-# Operations on revoked communicators end at once; more than this has a cause that will not go away.
+# Operations on revoked communicators end immediately; waiting longer than this does not help.
 _SETTLE_SECONDS = 5.0
 
 _USUAL_WAITS = WaitPolicy()
@@ -328,11 +334,12 @@ T = TypeVar("T")
 def world(
     deadline_seconds: float, flight: FlightRecorder | None = None, wait_policy: WaitPolicy = _USUAL_WAITS
 ) -> MpiCommunicator:
-    """Start MPI; the communicator of all ranks of the job, our own copy. Collective; once per process.
+    """Start MPI and return a communicator of all ranks of the job. Collective; once per process.
 
     Args:
-        deadline_seconds: the longest that start-up, splits and object operations may take. flight: records waits for these.
-        wait_policy: how these wait.
+        deadline_seconds: maximum duration of start-up, of splits and of object operations.
+        flight: flight recorder for these waits.
+        wait_policy: rules for these waits.
 
     Raises:
         MissingLibraryError: there is no MPI library that mpi4py can load.
@@ -353,8 +360,8 @@ def _load() -> None:
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
         reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise MissingLibraryError(
-            f"MPI cannot be started ({reason}); load the site's MPI (module load ...), or install one next to this Python with "
-            f"`pip install mpich`, or name a library with MPI4PY_LIBMPI=/path/libmpi.so."
+            f"MPI cannot be started ({reason}); load the site's MPI (module load ...), install one in this Python environment by "
+            f"`pip install mpich`, or set MPI4PY_LIBMPI=/path/libmpi.so."
         ) from error
 
 
@@ -382,9 +389,9 @@ def _of_world(comm: MPI.Comm, deadline_seconds: float, flight: FlightRecorder | 
 
 
 def goes_on_without_lost_ranks() -> bool:
-    """Return whether a job continues when a rank dies. After `world`.
+    """Return whether the job continues when a rank dies. Call it after `world`.
 
-    Its launcher must not end it, and MPI must report the loss to the other ranks.
+    This requires a launcher that does not end the job, and an MPI library that reports the loss to the other ranks.
     """
     from mpi4py import MPI
 
@@ -393,7 +400,10 @@ def goes_on_without_lost_ranks() -> bool:
 
 
 def all_done(world: Communicator, *, done: bool) -> bool:
-    """Return whether every rank is done and none is lost, the same on all that are left. Collective; waits for the deadline."""
+    """Return whether every rank is done and none is lost, the same on all remaining ranks.
+
+    Collective; waits with the deadline.
+    """
     assert isinstance(world, MpiCommunicator)
     from mpi4py import MPI
 
@@ -410,12 +420,16 @@ def all_done(world: Communicator, *, done: bool) -> bool:
 
 
 def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[MpiCommunicator, tuple[int, ...]]:
-    """Return the world of the ranks that are left, in their order, and the lost ranks. Collective over those that are left.
+    """Return the world of the remaining ranks, in their order, and the lost ranks. Collective over the remaining ranks.
 
-    Waits for all of them, for the deadline. Nothing is in flight on the old world, or on a part of it, from here on.
+    Waits for all of them, with the deadline. Afterwards no operation is in flight on the old world or on a part of it.
 
     Args:
-        flight: records waits for object operations and splits of the new world.
+        world: the old world.
+        flight: flight recorder for object operations and splits of the new world.
+
+    Raises:
+        RankLostError: an operation in flight on the old world does not end.
     """
     assert isinstance(world, MpiCommunicator)
     lost = world.origin.lost
@@ -426,8 +440,8 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
         comm = world.comm.Shrink()
     if not settled:
         raise RankLostError(
-            f"{named(lost.lost())} of {world.size} was lost, and on rank {world.rank} {lost.unsettled()[0]} does not end, which "
-            "may still write into memory; start again with --resume."
+            f"{named(lost.lost())} of {world.size} was lost, and on rank {world.rank} {lost.unsettled()[0]} does not end and may "
+            "still write into memory; start again with --resume."
         )
     left = translated(comm, world.comm)
     lost_ranks = tuple(sorted(set(range(world.size)) - set(left)))
@@ -435,12 +449,12 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
 
 
 def leave(world: Communicator, code: int) -> NoReturn:
-    """End this process once all that are left have come here. Collective; nothing that Python would still do is done.
+    """End this process once all remaining ranks have called this function. Collective. Skips Python's clean-up at exit.
 
-    MPI is not ended: with lost ranks its end may wait without end.
+    MPI is not finalized, because with lost ranks this may block forever.
     """
     assert isinstance(world, MpiCommunicator)
-    with contextlib.suppress(RankLostError):  # another rank has been here, and is gone
+    with contextlib.suppress(RankLostError):  # another rank has already ended
         world.wait(world.ibarrier(), "the end of all ranks")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -448,17 +462,19 @@ def leave(world: Communicator, code: int) -> NoReturn:
 
 
 def abort_job(code: int, deadline_seconds: float) -> None:
-    """End the job from a rank that may not have started MPI yet; not collective where it has. Comes back where MPI has ended.
+    """End the job from a rank that may not have started MPI yet. Returns if MPI has already been finalized or cannot be loaded.
 
-    Where it has not started, the other ranks are to start it, as they do on their way to `world`.
+    If MPI has not started here, this call starts it, and the other ranks must do so, too, as they do on their way to `world`. If
+    it has, the call is not collective.
 
     Args:
-        deadline_seconds: that they may take.
+        code: exit code.
+        deadline_seconds: maximum duration of the start of MPI.
     """
     try:
         with guard("The start of MPI", deadline_seconds):
             from mpi4py import MPI
-    except (ImportError, RuntimeError):  # no rank has MPI, so none waits for this one
+    except (ImportError, RuntimeError):  # no rank can load MPI, so none waits for this one
         return
     if MPI.Is_initialized() and not MPI.Is_finalized():
         _abort(MPI.COMM_WORLD, code)
@@ -471,12 +487,12 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     flush_to_reader()
     keeper.current_keeper().pulse.announce_end()
     comm.Abort(code)
-    # MPICH returns from it if it cannot reach its launcher's process, and the end of MPI would then wait for that process.
+    # MPICH returns from Abort if it cannot reach its launcher; MPI_Finalize at exit would then wait for the launcher.
     os._exit(code)
 
 
 def finish(deadline_seconds: float) -> None:
-    """End MPI in this process, if it has not ended yet. Collective over the job; nothing may be sent after it."""
+    """Finalize MPI in this process, unless that has been done. Collective over the job; nothing may be sent afterwards."""
     from mpi4py import MPI
 
     if MPI.Is_finalized():
@@ -488,7 +504,10 @@ def finish(deadline_seconds: float) -> None:
 
 
 def describe() -> str:
-    """Return the MPI library's name, version and thread level, on one line, for logs and run directories. After `world`."""
+    """Return the MPI library's name, version and thread level in one line, for logs and run directories.
+
+    Call it after `world`.
+    """
     from mpi4py import MPI
 
     levels = ("single", "funneled", "serialized", "multiple")
@@ -497,7 +516,7 @@ def describe() -> str:
 
 
 def library() -> str:
-    """Return the MPI library's name and version, on one line. Loads MPI without starting it; raises as `world` does."""
+    """Return the MPI library's name and version in one line. Loads MPI without starting it; raises the errors of `world`."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -513,16 +532,16 @@ def _library() -> str:
 
 
 def threads_may_call() -> bool:
-    """Return whether several threads of a process may call MPI, one at a time. After `world`."""
+    """Return whether several threads of a process may call MPI, one at a time. Call it after `world`."""
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
 
 
 def send_to_itself(source: int, target: int, size_bytes: int) -> None:
-    """Send `size_bytes` from one address of this process to another, on the host or on a device. After `world`.
+    """Send `size_bytes` from one address of this process to another, on the host or on a device. Call it after `world`.
 
-    An MPI without support for the device ends the process, or delivers other bytes.
+    An MPI library without support for the device ends the process or delivers wrong bytes.
     """
     from mpi4py import MPI
 
@@ -532,9 +551,12 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The world that communicators come from, and its lost ranks, if MPI continues without them.
+    """World of a communicator.
 
-    wait_policy: of object operations and splits.
+    Attributes:
+        world: MPI communicator of the world.
+        lost: registry of lost ranks, if MPI continues without them; else None.
+        wait_policy: rules for the waits of object operations and splits.
     """
 
     world: MPI.Comm
@@ -543,10 +565,10 @@ class _Origin:
 
 
 class MpiCommunicator:
-    """The ranks of one MPI communicator.
+    """Ranks of one MPI communicator.
 
-    Sums have one order for given rank and element counts: a run repeats bit by bit on the same ranks of the same nodes.
-    Object operations and splits wait by themselves, with the deadline, and drive nothing else: start-up and shut-down only.
+    Sums have a fixed order for given rank and element counts, so a run repeats bit by bit on the same ranks of the same nodes.
+    Object operations and splits wait with the deadline and drive no other operations; they are for start-up and shut-down only.
     """
 
     def __init__(
@@ -594,8 +616,8 @@ class MpiCommunicator:
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         assert len(send_counts) == len(recv_counts) == self.size
         assert (send.size, recv.size, send.dtype) == (sum(send_counts), sum(recv_counts), recv.dtype)
-        if not isinstance(recv, DeviceArray):  # there the caller has the device copy a rank's piece for itself
-            # It is copied here: through shared memory libraries can take many times as long for it.
+        if not isinstance(recv, DeviceArray):  # the callers copy a rank's own piece on the device
+            # Copied here because MPI libraries can take many times as long by shared memory.
             piece(recv, recv_counts, self.rank)[...] = piece(send, send_counts, self.rank)
         sent = self._buffers.others_parts(not_empty(send), send_counts, self.rank)
         received = self._buffers.others_parts(not_empty(recv), recv_counts, self.rank)
@@ -616,7 +638,7 @@ class MpiCommunicator:
         return self._posted(post, f"receive from {source}, tag {tag},", buffer)
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
-        self.wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; this waits with the deadline for all to arrive
+        self.wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; the barrier waits with the deadline
         group = self._called(partial(self.comm.Split, self._mpi.UNDEFINED if color is None else color, key))
         return None if group == self._mpi.COMM_NULL else self._part(group, name)
 
@@ -631,11 +653,11 @@ class MpiCommunicator:
         return broadcast_object(self, value, root, self.wait)
 
     def abort(self, code: int) -> None:
-        """End the whole job, on whatever communicator it is called; does not come back."""
+        """End the whole job, on any communicator. Does not return."""
         _abort(self._mpi.COMM_WORLD, code)
 
     def wait(self, handle: Handle, purpose: str) -> None:
-        """Wait for an operation, with the deadline, and drive nothing else."""
+        """Wait for an operation, with the deadline. Drives no other operations."""
         self._waits.wait_handle(handle, f"{purpose} ({self._place})")
 
     def _part(self, comm: MPI.Comm, name: str) -> MpiCommunicator:
@@ -648,7 +670,7 @@ class MpiCommunicator:
         """Return the result of an MPI call.
 
         Raises:
-            RankLostError: it fails as a rank is lost.
+            RankLostError: the call failed because a rank is lost.
         """
         if self._lost is None:
             return call()

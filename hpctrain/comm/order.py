@@ -1,14 +1,14 @@
-"""Order across communicators, in one place and by one law: operations begin in the order in which they were added to a queue.
+"""Order across communicators, defined in one place: operations begin in the order in which they were added to a queue.
 
-Within one communicator a `PostingQueue` starts operations in the order in which they were queued. But some cannot begin when
-they are started: the second stage of a collective waits for its first one, an operation on arrays of a device for their
-copies, a stage within a node for those that other communicators have posted there before. If each began as soon as it could,
-the order would depend on timing and differ between ranks, and collectives would not match. So they wait in an `InOrder`: an
-operation begins in a `test` of its own handle, or of a later one's, once it is ready and everything added before it has begun,
-whatever is ready first. If all operations of a queue go to one communicator, that sees the same order on every rank.
+Within one communicator, a `PostingQueue` starts operations in the order in which they were queued. But some operations cannot
+begin when they are started. The second stage of a collective waits for the first stage, an operation on device arrays waits for
+their copies, and a stage within a node waits for stages that other communicators have posted there. If each began as soon as
+possible, the order would depend on timing and differ between ranks, and collectives would not match. Such operations therefore
+wait in an `InOrder`. An operation begins in a `test` of its own handle or of a later one, once it is ready and everything added
+before it has begun. If all operations of a queue go to one communicator, that communicator sees the same order on every rank.
 
-By NCCL operations of several communicators would wait for each other on the device, so a run puts all of a group on one
-(`averaging.agreement`).
+With NCCL, operations of several communicators would wait for each other on the device, so a run uses one communicator for all
+operations of a group (`averaging.averagers`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ def _nothing() -> None:
 
 
 class OrderedOperation(ABC):
-    """Implements `Handle`: one operation with a place in a queue. Subclasses define when it is ready, and its text.
+    """Base of handles with a place in a queue. Subclasses define when the operation is ready, and its text.
 
     Args:
-        start: posts the operation; called once. None: `ready` has to say that it is still unknown.
-        finish: called once, in the `test` that finds the operation complete.
+        order: queue of the operation.
+        start: function that posts the operation; called once. None: unknown so far, and `ready` must return False.
+        finish: callback, called once in the `test` that finds the operation complete.
+
+    Attributes:
+        handle: handle of the posted operation; None before it begins.
+        complete: whether the operation is complete.
     """
 
     __slots__ = ("_finish", "_order", "_start", "complete", "handle")
@@ -44,12 +49,12 @@ class OrderedOperation(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Return whether the operation may begin once its turn has come. Must not drive anything."""
+        """Return whether the operation may begin once its turn has come. Must not drive other operations."""
 
     def begin(self) -> None:
-        """Post the operation. Its turn has come."""
+        """Post the operation. Called when its turn has come."""
         start, self._start = self._start, None
-        assert start is not None, "an operation begins once"
+        assert start is not None, "an operation must begin once"
         self.handle = start()
 
     def test(self) -> bool:
@@ -64,13 +69,13 @@ class OrderedOperation(ABC):
 
 
 class InOrder:
-    """A queue of operations that have not begun."""
+    """Queue of operations that have not begun."""
 
     def __init__(self) -> None:
         self._waiting: deque[OrderedOperation] = deque()
 
     def add(self, operation: OrderedOperation) -> None:
-        """Append an operation; it begins at once if it may. It has to become ready, or nothing after it begins."""
+        """Append an operation, which begins at once if it may. It must become ready, or nothing after it begins."""
         self._waiting.append(operation)
         self.advance()
 
@@ -80,24 +85,26 @@ class InOrder:
             self._waiting.popleft().begin()
 
     def second_stage(self, first: Handle, start: Callable[[], Handle], finish: Callable[[], None] = _nothing) -> SecondStage:
-        """Return an operation of two stages, of which the first has just been posted.
+        """Return an operation of two stages, given the handle of the first, which has just been posted.
 
         Args:
-            start: posts the second stage. finish: called once, when both are complete.
+            first: handle of the first stage.
+            start: function that posts the second stage.
+            finish: callback, called once when both stages are complete.
         """
         operation = SecondStage(self, first, start, finish)
         self.add(operation)
         return operation
 
     def reserve(self) -> ReservedOperation:
-        """Return the next place, for an operation that is known later."""
+        """Reserve the next place for an operation that is not known yet."""
         place = ReservedOperation(self, None)
         self.add(place)
         return place
 
 
 class SecondStage(OrderedOperation):
-    """The second stage of a collective, ready once the first stage is complete. Its `test` drives both."""
+    """Second stage of a collective, ready once the first stage is complete. Its `test` drives both stages."""
 
     __slots__ = ("_first",)
 
@@ -109,7 +116,7 @@ class SecondStage(OrderedOperation):
         return self._first is None
 
     def test(self) -> bool:
-        # Only this operation's test drives its first stage: the owner of the handle counts each test of it.
+        # Only this operation's test drives its first stage, because every test of a handle is counted.
         if self._first is not None and self._first.test():
             self._first = None
         return super().test()
@@ -121,7 +128,7 @@ class SecondStage(OrderedOperation):
 
 
 class ReservedOperation(OrderedOperation):
-    """A place that was taken before its operation is known; it is ready once `fill` was called."""
+    """Place reserved before its operation is known, ready once `fill` was called."""
 
     __slots__ = ()
 
@@ -129,7 +136,7 @@ class ReservedOperation(OrderedOperation):
         return self._start is not None
 
     def fill(self, start: Callable[[], Handle]) -> ReservedOperation:
-        """Set the operation of this place, which begins once everything before it has begun."""
+        """Set the operation of this place. It begins once everything before it has begun."""
         assert self._start is None, "a place is used once"
         assert self.handle is None, "a place is used once"
         self._start = start
@@ -141,7 +148,7 @@ class ReservedOperation(OrderedOperation):
 
 
 class Finished:
-    """An operation after which something is computed on this rank, once, in the `test` that finds it complete."""
+    """Operation followed by a computation on this rank, which runs once, in the `test` that finds the operation complete."""
 
     __slots__ = ("_finish", "_handle")
 
@@ -163,10 +170,10 @@ class Finished:
 
 
 class SpareBuffers:
-    """1-D buffers of operations on their way: as many as are used at once, used again step after step.
+    """Pool of 1-D buffers for operations in flight, reused step after step.
 
     Args:
-        make: (elements, an array like them) -> a new buffer; by default one of NumPy's.
+        make: function (elements, an array like them) -> new buffer; default: a NumPy array.
     """
 
     def __init__(self, make: Callable[[int, Array], Array] | None = None) -> None:
@@ -177,13 +184,16 @@ class SpareBuffers:
         return sum(map(len, self._spare.values()))
 
     def take(self, size: int, like: Array) -> Array:
-        """Return a buffer of `size` elements of any values, of the kind and dtype of `like`; the caller's until given back."""
+        """Return an uninitialised buffer of `size` elements, of the same kind and dtype as `like`.
+
+        The caller owns it until `give_back`.
+        """
         spare = self._spare.setdefault((size, like.dtype), [])
         if spare:
             return spare.pop()
         return np.empty_like(like, shape=(size,)) if self._make is None else self._make(size, like)
 
     def give_back(self, *buffers: Array) -> None:
-        """Make these buffers available to later operations."""
+        """Return buffers to the pool."""
         for buffer in buffers:
             self._spare[buffer.size, buffer.dtype].append(buffer)

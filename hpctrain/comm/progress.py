@@ -1,224 +1,416 @@
-"""The progress engine: posts operations in a fixed order, drives them all, and never waits without end.
+"""Progress engine: starts operations in a fixed order, drives all of them, and bounds every wait by a deadline.
 
-One `ProgressEngine` per process owns one `PostingQueue` per communicator. Every wait drives all queues. If a wait drove only
-one communicator, collectives of the split group and of the data group could deadlock each other; separate communicators do not
-prevent this. The order within a queue is the order of `post`, never one of arrival, so that MPI matches collectives alike on
-every rank.
+A process has one `ProgressEngine`, which owns one `PostingQueue` per communicator. Every wait drives all queues. If a wait drove
+only one communicator, collectives of the split group and of the data group could deadlock each other; separate communicators do
+not prevent this. Operations of a queue start in the order of `post`, never in the order of arrival, so that MPI matches
+collectives alike on every rank. A `Ticket` is a queued operation. A `LocalEvent` is an event on this rank on which queued
+operations depend.
 
-`WaitPolicy` and `FurtherPolls` are the rules of how a wait waits and how often a program polls after an operator.
+A `ProgressThread` (`waiting.py`) can drive messages while kernels run. In mode `thread` it only tests operations in flight. It
+completes no operation and starts none (except that an operation of two stages may enter its second stage), so no averager's code
+runs on it, and the main thread notices completions only when it polls. In mode `posting` each pass of the thread is a poll: it
+completes finished operations and starts those that are ready, including their computations, in queue order.
 
-`ProgressThread` works on messages while kernels run. In mode `thread` a pass tests, and does nothing else: no operation begins,
-completes or computes in it (one of two stages may come to its second), so no averager ever runs on it, and the process's own
-thread sees a change only when it polls. In mode `posting` a pass is a poll: it completes finished operations and starts ready
-ones, including their computations, in queue order.
-
-`guard` is a deadline for phases without polls: MPI's start, a file opened on a network file system.
+`MessageAccount` accumulates the processor time that messages take from the program: posting, tests and the computations of
+starts. It excludes waits, which are counted separately, and updates, wherever they run. It reads the clock twice per engine call
+that has work to do.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import faulthandler
 import os
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.posting_queue import MessageAccount, PostingQueue, Ticket
+from hpctrain.comm.base import Communicator, Handle, LateHandle
+from hpctrain.comm.waiting import FurtherPolls, ProgressThread, WaitPolicy
 from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.flight.recorder import FlightNotes, FlightRecorder
-from hpctrain.launch import keeper, process_end
-from hpctrain.launch import process_end as exit_codes
+from hpctrain.launch import process_end
 from hpctrain.launch.process_end import End
-from hpctrain.trace.tracer import Category, Tracer
+from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
-@dataclass(frozen=True)
-class WaitPolicy:
-    """How a wait changes from polling to sleeping, in seconds.
+class _Stretch:
+    """Nested engine calls of one thread; only the outermost call is timed."""
 
-    A wait polls, offering its core to others after each poll for `offering_seconds`: as quick as a spin where it has the core to
-    itself. Later it sleeps for `sleep_seconds` between polls, so that a slow rank gets the core; or for `growing_share` of the
-    time waited so far where that is longer, up to `longest_seconds`.
-    """
+    __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 
-    offering_seconds: float = 1e-3
-    sleep_seconds: float = 50e-6
-    growing_share: float = 0.0
-    longest_seconds: float = 10e-3
-
-    def sleeps(self, waited_seconds: float) -> bool:
-        """Return whether a wait that has lasted `waited_seconds` sleeps before its next poll."""
-        return waited_seconds > self.offering_seconds
-
-    def next_sleep(self, waited_seconds: float) -> float:
-        """Return the seconds that a wait which has lasted `waited_seconds` sleeps before its next poll."""
-        return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
+    def __init__(self) -> None:
+        self.depth = 0
+        self.begin_ns = self.update_ns = self.total_ns = 0
 
 
-#: for ranks that share a core: one that polls takes it from the rank that it waits for
-SLEEPS_AT_ONCE = WaitPolicy(offering_seconds=0.0)
-
-#: for start-up with more ranks on a node than cores: polls every 50 us of 63 ranks leave little to the one that they wait for
-MORE_RANKS_THAN_CORES = WaitPolicy(growing_share=0.02)
-
-
-class FurtherPolls:
-    """Further polls at the end of an operator, as long as they take no more than a share of the operator's time.
-
-    A message that moves in many small pieces, as over TCP, moves by one piece for each look. A poll is expected to take as long
-    as the one before; so an operator is followed by one poll at least, and by a second one only where it lasted `1 / share` times
-    as long as both.
+class MessageAccount:
+    """Account of a process's time for messages, separate for its program and for a second thread.
 
     Args:
-        share: of an operator's time that all polls after it may take, 0 .. 1.
-    """
-
-    def __init__(self, share: float) -> None:
-        assert 0 <= share <= 1
-        self._share = share
-        self._ended_seconds: float | None = None
-        self._begin_seconds = self._latest_seconds = self._allowed_seconds = 0.0
-
-    def begin(self, now: float) -> None:
-        """Note that an operator has ended at this instant of any clock; the first poll begins."""
-        operator_seconds = 0.0 if self._ended_seconds is None else now - self._ended_seconds
-        self._allowed_seconds = self._share * operator_seconds
-        self._begin_seconds = self._latest_seconds = now
-
-    def another(self, now: float) -> bool:
-        """Return whether one more poll may begin. The last one has ended at this instant."""
-        poll_seconds, self._latest_seconds = now - self._latest_seconds, now
-        return now - self._begin_seconds + poll_seconds <= self._allowed_seconds
-
-    def end(self, now: float) -> None:
-        """Note that the last poll has ended; the next operator begins."""
-        self._ended_seconds = now
-
-
-#: between two passes. Shorter ones take time from the kernels, longer ones leave the wire idle between a message's parts.
-INTERVAL_SECONDS = 200e-6
-
-
-class ProgressThread:
-    """A thread that calls `one_pass` again and again inside of its `with` block, and never outside of it.
-
-    A block does not nest. A pass runs in the context of its owner, such as the handling of floating-point errors there. After an
-    exception the thread makes no more passes in that block; its owner gets it from `raise_failure`, or at the block's end.
-
-    Args:
-        one_pass: over all queues. lock: held during each pass; every other thread that talks to the transport holds it, too.
-        interval_seconds: between two passes, unless somebody calls `wake`.
+        trace: tracer that records each stretch; None: none is recorded.
+        clock_ns: clock in nanoseconds; ignored if there is a tracer, whose clock is used.
 
     Attributes:
-        inside: the block is open; changed under the lock.
+        last_update_ns: end of the last update inside a call of the engine.
+    """
+
+    def __init__(self, trace: Tracer | None = None, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._trace = trace
+        self.clock_ns = clock_ns if trace is None else trace.clock_ns
+        self.last_update_ns = 0
+        self._program, self._thread = _Stretch(), _Stretch()
+        self._second: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds of the program so far."""
+        return self._program.total_ns * 1e-9
+
+    @property
+    def thread_seconds(self) -> float:
+        """Total seconds of the second thread so far, not included in the program's."""
+        return self._thread.total_ns * 1e-9
+
+    def second_thread(self, identifier: int | None) -> None:
+        """Set the second thread, whose calls are counted separately; None: there is none."""
+        self._second = identifier
+        if self._trace is not None:
+            self._trace.second_thread(identifier)
+
+    def begin(self) -> None:
+        """Begin a call of the engine that may drive messages."""
+        stretch = self._of_caller()
+        stretch.depth += 1
+        if stretch.depth == 1:
+            stretch.update_ns = 0
+            stretch.begin_ns = self.clock_ns()
+
+    def end(self, *, recorded: bool = True) -> None:
+        """End the call, whether or not it failed.
+
+        Args:
+            recorded: whether the call is recorded in the trace, if any.
+        """
+        stretch = self._of_caller()
+        stretch.depth -= 1
+        if stretch.depth == 0:
+            now = self.clock_ns()
+            stretch.total_ns += now - stretch.begin_ns - stretch.update_ns
+            if recorded and self._trace is not None:
+                self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
+
+    def begin_wait(self) -> None:
+        """Stop counting until `end_wait`; waits are counted separately."""
+        self._of_caller().depth += 1
+
+    def end_wait(self) -> None:
+        """Resume counting after a wait."""
+        self._of_caller().depth -= 1
+
+    def updated(self, begin_ns: int, stop_ns: int) -> None:
+        """Note that an update has run. Inside a call of the engine, its time is not counted for messages."""
+        stretch = self._of_caller()
+        if stretch.depth:
+            stretch.update_ns += stop_ns - begin_ns
+            self.last_update_ns = stop_ns
+
+    def _of_caller(self) -> _Stretch:
+        return self._thread if self._second is not None and threading.get_ident() == self._second else self._program
+
+
+# Minimum delay of a posting that is recorded as delayed.
+_LEAST_DELAY_NS = 5_000
+
+
+class Ticket:
+    """An operation in a queue: waiting for its turn, in flight, or complete.
+
+    Attributes:
+        purpose: name in messages, usually the parameter's.
+        sequence: position in its queue, counted from 0 at start-up.
+        done: whether the operation is complete; stays True.
+        flight_number: number in the flight record; 0 without one.
+        possible_ns: last time at which a traced operation was known to be incomplete.
+        late: handle of an operation that has not posted what the flight record needs; otherwise None.
+    """
+
+    __slots__ = (
+        "_after",
+        "_start",
+        "begun_ns",
+        "done",
+        "flight_number",
+        "handle",
+        "late",
+        "possible_ns",
+        "purpose",
+        "queue_name",
+        "sequence",
+    )
+
+    def __init__(
+        self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket], queue_name: str, sequence: int
+    ) -> None:
+        self.purpose = purpose
+        self.queue_name = queue_name
+        self.sequence = sequence
+        self.done = False
+        self.begun_ns = 0  # begin of posting, if traced
+        self.possible_ns = self.flight_number = 0
+        self.handle: Handle | None = None
+        self.late: LateHandle | None = None
+        self._start: Callable[[], Handle] | None = start
+        self._after = tuple(after)
+
+    def ready(self) -> bool:
+        """Return whether all dependencies are complete."""
+        return all(ticket.done for ticket in self._after)
+
+    def turn_ns(self) -> int:
+        """Return the earliest time at which all dependencies may have been complete, if operations are traced."""
+        return max((ticket.possible_ns for ticket in self._after), default=0)
+
+    def begin(self) -> None:
+        """Start the operation and release its dependencies, so that no chain of old tickets stays alive."""
+        assert self._start is not None, "an operation must be started once"
+        start, self._start, self._after = self._start, None, ()
+        self.handle = start()
+
+    def test(self) -> bool:
+        """Drive the started operation and return whether it is complete. Its buffers are then released."""
+        assert self.handle is not None
+        if self.handle.test():
+            self.done = True
+            self.handle = None
+        return self.done
+
+    def __str__(self) -> str:
+        head = f"{self.purpose}: queue {self.queue_name}, sequence number {self.sequence}"
+        if self.done:
+            return f"{head}, complete"
+        if self.handle is not None:
+            return f"{head}, operation {self.handle}, in flight"
+        blockers = [f"{ticket.purpose} ({ticket.queue_name} {ticket.sequence})" for ticket in self._after if not ticket.done]
+        return f"{head}, not started" + (f", comes after {', '.join(blockers)}" if blockers else ", after the queue's head")
+
+
+class PostingQueue:
+    """Operations of one communicator, started strictly in the order of `post`.
+
+    Args:
+        name: name for messages and traces.
+        window: maximum number of operations in flight; None: no limit.
+        lock: lock held by the thread that calls the transport.
+        trace: tracer that records each operation from its posting to its completion, and the maximum delay of its posting after
+            its turn.
+        account: account of the time of posting; None: a separate account that is not used elsewhere.
+        flight: flight recorder for each operation; None: no recording.
+        world_ranks: world ranks of the communicator.
+
+    Attributes:
+        begun: number of operations started so far.
     """
 
     def __init__(
-        self, one_pass: Callable[[], None], lock: AbstractContextManager[Any], interval_seconds: float = INTERVAL_SECONDS
+        self,
+        name: str,
+        window: int | None = None,
+        *,
+        lock: AbstractContextManager[Any] | None = None,
+        trace: Tracer | None = None,
+        account: MessageAccount | None = None,
+        flight: FlightRecorder | None = None,
+        world_ranks: Sequence[int] = (0,),
     ) -> None:
-        self._one_pass = one_pass
-        self._lock = lock
-        self._interval_seconds = interval_seconds
-        self._open, self._called = threading.Event(), threading.Event()
-        self.inside = False
-        self._context = contextvars.copy_context()
-        self._ended = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="hpctrain-progress", daemon=True)
-        self._thread.start()
+        assert window is None or window >= 1
+        self.name = name
+        self.window = window
+        self._lock = lock if lock is not None else nullcontext()
+        self._trace = trace
+        self._account = MessageAccount(trace) if account is None else account
+        self._flight = flight
+        self._flight_queue = 0 if flight is None else flight.queue_of(name, world_ranks)
+        self._free_ns = 0  # time since which the queue's head may start, if traced
+        self._waiting: deque[Ticket] = deque()
+        self._in_flight: list[Ticket] = []
+        self._posted = 0
+        self.begun = 0
+        self.starting = False
+
+    def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue an operation. It starts immediately if it may.
+
+        Args:
+            start: function that posts the operation and returns its handle. It is called once everything before it in this queue
+                has been started and all tickets of `after` are complete. It may compute (for example a shard's update) and may
+                post; it must not wait.
+            purpose: name in messages and traces, usually the parameter's.
+            after: tickets of any queue.
+        """
+        with self._lock:
+            self._account.begin()
+            try:
+                ticket = Ticket(start, purpose, after, self.name, self._posted)
+                self._posted += 1
+                self._waiting.append(ticket)
+                if self._flight is not None:
+                    ticket.flight_number = self._flight.queued(self._flight_queue, purpose, ticket.sequence, depth=2)
+                if self._trace is not None:
+                    ticket.begun_ns = self._trace.clock_ns()
+                self.start_heads()
+            finally:
+                self._account.end()
+        return ticket
 
     @property
-    def identifier(self) -> int | None:
-        """The thread's number, as `threading.get_ident` returns it."""
-        return self._thread.ident
+    def idle(self) -> bool:
+        """Whether no operation is waiting or in flight."""
+        return not self._waiting and not self._in_flight
 
-    def wake(self) -> None:
-        """Make the next pass at once, if a block is open."""
-        self._called.set()
+    @property
+    def in_flight(self) -> bool:
+        """Whether any operation is in flight."""
+        return bool(self._in_flight)
 
-    def raise_failure(self) -> None:
-        """Raise here, once, what a pass has raised."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+    def unfinished(self) -> Sequence[Ticket]:
+        """Return the operations in flight, then the waiting ones, each in order."""
+        return (*self._in_flight, *self._waiting)
 
-    def __enter__(self) -> None:
-        assert not self.inside, "the block of a progress thread does not nest"
-        self._context = contextvars.copy_context()
-        self.inside = True
-        self._open.set()
+    def collect(self) -> None:
+        """Test every operation in flight once."""
+        flying, trace = self._in_flight, self._trace
+        full = self.window is not None and len(flying) >= self.window
+        now_ns = 0 if trace is None else trace.clock_ns()
+        still_flying = 0
+        for ticket in flying:
+            done = ticket.test()
+            if ticket.late is not None:
+                self._record_posting(ticket, ticket.late)
+            if not done:
+                ticket.possible_ns = now_ns
+                flying[still_flying] = ticket
+                still_flying += 1
+                continue
+            self._record_end(ticket)
+            if full and trace is not None:
+                self._free_ns, full = max(self._free_ns, ticket.possible_ns), False
+        del flying[still_flying:]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open.clear()
-        with self._lock:  # a pass under way ends first; the next one finds the block closed
-            self.inside = False
-        if error is None:
-            self.raise_failure()
+    def progress_once(self) -> None:
+        """Drive every operation in flight without completing any. A thread other than the owner's may call this."""
+        for ticket in self._in_flight:
+            if ticket.handle is not None:
+                ticket.handle.test()
 
-    def close(self) -> None:
-        """End the thread; outside of the block."""
-        assert not self.inside
-        self._ended = True
-        self._open.set()
-        self._called.set()
-        self._thread.join()
+    def start_heads(self) -> None:
+        """Start operations from the head of the queue while they may start."""
+        if self.starting:  # called by a `start` that posts; the outer call starts what it adds
+            return
+        self.starting = True
+        try:
+            while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
+                ticket = self._waiting.popleft()
+                self.begun += 1
+                self._begin(ticket)
+                if self._flight is not None:
+                    if isinstance(ticket.handle, LateHandle):
+                        ticket.late = ticket.handle
+                    else:
+                        self._flight.started(ticket.flight_number, str(ticket.handle))
+                done = ticket.test()
+                if ticket.late is not None:
+                    self._record_posting(ticket, ticket.late)
+                if done:
+                    self._record_end(ticket)
+                else:
+                    ticket.possible_ns = self._free_ns
+                    self._in_flight.append(ticket)
+        finally:
+            self.starting = False
 
-    def _run(self) -> None:
-        while True:
-            self._open.wait()
-            if self._ended:
-                return
-            self._called.clear()  # a call from here on is for the pass after this one
-            try:
-                with self._lock:
-                    if self.inside:
-                        self._context.run(self._one_pass)
-            except BaseException as failure:  # the block's owner gets it
-                self._failure = failure
-                self._open.clear()
-            self._called.wait(self._interval_seconds)
+    def _record_posting(self, ticket: Ticket, late: LateHandle) -> None:
+        """Record what a late operation has posted in the flight record, if it has posted."""
+        if self._flight is not None and late.operation:
+            self._flight.started(ticket.flight_number, late.operation)
+            ticket.late = None
+
+    def _begin(self, ticket: Ticket) -> None:
+        trace = self._trace
+        if trace is None:
+            ticket.begin()
+            return
+        begun_ns = trace.clock_ns()
+        turn_ns = max(self._free_ns, ticket.begun_ns, ticket.turn_ns())
+        if begun_ns - turn_ns > _LEAST_DELAY_NS:
+            trace.add(Category.DELAY, ticket.purpose, turn_ns, begun_ns, self.name, ticket.sequence)
+        ticket.begin()
+        ticket.begun_ns = max(begun_ns, self._account.last_update_ns)  # a start that updates posts after the update
+        ticket.possible_ns = self._free_ns = trace.clock_ns()
+
+    def _record_end(self, ticket: Ticket) -> None:
+        """Record the completion of an operation."""
+        if self._flight is not None:
+            self._flight.done(ticket.flight_number)
+        if self._trace is not None:
+            end_ns = self._trace.clock_ns()
+            self._trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, end_ns, self.name, ticket.sequence)
 
 
-#: exit code of a job that ended at a deadline (as of timeout(1))
-TIMEOUT_EXIT_CODE = exit_codes.DEADLINE
+class LocalEvent(Ticket):
+    """Ticket of an event on this rank, on which posted operations can depend. It is never posted."""
 
-# The share of a deadline that one look of a wait may take: what took longer was no look, as where a scheduler suspends a job.
-_LONGEST_LOOK = 0.1
+    __slots__ = ()
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_never, text, (), "this rank", 0)
+
+    def happen(self) -> None:
+        """Mark the event as happened. The caller then polls the engine to start operations that depend on it."""
+        self.possible_ns = time.perf_counter_ns()
+        self.done = True
+
+
+def _never() -> NoReturn:
+    raise AssertionError("a local event must not be posted")
+
+
+# Maximum share of a deadline that one pass of a wait counts for; a longer pass means that the job was suspended.
+_LONGEST_PASS = 0.1
 
 _ALONE: AbstractContextManager[Any] = nullcontext()
 
 
 class ProgressEngine:
-    """The owner of the posting queues of a process, and the only place that waits.
+    """Owner of the posting queues of a process, and the only place that waits.
 
-    One thread of a process posts, polls and waits. A second one, where `start_thread` made it, works inside of `computing` and
-    while the first holds no lock; everything that talks to the transport here holds it. It lets what is in flight move, or, as a
-    posting thread, does all that a poll does: then a poll of the first one inside of `computing` only wakes it. What it starts
-    computes while the program does: nothing that a start reads or writes may be in use once its events have happened.
+    One thread of a process posts, polls and waits. A second thread (`start_thread`) works inside `computing`. Every call of the
+    transport holds the engine's lock. The second thread drives operations in flight or, as a posting thread, does everything that
+    a poll does; a poll of the first thread inside `computing` then only wakes it. The computations of its starts run concurrently
+    with the program: nothing that a start reads or writes may be in use once its events have happened.
 
     Args:
-        rank: this process's rank, for messages.
-        deadline_seconds: the longest that one wait may take. Past it the rank prints what it waits for, all that is in flight
-            and the stacks of all threads, and calls `abort`.
-        abort: ends the whole job with an exit code (`Communicator.abort` of the world).
-        clock, sleep: seconds since any start, and a sleep of a number of seconds. offer_core: to other processes.
-        stream: where the report goes; stderr by default.
-        trace: records operations, waits, and the time of posting and tests. flight: records all that happens, as it happens, so
-            that it can be read when the process is gone; None: nothing does.
-        make_thread: makes a second thread from what one pass of it does and the lock that a pass holds.
+        rank: rank of this process, for messages.
+        deadline_seconds: maximum duration of one wait. After it, the rank prints what it is waiting for, everything in flight and
+            the stacks of all threads, and calls `abort`.
+        abort: function that ends the whole job with an exit code (`Communicator.abort` of the world).
+        clock: clock in seconds.
+        sleep: function that sleeps for a number of seconds.
+        offer_core: function that yields the core to other processes.
+        stream: destination of the report; default: stderr.
+        trace: tracer for operations, waits, and the time of posting and tests; None: no trace.
+        flight: flight recorder, which can be read after the process has died; None: no recording.
+        make_thread: factory of the second thread, given the function for one pass and the lock held during a pass.
 
     Attributes:
-        waited_seconds: all waits so far: communication that nothing hid. account: of the processor's time for messages.
-        wait_policy: how waits poll, offer their core and sleep. further_polls: after operators; None: there is one after each.
-        notes: for the flight record. explain: lines that are printed at a deadline, for what others did.
+        waited_seconds: total time of all waits so far, which is exposed communication.
+        account: processor time for messages.
+        wait_policy: rules for polling, yielding and sleeping in waits.
+        further_polls: limit of the polls after an operator; None: one poll after each.
+        polls_between_operators: whether `operator_done` polls.
+        notes: notes for the flight record.
+        explain: function that returns lines to print at a deadline, about other ranks.
     """
 
     def __init__(
@@ -253,10 +445,10 @@ class ProgressEngine:
         self._lock = threading.RLock()
         self._make_thread = make_thread
         self._thread: ProgressThread | None = None
-        self._posts_beside = False
+        self._thread_posts = False
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
-        """Return the queue of `comm`: made at the first call (with `window`), the same one ever after."""
+        """Return the queue of `comm`. It is created at the first call, with `window`."""
         if comm not in self._queues:
             same = sum(other.name == comm.name for other in self._queues)
             name = f"{comm.name} {same + 1}" if same else comm.name
@@ -273,26 +465,26 @@ class ProgressEngine:
         return self._queues[comm]
 
     def communicators(self) -> dict[str, Communicator]:
-        """Return the communicator of each queue, by the queue's name, in the order of their making: the same on every rank."""
+        """Return the communicators by the names of their queues, in the order of creation, which is the same on every rank."""
         return {queue.name: comm for comm, queue in self._queues.items()}
 
     @property
     def outstanding(self) -> int:
-        """Operations that are in flight or wait, over all queues."""
+        """Number of operations in flight or waiting, over all queues."""
         return sum(len(queue.unfinished()) for queue in self._queues.values())
 
     def now(self) -> float:
-        """Return seconds on the engine's clock."""
+        """Return the engine's clock in seconds."""
         return self._clock()
 
     def poll(self) -> None:
-        """Make one pass over all queues: test what is in flight, then start what may start. Never blocks.
+        """Make one pass over all queues: test operations in flight, then start those that may start. Never blocks.
 
-        If a posting thread works, it is woken to make the pass.
+        If a posting thread is working, it is woken to make the pass instead.
         """
         if self._thread is not None:
             self._thread.raise_failure()
-            if self._posts_beside and self._thread.inside:
+            if self._thread_posts and self._thread.inside:
                 self._thread.wake()
                 return
         self._advance()
@@ -309,7 +501,7 @@ class ProgressEngine:
                 self.account.end()
 
     def operator_done(self) -> None:
-        """Let messages move between two operators, unless that is left to the transport."""
+        """Drive messages between two operators, unless this is left to the transport."""
         self.notes.alive()
         if not self.polls_between_operators:
             return
@@ -324,27 +516,27 @@ class ProgressEngine:
         policy.end(self._clock())
 
     def start_thread(self, *, posts: bool = False) -> None:
-        """Let a thread work inside `computing` from now on.
+        """Start a second thread that works inside `computing`.
 
         The transport must allow calls from several threads, one at a time.
 
         Args:
-            posts: it completes and starts operations, too.
+            posts: whether the thread also completes and starts operations.
         """
         if self._thread is None:
             self._thread = self._make_thread(self._pass_of_thread, self._lock)
             self.account.second_thread(self._thread.identifier)
-        self._posts_beside = posts
+        self._thread_posts = posts
 
     def stop_thread(self) -> None:
-        """End that thread, if any."""
+        """End the second thread, if any."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
             self.account.second_thread(None)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context in which this process reaches the transport through this engine only, so a thread may drive it."""
+        """Return a context in which only this engine calls the transport, so that a second thread may drive it."""
         return _ALONE if self._thread is None else self._thread
 
     def _pass_of_thread(self) -> None:
@@ -352,7 +544,7 @@ class ProgressEngine:
         begun = sum(queue.begun for queue in queues)
         self.account.begin()
         try:
-            if self._posts_beside:
+            if self._thread_posts:
                 self._pass_over(queues)
             else:
                 for queue in queues:
@@ -387,7 +579,7 @@ class ProgressEngine:
                 self.trace.add(Category.WAIT, purpose, begun_ns, self.trace.clock_ns(), "outside the queues")
 
     def drain(self) -> None:
-        """Drive all queues until they are empty. Every rank has posted the same, so every rank may call it."""
+        """Drive all queues until they are empty. Every rank has posted the same operations, so every rank may call it."""
         for queue in self._queues.values():
             while unfinished := queue.unfinished():
                 self.wait(unfinished[0])
@@ -404,7 +596,7 @@ class ProgressEngine:
 
     @contextmanager
     def _alone(self, awaited: object) -> Iterator[None]:
-        """Keep other threads from working on messages. A pass under way ends first, for which the deadline holds, too."""
+        """Keep the second thread from driving messages. Waits for a pass in progress, up to the deadline."""
         if not self._lock.acquire(blocking=False):
             begin = self._clock()
             if not self._lock.acquire(timeout=min(self.deadline_seconds, threading.TIMEOUT_MAX)):
@@ -418,9 +610,9 @@ class ProgressEngine:
             self._lock.release()
 
     def _drive(self, finished: Callable[[], bool], awaited: object) -> None:
-        assert not any(queue.starting for queue in self._queues.values()), "a start must not wait"
+        assert not any(queue.starting for queue in self._queues.values()), "the start of an operation must not wait"
         begin = last = self._clock()
-        counted, longest = 0.0, self.deadline_seconds * _LONGEST_LOOK
+        counted, longest = 0.0, self.deadline_seconds * _LONGEST_PASS
         self.account.begin_wait()
         try:
             while True:
@@ -441,7 +633,7 @@ class ProgressEngine:
         self.waited_seconds += self._clock() - begin
 
     def _give_up(self, awaited: object) -> NoReturn:
-        """Print rank, operation, parameter and sequence number, everything unfinished and all stacks; end the job."""
+        """Print the awaited operation, all unfinished operations and all stacks, and end the job."""
         sentence = f"no completion within the deadline of {self.deadline_seconds:g} s: {awaited}"
         if self.flight is not None:
             self.flight.ended(End.DEADLINE, sentence)
@@ -451,39 +643,5 @@ class ProgressEngine:
         lines += [f"  {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
         process_end.say_last_words(self.rank, [*lines, "stacks of all threads:"], self._stream)
         process_end.say_last_words(self.rank, self.explain(), self._stream, stacks=False)
-        self._abort(TIMEOUT_EXIT_CODE)
-        raise CommunicationTimeoutError(sentence)  # only where `abort` came back
-
-
-# A phase that holds the interpreter lock stops the thread that prints. Then faulthandler, which needs no lock, ends the process.
-_BACKSTOP_SECONDS = 2.0
-
-
-@contextlib.contextmanager
-def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
-    """End this process if the block takes longer than the deadline; the launcher then ends the job.
-
-    Prints rank, phase and all stacks on stderr. The exit code is 124. If the phase holds the interpreter lock, the process itself
-    leaves with 1, which its keeper, if any, turns into 124. Do not nest: a process has one such timer.
-    """
-    assert sys.__stderr__ is not None
-    timer = threading.Timer(deadline_seconds, _give_up, (phase, deadline_seconds, rank))
-    timer.daemon = True
-    backstop = deadline_seconds + process_end.turn_seconds(rank or 0, deadline_seconds) + _BACKSTOP_SECONDS
-    faulthandler.dump_traceback_later(backstop, exit=True, file=sys.__stderr__)
-    keeper.current_keeper().pulse.guard(True)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        keeper.current_keeper().pulse.guard(False)
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _give_up(phase: str, deadline_seconds: float, rank: int | None) -> None:
-    process_end.await_turn(rank, deadline_seconds)
-    process_end.say_last_words(
-        rank, [f"{phase} did not end within the deadline of {deadline_seconds:g} s; stacks of all threads:"]
-    )
-    os._exit(TIMEOUT_EXIT_CODE)
+        self._abort(process_end.DEADLINE)
+        raise CommunicationTimeoutError(sentence)  # only if `abort` returned

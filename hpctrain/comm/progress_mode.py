@@ -1,10 +1,11 @@
-"""Modes of progress: how messages move while kernels run, and a measurement of how much each hides, here and with this MPI.
+"""Progress modes: how messages advance while kernels run, and a measurement of how much time each mode hides on this machine.
 
-none    nothing between waits: for a transport that moves messages by itself (MPICH_ASYNC_PROGRESS=1, offloading networks)
-test    the program tests what is in flight after each operator
-thread  as test, and a thread tests every 200 us while an operator runs; needs MPI at thread level "serialized"
-posting a thread does all that the program does between operators in mode test: it also sees what is complete, and starts what may
-        start, with what that computes; needs the same, and a core in addition to those of the kernels
+- none: not at all between waits, for transports with their own progress (MPICH_ASYNC_PROGRESS=1, offloading networks).
+- test: the program tests operations in flight after each operator.
+- thread: as test, and a thread tests every 200 us while an operator runs. Requires MPI at thread level "serialized".
+- posting: a thread does everything that the program does between operators in mode test: it also completes operations and starts
+  those that may start, including their computations. Requires the same thread level, and a core in addition to those of the
+  kernels.
 """
 
 from __future__ import annotations
@@ -20,23 +21,22 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 
-#: a mode other than `test` is chosen where its time is surely less than this share of `test`'s: what is gained less is not worth
-#: that two runs on the same machine differ
+#: share of `test`'s time below which another mode is chosen; a smaller gain does not justify runs that differ on one machine
 CLEARLY_BETTER = 0.9
-#: of the one-sided interval that means "surely"
+#: confidence level of the one-sided bound that must be below this share
 CONFIDENCE = 0.99
 
 _MESSAGES = 4
-_WIRE_SECONDS = 20e-3  # of an exchange, at least: long compared with a scheduler's tick, short compared with a run
+_WIRE_SECONDS = 20e-3  # minimum duration of an exchange: long compared with a scheduler's tick, short compared with a run
 _BUDGET_SECONDS = 2.0
 _MOST_ROUNDS = 25
-_TRIALS = 3  # of an exchange alone: other work on the machine can only make it longer
-_WIDTH = 256  # of the multiplied matrices
+_TRIALS = 3  # repetitions of an exchange alone; the shortest counts, because other work can only lengthen it
+_WIDTH = 256  # width of the multiplied matrices
 _FIRST_BYTES = 1 << 16
 
 
 class ProgressMode(StrEnum):
-    """How messages progress while kernels run.
+    """How messages advance while kernels run.
 
     NONE: not at all. TEST: by tests after operators. THREAD: also by a thread. POSTING: by a thread that also starts operations.
     """
@@ -48,12 +48,12 @@ class ProgressMode(StrEnum):
 
     @property
     def has_thread(self) -> bool:
-        """A thread works on messages while the program computes."""
+        """Whether a thread drives messages while the program computes."""
         return self in (ProgressMode.THREAD, ProgressMode.POSTING)
 
     @property
     def in_words(self) -> str:
-        """The mode for people who have not read the documentation."""
+        """Description of the mode for users who have not read the documentation."""
         return {
             ProgressMode.NONE: "messages move by themselves while layers compute",
             ProgressMode.TEST: "messages move whenever a layer is done",
@@ -64,10 +64,16 @@ class ProgressMode(StrEnum):
 
 @dataclass(frozen=True)
 class OverlapMeasurement:
-    """Measured seconds of the exchange alone, of the compute alone, and of both together by mode.
+    """Measured seconds of the exchange alone, of the computation alone, and of both together by mode.
 
-    All are of the slowest rank, medians over rounds; by_round has each round's. operator_seconds: length of one operator of
-    the compute.
+    All times are those of the slowest rank, medians over rounds.
+
+    Attributes:
+        wire_seconds: time of the exchange alone.
+        compute_seconds: time of the computation alone.
+        operator_seconds: duration of one operator of the computation.
+        message_bytes: bytes of all messages of one exchange.
+        by_round: time of both together in each round, by mode.
     """
 
     wire_seconds: float
@@ -78,25 +84,25 @@ class OverlapMeasurement:
 
     @property
     def together_seconds(self) -> dict[ProgressMode, float]:
-        """Seconds of both together, by mode."""
+        """Median seconds of both together, by mode."""
         return {mode: float(np.median(times)) for mode, times in self.by_round.items()}
 
     def hidden(self, mode: ProgressMode) -> float:
-        """Return the share of the smaller of wire and compute that the other one covered; below 0 if each slows the other."""
+        """Return the hidden share of the shorter of exchange and computation; negative if each slows the other."""
         saved = self.wire_seconds + self.compute_seconds - self.together_seconds[mode]
         return saved / min(self.wire_seconds, self.compute_seconds)
 
     def ratio(self, mode: ProgressMode) -> float:
-        """Return this mode's time over `test`'s: the median of the rounds' ratios."""
+        """Return the median over the rounds of this mode's time divided by that of `test`."""
         return float(np.median(self._ratios(mode)))
 
     def ratio_limit(self, mode: ProgressMode) -> float:
-        """Return a bound that the median ratio is below with a probability of `CONFIDENCE`; infinite with too few rounds.
+        """Return an upper bound of the median ratio at the confidence level `CONFIDENCE`; infinite with too few rounds.
 
-        An order statistic, so that a few rounds that other work disturbed do not count, and no distribution is supposed.
+        The bound is an order statistic, so a few disturbed rounds have no effect and no distribution is assumed.
         """
         ratios = sorted(self._ratios(mode))
-        for below, ratio in enumerate(ratios):  # the median is above `ratio` where at most `below` rounds lie below it
+        for below, ratio in enumerate(ratios):  # the median exceeds `ratio` only if at most `below` rounds are below the median
             if _at_most(below, len(ratios)) >= CONFIDENCE:
                 return ratio
         return math.inf
@@ -114,19 +120,19 @@ class OverlapMeasurement:
 
 
 def _at_most(successes: int, trials: int) -> float:
-    """Return the probability of at most `successes` heads of a fair coin."""
+    """Return the probability of at most `successes` heads in `trials` tosses of a fair coin."""
     outcomes: int = sum(math.comb(trials, count) for count in range(successes + 1))
     return outcomes / float(2**trials)
 
 
 def choose(measured: OverlapMeasurement) -> ProgressMode:
-    """Return `test`, unless other modes are surely and clearly better; then the best of them."""
+    """Return `test`, or the best mode if it is significantly and clearly better."""
     better = [mode for mode in measured.by_round if mode is not ProgressMode.TEST and measured.ratio_limit(mode) < CLEARLY_BETTER]
     return min(better, key=measured.ratio, default=ProgressMode.TEST)
 
 
 def apply(progress: ProgressEngine, mode: ProgressMode) -> None:
-    """Let `progress` work in this mode from now on."""
+    """Switch `progress` to this mode."""
     progress.polls_between_operators = mode is not ProgressMode.NONE
     if mode.has_thread:
         progress.start_thread(posts=mode is ProgressMode.POSTING)
@@ -144,15 +150,19 @@ def measure(
     worth_seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> OverlapMeasurement | None:
-    """Measure how much each mode hides, in about two seconds: rounds of all modes in turn. Collective over `comm`.
+    """Measure how much time each mode hides, by rounds of all modes in turn, in about two seconds. Collective over `comm`.
 
-    None where a whole exchange is shorter than `worth_seconds`: there is nothing to hide. The engine is left in the first
-    mode; call `apply` afterwards.
+    Returns None if a whole exchange takes less than `worth_seconds`, because there is nothing to hide. The engine is left in the
+    first mode; call `apply` afterwards.
 
     Args:
-        operator_seconds: length of a typical operator of the run: messages move between operators only, under `test`.
-        most_bytes: of all messages of one exchange, as many as the run's gradients have.
-        worth_seconds: an exchange that takes less is not measured.
+        comm: the ranks.
+        progress: progress engine of the process.
+        modes: modes to measure.
+        operator_seconds: duration of a typical operator of the run. In mode `test`, messages advance between operators only.
+        most_bytes: maximum bytes of all messages of one exchange, usually those of the run's gradients.
+        worth_seconds: minimum duration of an exchange that is worth measuring.
+        clock: clock in seconds.
     """
     begin = clock()
     probe = _Probe(comm, progress, clock)
@@ -170,7 +180,7 @@ def measure(
         apply(progress, ProgressMode.TEST)
         wire.append(probe.run(0, 0))
         compute.append(probe.run(left_rows, operators, messages=0))
-        first = len(wire) % len(modes)  # each mode comes first, second, ... equally often
+        first = len(wire) % len(modes)  # each mode is first, second, ... equally often
         for mode in (*modes[first:], *modes[:first]):
             apply(progress, mode)
             together[mode].append(probe.run(left_rows, operators))
@@ -185,7 +195,7 @@ def measure(
 
 
 class _Probe:
-    """A probe that exchanges messages under matrix products."""
+    """Probe that exchanges messages while it computes matrix products."""
 
     def __init__(self, comm: Communicator, progress: ProgressEngine, clock: Callable[[], float]) -> None:
         self._comm, self._progress, self._clock = comm, progress, clock
@@ -201,11 +211,11 @@ class _Probe:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def grow_messages(self, most_bytes: int) -> float:
-        """Set the messages' size; seconds of their exchange alone (rank 0's, for all).
+        """Set the size of the messages, and return the seconds of their exchange alone (rank 0's, on all ranks).
 
-        Messages grow until an exchange is long enough: a short one may fit into a buffer on the way and look too quick.
+        Messages grow until an exchange is long enough, because a short one may fit into a buffer and appear too fast.
         """
-        self.run(0, 0)  # connections are made at first use
+        self.run(0, 0)  # connections are established at first use
         size, wire, grows = _FIRST_BYTES, 0.0, True
         while grows:
             self._buffers = self._make_buffers(min(size, most_bytes))
@@ -215,15 +225,15 @@ class _Probe:
         return wire
 
     def make_operators(self, operator_seconds: float, wire_seconds: float) -> tuple[int, int]:
-        """Return rows of a product (this rank's) and number of products (rank 0's, for all): as long as an exchange."""
-        # Each rank's own rows make its operators as long as the others', however fast its core is and whatever else it does.
+        """Return the rows of a product (for this rank) and the number of products (rank 0's) that take as long as an exchange."""
+        # Rows differ between ranks so that operators take the same time on all of them.
         rows = self._rows_of(operator_seconds)
         operators = int(self._comm.broadcast_object(max(2, min(100, round(wire_seconds / operator_seconds)))))
         self._make_rows(rows)
         return rows, operators
 
     def run(self, rows: int, operators: int, messages: int = _MESSAGES) -> float:
-        """Return the seconds from posting until all is computed and received. All ranks start together."""
+        """Return the seconds from posting until all products are computed and all messages received. All ranks start together."""
         self._progress.wait_handle(self._comm.ibarrier(), "start of a probe")
         begin = self._clock()
         tickets = [
@@ -238,7 +248,7 @@ class _Probe:
         return self._clock() - begin
 
     def _rows_of(self, operator_seconds: float) -> int:
-        """Return how many rows make a product last `operator_seconds`. Not collective."""
+        """Return the number of rows for which a product takes `operator_seconds`. Not collective."""
         rows, product = 32, 0.0
         while product < operator_seconds / 2:
             rows *= 2

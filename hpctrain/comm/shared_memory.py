@@ -1,8 +1,9 @@
-"""Memory that the ranks of a node have in common.
+"""Memory shared by the ranks of a node.
 
-It is a file without a name (`memfd_create`), which the others open through the first one's descriptor. So nothing of it is left
-where ranks are killed, and the size of /dev/shm does not limit it, which is 64 MB in many containers. MPI's shared windows are
-files there: MPICH ends a process that touches what has no room by SIGBUS, and Open MPI refuses the window.
+It is a file without a name (`memfd_create`), which the other ranks open through the first rank's descriptor. Nothing is left of
+it if ranks are killed, and the size of /dev/shm, which is 64 MB in many containers, does not limit it. MPI's shared windows, in
+contrast, are files there. If space runs out, MPICH ends the process by SIGBUS at the first access, and Open MPI does not create
+the window.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 
 _TOKEN_BYTES = 16
-# In front of the memory itself, so that it begins on a page.
+# Size of the head, so that the memory begins on a page.
 _HEAD_BYTES = mmap.PAGESIZE
 
 
 class SharedMemory:
-    """Bytes that the ranks of a node share; they are freed with the last reference to `array`.
+    """Bytes shared by the ranks of a node, freed with the last reference to `array`.
 
     Attributes:
-        array: (n,) uint8, zeros at first. denied: why each rank has memory of its own instead; empty: they have it in common.
+        array: (n,) uint8, initially zero.
+        denied: reason why each rank has separate memory instead; empty if the memory is shared.
     """
 
     def __init__(self, array: np.ndarray, denied: str = "") -> None:
@@ -33,10 +35,10 @@ class SharedMemory:
         self._order = threading.Lock()
 
     def fence(self) -> None:
-        """Order all reads and writes before it before those after it, for all ranks.
+        """Order all reads and writes before the call before those after it, for all ranks.
 
-        One lock may let both sides into its block, where they can change places; of two locks, one after the other, the first
-        keeps the one side before its end, and the second the other side after its begin.
+        Accesses from both sides may move into the block of a single lock and be exchanged there. With two consecutive locks, the
+        first keeps earlier accesses before its end, and the second keeps later accesses after its begin.
         """
         for _ in range(2):
             with self._order:
@@ -44,10 +46,13 @@ class SharedMemory:
 
 
 def share(node: Communicator, size_bytes: int) -> SharedMemory:
-    """Make memory of all ranks of a node; each rank has some of its own if the system denies it. Collective; start-up only.
+    """Allocate memory shared by all ranks of a node, or separate memory on each rank if the system denies it.
+
+    Collective; at start-up only. Untouched pages take no memory.
 
     Args:
-        node: ranks of one node. size_bytes: the same on all of them. Untouched pages take no memory.
+        node: communicator of the ranks of one node.
+        size_bytes: size of the memory, the same on all ranks.
     """
     descriptor, array, denied = -1, None, ""
     place: tuple[int, int, bytes] | None = None
@@ -65,7 +70,7 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
         except (OSError, ValueError, OverflowError) as error:
             denied = str(error)
     reasons = [reason for reason in node.allgather_object(denied) if reason]
-    if descriptor >= 0:  # all that open it have done so
+    if descriptor >= 0:  # all ranks have opened it
         os.close(descriptor)
     if array is None or reasons:
         return SharedMemory(np.zeros(size_bytes, np.uint8), reasons[0])
@@ -73,9 +78,9 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
 
 
 def _create(size_bytes: int) -> tuple[int, bytes]:
-    """Create a file without a name; return its descriptor and the token that it begins with."""
+    """Create a file without a name; return its descriptor and the token at its beginning."""
     if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memory files")
+        raise OSError("this system does not support memory files")
     descriptor = os.memfd_create("hpctrain-samples", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, _HEAD_BYTES + size_bytes)
@@ -88,12 +93,15 @@ def _create(size_bytes: int) -> tuple[int, bytes]:
 
 
 def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
-    """Open the file of a descriptor of another process.
+    """Open the file of another process's descriptor.
 
-    place: the process's number, that of the descriptor, and what the file begins with.
+    Args:
+        place: process ID, descriptor, and token at the file's beginning.
+        size_bytes: size of the memory.
 
     Raises:
-        OSError: it cannot be opened; or it is another file, as where processes of a node are numbered apart, in containers.
+        OSError: the file cannot be opened, or it is a different file because the processes have separate PID namespaces, as in
+            containers.
     """
     process, number, token = place
     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -101,9 +109,9 @@ def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
         if os.fstat(descriptor).st_size == _HEAD_BYTES + size_bytes and os.pread(descriptor, _TOKEN_BYTES, 0) == token:
             return descriptor
     os.close(descriptor)
-    raise OSError("the ranks of the node do not see each other's processes")
+    raise OSError("the ranks of the node cannot access each other's processes")
 
 
 def _mapped(descriptor: int, size_bytes: int) -> np.ndarray:
-    """Return the bytes of the file after its head; they are unmapped with the last view of them."""
+    """Return the bytes of the file after its head. They are unmapped with the last view of them."""
     return np.frombuffer(mmap.mmap(descriptor, _HEAD_BYTES + size_bytes), np.uint8, size_bytes, _HEAD_BYTES)

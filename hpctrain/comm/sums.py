@@ -1,18 +1,17 @@
-"""Sums of gradients over ranks that an MPI's own reductions do not make: in 16 bits, in a fixed order, or by kernels.
+"""Sums of gradients over ranks that MPI's reductions do not provide: in 16 bits, in a fixed order, or by device kernels.
 
-All three send each part to the rank that owns it, which adds up what it receives: a reduce-scatter becomes an all-to-all of
-parts and a local sum, an allreduce that and an allgather of the sums. The bytes are those of a ring.
+All three send each part to the rank that owns it, which sums the received parts. A reduce-scatter becomes an all-to-all of parts
+and a local sum; an allreduce also has an allgather of the sums. The number of bytes is that of a ring.
 
-- `SixteenBitSums`: parts are rounded to 16 bits and added up in full precision, in rank order from 0 on, in the dtype of the
-  buffer: half of the bytes of float32, and no sum of 16-bit numbers, which few MPIs have and which would round after every
-  addition. A rank's own part is rounded as those of others are, so a sum is the same whichever rank owns it, and does not
-  depend on how a buffer is cut. (With one scale for each message, float16 rounds very small numbers next to much larger ones of
-  their part more coarsely.) `Compressor` is the interface of what turns arrays into messages.
-- `TreeSums`: the order of additions is that of a tree over shards (`summation_tree`), which the number of ranks does not
-  change. A rank with several terms sends all of them: another order of additions would be needed to send one.
-- `PartSums`: parts travel as they are and kernels of a device add them up, for transports that move arrays of a device and do
-  not sum them. Parts are added in rank order, from 0 on, so the bits do not depend on what arrives first, and all ranks have
-  the same.
+- `SixteenBitSums`: parts are rounded to 16 bits and summed in full precision, in rank order from 0 on, in the dtype of the
+  buffer. This halves the bytes of float32. Sums of 16-bit numbers, which few MPIs support and which would round after every
+  addition, are not needed. A rank's own part is rounded like all others, so a sum does not depend on which rank owns it, nor on
+  how a buffer is cut. (float16 has one scale per message and rounds very small numbers more coarsely if their part has much
+  larger ones.) `Compressor` is the interface between arrays and messages.
+- `TreeSums`: the order of additions is that of a tree over shards (`summation_tree`), which is independent of the number of
+  ranks. A rank with several terms sends all of them, because summing them first would change the order.
+- `PartSums`: parts travel unrounded and device kernels sum them, for transports that move device arrays without summing them.
+  Parts are added in rank order from 0 on, so the bits do not depend on the order of arrival and are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ from hpctrain.core.intervals import ShardsOfRank, even
 
 
 class Compressor(ABC):
-    """An interface that turns arrays of one size and dtype into messages and back.
+    """Base of compressors, which turn arrays of one size and dtype into messages and back.
 
-    An array that holds something that is not finite has a message that does too, so that its receivers learn of it.
+    The message of an array with non-finite elements also contains a non-finite element, so that receivers notice.
 
     Args:
-        size: elements of an array. dtype: "float32" or "float64".
+        size: number of elements of an array.
+        dtype: "float32" or "float64".
 
     Attributes:
-        message_size: uint8 elements of a message, the same for every array, so that receivers know it.
+        message_size: bytes of a message, the same for every array, so that receivers can allocate it.
     """
 
     message_size: int
@@ -50,16 +50,16 @@ class Compressor(ABC):
         self.size = size
         self.dtype = np.dtype(dtype)
 
-    def begin_step(self, step: int) -> None:  # noqa: B027  most choose nothing by chance
-        """Let all that is chosen by chance in the next messages follow from `step`, so that a resumed run repeats them."""
+    def begin_step(self, step: int) -> None:  # noqa: B027  most make no random choices
+        """Derive random choices in the next messages from `step`, so that a resumed run repeats them."""
 
     @abstractmethod
     def compress(self, values: np.ndarray, message: np.ndarray) -> None:
-        """Write the message of `values`, which stay as they are, into `message` (message_size,) uint8."""
+        """Write the message of `values`, which stay unchanged, to `message` (message_size,) uint8."""
 
     @abstractmethod
     def decompress(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Write all of `values`: those in the message, zeros elsewhere."""
+        """Write all of `values`: elements in the message, zeros elsewhere."""
 
     @abstractmethod
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
@@ -67,21 +67,25 @@ class Compressor(ABC):
 
     @abstractmethod
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Subtract from `values` what the message made of them contains: exactly, the rest plus the message is `values`."""
+        """Subtract the message of `values` from `values`, exactly: the rest plus the message is `values`."""
 
 
-#: how numbers travel; "float32": as they are computed, whatever their dtype
+#: number format of messages; "float32": the dtype of the array, unrounded
 Wire = Literal["float32", "bfloat16", "float16"]
 _BYTES = np.empty(0, np.uint8)
-#: (elements, dtype) -> the compressor of such arrays
+#: function (elements, dtype) -> compressor
 Caster = Callable[[int, str], Compressor]
 
 
 def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) -> GradientSums:
-    """Return the sums of gradients over `comm`: in 16 bits, in two levels across nodes only. Collective; set-up.
+    """Return the sums of gradients over `comm`, in 16 bits if requested. Collective; at set-up.
+
+    With two levels, only sums across nodes are in 16 bits.
 
     Args:
-        caster: rounds what travels; None: nothing is rounded. allreduces: allreduces are needed, too.
+        comm: the ranks.
+        caster: factory of message compressors; None: nothing is rounded.
+        allreduces: whether allreduces are needed, too.
     """
     if caster is None or comm.size == 1:
         return comm
@@ -92,16 +96,18 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
 
 
 def _flat_sums(comm: Communicator, caster: Caster) -> SixteenBitSums:
-    """Return sums over `comm` that have allreduces. Collective; set-up."""
+    """Return sums over `comm` that include allreduces. Collective; at set-up."""
     return SixteenBitSums(comm, caster, comm.split(0, comm.rank, f"{comm.name} sums"))
 
 
 @dataclass(frozen=True)
 class MessageParts:
-    """The messages of a buffer's parts, one after the other.
+    """Messages of a buffer's parts, one after another.
 
     Attributes:
-        casts: by rank. elements: [start, stop) of each part. bytes: [start, stop) of its message; none for an empty part.
+        casts: compressors by rank.
+        elements: [start, stop) of each part in the buffer.
+        bytes: [start, stop) of each part's message; empty for an empty part.
     """
 
     casts: tuple[Compressor, ...]
@@ -110,7 +116,7 @@ class MessageParts:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each message."""
+        """Size of each message in bytes."""
         return [stop - start for start, stop in self.bytes]
 
     @property
@@ -118,7 +124,7 @@ class MessageParts:
         return self.bytes[-1][1]
 
     def write(self, part: int, values: np.ndarray, messages: np.ndarray) -> None:
-        """Round one part of `values` into its place in `messages`."""
+        """Compress one part of `values` to its place in `messages`."""
         (start, stop), (begin, end) = self.elements[part], self.bytes[part]
         if stop > start:
             self.casts[part].compress(values[start:stop], messages[begin:end])
@@ -131,7 +137,7 @@ class MessageParts:
 
 
 class MessageBuffers:
-    """Parts and buffers of messages, made once for each size and used step after step."""
+    """Parts and buffers of messages, created once per size and reused step after step."""
 
     def __init__(self, caster: Caster) -> None:
         self._caster = caster
@@ -155,12 +161,12 @@ class MessageBuffers:
         return self._casts[count, dtype]
 
     def take(self, size: int) -> np.ndarray:
-        """Return a uint8 buffer, the caller's until it is given back."""
+        """Return a uint8 buffer. The caller owns it until `give_back`."""
         taken: np.ndarray = self._spare.take(size, _BYTES)
         return taken
 
     def give_back(self, *buffers: np.ndarray) -> None:
-        """Let the next ones have these buffers."""
+        """Return buffers to the pool."""
         self._spare.give_back(*buffers)
 
 
@@ -169,11 +175,11 @@ Terms = Array | tuple[Array, ...]
 
 
 class OwnerSums(ABC):
-    """Implements `GradientSums` for 1-D arrays: each part of a sum travels to its owner, which adds up what it receives.
+    """Base of `GradientSums` for 1-D arrays in which each part of a sum travels to its owner, which sums the received parts.
 
     Args:
-        comm: carries the parts; other operations may be posted on it in between.
-        gathers: the same ranks in the same order, for the second stage of allreduces alone; None: there are none.
+        comm: communicator of the parts; other operations may be posted on it in between.
+        gathers: the same ranks in the same order, only for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, gathers: Communicator | None) -> None:
@@ -182,28 +188,31 @@ class OwnerSums(ABC):
 
     @abstractmethod
     def send_parts(self, send: Terms, counts: Sequence[int], like: Array) -> tuple[Handle, Callable[[Array], None]]:
-        """Send each rank its part of `send`, of `counts` elements.
+        """Post the exchange that sends each rank its part of `send`.
 
         Args:
-            like: an array of the kind and dtype of the sum.
+            send: this rank's terms.
+            counts: elements of each rank's part.
+            like: array with the kind and dtype of the sum.
 
         Returns:
-            The operation, and a function that adds all ranks' parts up into this rank's part of the sum, once it is complete.
+            The operation, and a function that sums all ranks' parts into this rank's part of the sum, to be called once it is
+            complete.
         """
 
     def gather(self, gathers: Communicator, total: Array, counts: Sequence[int]) -> Handle:
-        """Post the allgather of a sum, of which this rank's part is in place."""
+        """Post the allgather of a sum. This rank's part must be in place."""
         return gathers.iallgather(None, total, counts)
 
     def ireduce_scatter(self, send: Terms, recv: Array, counts: Sequence[int]) -> Handle:
-        """Sum as a communicator does; `send` has this rank's terms, of which several may be used again on return."""
+        """Send each rank its part of the sum over the ranks. If `send` has several terms, they may be reused on return."""
         handle, add_up = self.send_parts(send, counts, recv)
         return Finished(handle, lambda: add_up(recv))
 
     def iallreduce(self, buffer: Terms) -> Handle:
-        """Sum as a communicator does; the sum is put into the last of this rank's terms. Every rank gets the same bits."""
+        """Sum over the ranks into the last of this rank's terms. Every rank gets the same bits."""
         gathers, total = self._gathers, buffer[-1] if isinstance(buffer, tuple) else buffer
-        assert gathers is not None, "these sums were made for reduce-scatters only"
+        assert gathers is not None, "these sums support reduce-scatters only"
         counts = even(total.size, self.comm.size)
         handle, add_up = self.send_parts(buffer, counts, total)
 
@@ -215,12 +224,14 @@ class OwnerSums(ABC):
 
 
 class SixteenBitSums(OwnerSums):
-    """Sums of float32 or float64 over the ranks of a communicator, in 16-bit messages; `send` may be used again on return.
+    """Sums of float32 or float64 over the ranks of a communicator, in 16-bit messages. `send` may be reused on return.
 
     The sums of an allreduce are rounded once more, by their owners.
 
     Args:
-        comm, gathers: as for the base. caster: rounds what travels.
+        comm: communicator of the parts.
+        caster: factory of message compressors.
+        gathers: the same ranks, for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, caster: Caster, gathers: Communicator | None = None) -> None:
@@ -259,10 +270,12 @@ class SixteenBitSums(OwnerSums):
 
 
 class TreeSums(OwnerSums):
-    """Sums of float32 or float64 over the ranks of a communicator, in the order of a tree.
+    """Sums of float32 or float64 over the ranks of a communicator, in the order of a tree over shards.
 
     Args:
-        comm, gathers: as for the base. shards: those of the ranks of `comm`.
+        comm: communicator of the parts.
+        shards: shards of the ranks of `comm`.
+        gathers: the same ranks, for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, shards: ShardsOfRank, gathers: Communicator | None = None) -> None:
@@ -278,7 +291,7 @@ class TreeSums(OwnerSums):
         received = self._spare.take(sum(terms_of) * owned, like)
 
         def add_up(total: np.ndarray) -> None:
-            """Sum the terms of all ranks; the last addition writes to `total`."""
+            """Sum the terms of all ranks. The last addition writes to `total`."""
             if total.size:
                 terms = received.reshape(-1, total.size)
                 with np.errstate(all="ignore"):  # a transport does not warn of overflow
@@ -292,7 +305,7 @@ class TreeSums(OwnerSums):
         return self.comm.ialltoall(message, received, sent, [owned * number for number in terms_of]), add_up
 
     def _message(self, terms: Terms, counts: Sequence[int]) -> Array:
-        """Return, for each rank, its part of all terms, one after the other; a single term is not copied."""
+        """Return each rank's part of all terms, ordered by rank. A single term is not copied."""
         if not isinstance(terms, tuple):
             return terms
         message = self._spare.take(len(terms) * terms[0].size, terms[0])
@@ -305,10 +318,12 @@ class TreeSums(OwnerSums):
 
 
 def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool) -> TreeSums | None:
-    """Return the sums over `comm` in the order of the tree; None if one rank has all shards. Collective; set-up.
+    """Return the sums over `comm` in the order of the tree; None if one rank has all shards. Collective; at set-up.
 
     Args:
-        allreduces: they are asked for allreduces, too, which need a communicator of their own.
+        comm: the ranks.
+        shards: shards of the ranks.
+        allreduces: whether allreduces are needed, too, which require a separate communicator.
     """
     if comm.size == 1:
         return None
@@ -317,12 +332,14 @@ def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool
 
 
 class PartSums(OwnerSums):
-    """Sums of arrays of a device by its kernels.
+    """Sums of device arrays by kernels.
 
-    A sum on its way has a buffer of the parts that arrive, made when that many are first on their way at once, and kept.
+    Each sum in flight has a buffer for received parts, from a pool that grows as needed.
 
     Args:
-        comm, gathers: as for the base; `comm` moves arrays of the device. arithmetic: of the device.
+        comm: communicator that moves device arrays.
+        gathers: the same ranks, for the second stage of allreduces.
+        arithmetic: arithmetic of the device.
     """
 
     def __init__(self, comm: Communicator, gathers: Communicator, arithmetic: Arithmetic) -> None:
@@ -335,7 +352,7 @@ class PartSums(OwnerSums):
         received = self._spare.take(owned * ranks, send)
 
         def add_up(total: Array) -> None:
-            """Enqueue the sum of all ranks' parts; later operations may use the buffer after that."""
+            """Enqueue the sum of all ranks' parts. Later operations may then reuse the buffer."""
             if total.size:
                 self._arithmetic.copy(total, received[:owned])
                 for rank in range(1, ranks):

@@ -1,20 +1,18 @@
-"""The transports of arrays that lie on a device, of which a run takes one. For arrays of the host there is nothing to choose.
+"""Transports of device arrays; a run uses one of them. Arrays on the host need no transport.
 
-- "staged": over a communicator that knows arrays of the host; it works with every MPI. An operation has three phases: its
-  arrays are copied to mirrors on the host, then it is posted there, and what it brought is copied back. The second begins in a
-  `test` of its handle, or of a later one's, once the copies to the host are done and all operations before it have been posted;
-  so the communicator sees the order in which operations were started, the same on every rank, whichever device is done first.
-  An operation is complete once the copies back are enqueued: later work of kernels comes after them, and the host continues.
-- "mpi": over an MPI library that reads and writes a device's memory; nothing is copied to the host. An operation is posted once
-  the kernels before it are done, in the order in which operations were started, the same on every rank, whichever device is
-  done first; it is complete when MPI says so, and kernels that are launched from then on come after it. The library moves
-  arrays and sums none: nonblocking sums of a device's memory crash some libraries, and go by way of the host in others, so
-  kernels add (`PartSums`).
-- "nccl": by NCCL, which moves and sums arrays on the device, in the order of a stream. An operation is enqueued when it is
-  started, after the kernels before it: the stream waits for them, the host does not. So all ranks enqueue in the order in which
-  operations were started, whichever device is done first. It is complete when the host has seen that the device is done with
-  it, and kernels that are launched from then on come after it. Kernels never wait for a rank: only the host does, with its
-  deadline.
+- "staged": uses a communicator for host arrays and works with every MPI. An operation has three phases: its arrays are copied to
+  mirrors on the host, the operation is posted there, and its results are copied back. It is posted in a `test` of its handle or
+  of a later one, once the copies to the host are done and all operations before it have been posted. The communicator therefore
+  sees the order in which operations were started, the same on every rank, whichever device is done first. An operation is
+  complete once the copies back are enqueued: later kernels run after them, and the host continues.
+- "mpi": uses an MPI library that reads and writes a device's memory; nothing is copied to the host. An operation is posted once
+  the kernels before it are done, in the order in which operations were started. It is complete when MPI reports it; kernels
+  launched later run after it. The library only moves arrays, and kernels sum them (`PartSums`), because nonblocking sums of
+  device memory crash some libraries and are computed on the host by others.
+- "nccl": uses NCCL, which moves and sums arrays on the device, in the order of a stream. An operation is enqueued when it is
+  started; the stream waits for the kernels before it, the host does not. All ranks therefore enqueue in the order in which
+  operations were started. It is complete when the host observes that the device has finished it; kernels launched later run after
+  it. Kernels never wait for a rank: only the host does, with its deadline.
 """
 
 from __future__ import annotations
@@ -36,11 +34,15 @@ _Intervals = list[tuple[int, int]]
 
 
 class StagedOperation(OrderedOperation):
-    """Implements `LateHandle`: an operation on arrays of a device, posted once the device is done with what came before.
+    """`LateHandle` of an operation on device arrays, posted once the device has finished the work before it.
 
     Args:
-        order: of the communicator. transit: of its arrays. text: the operation, for messages before it is posted.
-        finished: its state in messages once it is complete.
+        order: queue of the communicator.
+        transit: copies of its arrays to the host.
+        post: function that posts the operation.
+        finish: callback, called when the operation is complete.
+        text: name of the operation, for messages before it is posted.
+        finished: description of its state in messages once it is complete.
 
     Attributes:
         operation: the posted operation, for the flight record; "" before it is posted.
@@ -73,7 +75,7 @@ class StagedOperation(OrderedOperation):
 
 
 class MirroredArrays:
-    """The mirrors of one operation's arrays; an array of the host is its own mirror."""
+    """Mirrors of one operation's arrays. An array on the host is its own mirror."""
 
     def __init__(self, mirrors: HostMirrors) -> None:
         self._mirrors = mirrors
@@ -84,8 +86,9 @@ class MirroredArrays:
         """Return the array's mirror.
 
         Args:
-            leaves: the intervals of its elements that are copied to the mirror before the operation. arrives: those that are
-                copied back, of one array of an operation. None: no element is.
+            array: array on the device or the host.
+            leaves: intervals of elements that are copied to the mirror before the operation; None: none.
+            arrives: intervals of elements that are copied back, for at most one array of an operation; None: none.
         """
         if isinstance(array, np.ndarray):
             return array
@@ -93,12 +96,12 @@ class MirroredArrays:
         mirror = self._mirrors.mirror(array)
         self._leaving += [(mirror[begin:end], flat[begin:end]) for begin, end in leaves or () if begin < end]
         if arrives is not None:
-            assert self._arriving[0] is None, "one array of an operation receives"
+            assert self._arriving[0] is None, "at most one array of an operation may receive"
             self._arriving = array, [(begin, end) for begin, end in arrives if begin < end]
         return mirror
 
     def start(self, order: InOrder, post: Callable[[], Handle], text: str) -> Handle:
-        """Enqueue the copies to the host, and start the operation that follows them and is followed by the copies back."""
+        """Enqueue the copies to the host, and start the operation that waits for them and is followed by the copies back."""
         transit = self._mirrors.leave(self._leaving)
         copy_back = partial(self._mirrors.arrive, transit, *self._arriving)
         return StagedOperation(order, transit, post, copy_back, text, "on its way to the device")
@@ -109,17 +112,19 @@ def _all_elements(array: Array) -> _Intervals:
 
 
 def _own_and_others(counts: Sequence[int], rank: int) -> tuple[_Intervals, _Intervals]:
-    """Return the interval of a rank's piece of a buffer, and those of all other pieces."""
+    """Return the interval of a rank's piece of a buffer, and the intervals of all other pieces."""
     begin, total = sum(counts[:rank]), sum(counts)
     end = begin + counts[rank]
     return [(begin, end)], [(0, begin), (end, total)]
 
 
 class StagedSums:
-    """Implements `GradientSums` by the sums of another one, for arrays of a device.
+    """`GradientSums` for device arrays, computed by sums over host arrays.
 
     Args:
-        sums: on arrays of the host. order: of the communicator that they share with other operations.
+        sums: sums of host arrays.
+        mirrors: mirrors of the device's arrays.
+        order: queue of the communicator, shared with its other operations.
     """
 
     def __init__(self, sums: GradientSums, mirrors: HostMirrors, order: InOrder) -> None:
@@ -138,10 +143,11 @@ class StagedSums:
 
 
 class StagedCommunicator(ForwardingCommunicator):
-    """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective.
+    """`Communicator` for arrays on a device or on the host. Creation is not collective.
 
     Args:
-        inner: carries the messages; only this communicator posts on it. mirrors: of the device.
+        inner: communicator of the messages; only this communicator posts on it.
+        mirrors: mirrors of the device's arrays.
     """
 
     def __init__(self, inner: Communicator, mirrors: HostMirrors) -> None:
@@ -150,7 +156,7 @@ class StagedCommunicator(ForwardingCommunicator):
         self._sums = StagedSums(inner, mirrors, self._order)
 
     def sums_of(self, sums: GradientSums) -> GradientSums:
-        """Return sums over the same ranks, whose operations keep the order of this communicator's."""
+        """Return sums over the same ranks, whose operations keep the order of this communicator."""
         return StagedSums(sums, self._mirrors, self._order)
 
     def iallreduce(self, buffer: Array) -> Handle:
@@ -201,7 +207,7 @@ class StagedCommunicator(ForwardingCommunicator):
 
 
 class _AfterKernels:
-    """Implements `Transit` for arrays that stay in place. mark: of the kernels before; None: there are none."""
+    """`Transit` of arrays that stay in place. mark: end of the kernels before; None: there are none."""
 
     def __init__(self, mark: WorkMark | None) -> None:
         self._mark = mark
@@ -211,11 +217,12 @@ class _AfterKernels:
 
 
 class DeviceMpiCommunicator(ForwardingCommunicator):
-    """Implements `Communicator` for arrays of a device and of the host alike. Making it is not collective, see `over_mpi`.
+    """`Communicator` for arrays on a device or on the host. Creation is not collective; see `over_mpi`.
 
     Args:
-        inner: carries the messages, and reads the device's memory; only this communicator posts on it. arithmetic: of the device.
-        gathers: the same ranks in the same order, for the second stage of allreduces; None: arrays of the device are not summed.
+        inner: communicator of the messages, which accesses the device's memory; only this communicator posts on it.
+        arithmetic: arithmetic of the device.
+        gathers: the same ranks in the same order, for the second stage of allreduces; None: device arrays are not summed.
     """
 
     def __init__(self, inner: Communicator, arithmetic: Arithmetic, gathers: Communicator | None = None) -> None:
@@ -238,7 +245,7 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         if send is not None and not isinstance(recv, np.ndarray):
             self._arithmetic.copy(piece(recv, counts, self.rank), send.reshape(-1))
-            send = None  # in place now, by the device's own copy
+            send = None  # in place after the copy on the device
         return self._start(lambda: self.inner.iallgather(send, recv, counts), "allgather", recv)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
@@ -262,28 +269,34 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
         return over_mpi(part, self._arithmetic)
 
     def _device_sums(self) -> PartSums:
-        assert self._sums is not None, f"{self.name} moves arrays of the device, and sums none"
+        assert self._sums is not None, f"{self.name} does not sum device arrays"
         return self._sums
 
     def _start(self, post: Callable[[], Handle], operation: str, array: Array | None = None) -> Handle:
-        """Start the next operation; `array` has its size and place."""
+        """Start the next operation.
+
+        Args:
+            post: function that posts it.
+            operation: name of the operation.
+            array: array that determines its size and location; None: it has none.
+        """
         mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()
         text = operation if array is None else f"{operation} of {array.size} elements"
         return StagedOperation(self._order, _AfterKernels(mark), post, lambda: None, text, "complete")
 
 
 def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicator:
-    """Return the ranks of `inner` by an MPI library that reads the device's memory, with sums. Collective; set-up only."""
+    """Return the ranks of `inner` over an MPI library that accesses device memory, with sums. Collective; at set-up only."""
     gathers = inner.split(0, inner.rank, f"{inner.name} sums")
     assert gathers is not None
     return DeviceMpiCommunicator(inner, arithmetic, DeviceMpiCommunicator(gathers, arithmetic))
 
 
 class NcclHandle:
-    """Implements `Handle`: complete once the device has finished the operation.
+    """Handle that is complete once the device has finished the operation.
 
     Raises in `test`:
-        BackendError: NCCL has failed in the background, as where a rank is lost.
+        BackendError: NCCL has failed in the background, for example because a rank is lost.
     """
 
     __slots__ = ("_group", "_mark", "_text")
@@ -300,7 +313,7 @@ class NcclHandle:
             return True
         fault = self._group.links.fault()
         if fault is not None:
-            raise BackendError(f"NCCL failed in an {self._text}: {fault}; start again with --resume, or set transport to staged.")
+            raise BackendError(f"NCCL failed in {self._text}: {fault}; start again with --resume, or set transport to staged.")
         return False
 
     def __str__(self) -> str:
@@ -308,14 +321,17 @@ class NcclHandle:
 
 
 class NcclCommunicator(ForwardingCommunicator):
-    """Implements `Communicator` for arrays of a device, by NCCL, and of the host, by another communicator.
+    """`Communicator` that uses NCCL for device arrays and another communicator for host arrays.
 
-    Operations on arrays of the host, messages, barriers, objects and splits go to that one, and have an order of their own. (With
-    NCCL a message holds up the stream until it is received: two ranks that send before they receive would wait for each other.)
-    Operations of several communicators must be enqueued in one order on all ranks, so a run puts all of a group on one.
+    Operations on host arrays, messages, barriers, objects and splits use the other communicator and have a separate order. (An
+    NCCL message blocks the stream until it is received: two ranks that send before they receive would wait for each other.)
+    Operations of several NCCL communicators must be enqueued in one order on all ranks, so a run uses one communicator for all
+    operations of a group.
 
     Args:
-        inner: of the same ranks, by way of the host. arithmetic: of the device. group: of the devices of the same ranks.
+        inner: communicator of the same ranks by way of the host.
+        arithmetic: arithmetic of the device.
+        group: group of the ranks' devices.
     """
 
     def __init__(self, inner: Communicator, arithmetic: Arithmetic, group: DeviceGroup) -> None:
@@ -331,7 +347,7 @@ class NcclCommunicator(ForwardingCommunicator):
         return self._enqueued("allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Sum to each rank, all of them at once: pieces may have unlike sizes."""
+        """Sum to each rank, all of them at once, because pieces may have different sizes."""
         if isinstance(send, np.ndarray):
             return self.inner.ireduce_scatter(send, recv, counts)
         assert (send.size, recv.size) == (sum(counts), counts[self.rank])
@@ -389,14 +405,19 @@ class NcclCommunicator(ForwardingCommunicator):
 
 
 def over_nccl(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
-    """Return the ranks of `inner`, with their devices joined. Collective; set-up only, once `group_fault` is None."""
+    """Return the ranks of `inner` with their devices joined. Collective; at set-up only, if `group_fault` returned None."""
     mirrors = arithmetic.mirrors()
     assert mirrors is not None, "the arrays lie on a device"
     return joined(StagedCommunicator(inner, mirrors), arithmetic)
 
 
 def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
-    """Return the same where `inner` takes arrays of the device by way of the host. Collective; set-up only."""
+    """Return the ranks of `inner` with their devices joined. Collective; at set-up only.
+
+    Args:
+        inner: communicator that handles device arrays by way of the host.
+        arithmetic: arithmetic of the device.
+    """
     messages, peers = arithmetic.messages(), inner.split(0, inner.rank, f"{inner.name} devices")
     assert messages is not None, "the arrays lie on a device"
     assert peers is not None
@@ -404,9 +425,9 @@ def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
 
 
 def group_fault(world: Communicator, messages: DeviceMessages) -> str | None:
-    """Return why the devices of these ranks cannot be joined, in one clause, the same on every rank. Collective.
+    """Return the reason why the devices of these ranks cannot be joined, the same on every rank; None if they can. Collective.
 
-    None: they can be joined.
+    The reason is a clause for a message.
     """
     facts: list[tuple[str, str | None]] = world.allgather_object((messages.identity, messages.group_fault()))
     ranks_of: dict[str, list[int]] = {}
@@ -415,24 +436,24 @@ def group_fault(world: Communicator, messages: DeviceMessages) -> str | None:
             return f"on rank {rank} {fault}"
         ranks_of.setdefault(identity, []).append(rank)
     shared = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
-    return None if shared is None else f"ranks {shared[0]} and {shared[1]} share a GPU, and NCCL takes one rank on each"
+    return None if shared is None else f"ranks {shared[0]} and {shared[1]} share a GPU, but NCCL allows one rank per GPU"
 
 
-#: "staged": through the host's memory; "mpi": by an MPI library that reads the device's; "nccl": by NCCL
+#: "staged": by way of the host's memory; "mpi": by an MPI library that accesses device memory; "nccl": by NCCL
 Transport = Literal["staged", "mpi", "nccl"]
 
 
 def staged(comm: Communicator, arithmetic: Arithmetic) -> StagedCommunicator:
-    """Return the ranks of `comm`, for arrays of the device of `arithmetic` too, by way of the host. Not collective."""
+    """Return the ranks of `comm` for arrays on the host or, by way of the host, on a device. Not collective."""
     mirrors = arithmetic.mirrors()
     assert mirrors is not None, "the arrays lie on a device"
     return StagedCommunicator(comm, mirrors)
 
 
 def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -> Communicator:
-    """Return the ranks of `comm`, for arrays of the device of `arithmetic` too. Collective; set-up only.
+    """Return the ranks of `comm` for arrays on the host or on the device of `arithmetic`. Collective; at set-up only.
 
-    In two levels, MPI reaches devices in both; NCCL does within nodes, and between nodes arrays go by way of the host.
+    With two levels, "mpi" accesses devices in both. "nccl" does so within nodes; between nodes, arrays go by way of the host.
     """
     if transport == "staged":
         return staged(comm, arithmetic)

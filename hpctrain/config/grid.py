@@ -137,7 +137,7 @@ def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator
         if not matching or any(name not in undivided for name in matching):
             continue
         # Report the layer that comes closest to being computed in parts: its reason is the most useful.
-        name = min(matching, key=lambda name: (not undivided[name].by_size, undivided[name].reason == "is no convolution"))
+        name = min(matching, key=lambda name: (not undivided[name].by_size, undivided[name].reason == "is not a convolution"))
         sentence = (
             f"grid.overlap names {pattern!r}, but no such layer can be computed in parts: {name} {undivided[name].reason}; "
             f"name a convolution under domain whose ranks have rows to compute while halos are exchanged, or leave it out."

@@ -21,8 +21,9 @@ from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 from hpctrain.config.grid import model_graph, model_options, parallel_plan
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
-from hpctrain.core.errors import ConfigError, HpctrainError, ShapeError
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError
 from hpctrain.core.intervals import even
+from hpctrain.core.text import counted
 from hpctrain.core.yaml_source import KeyPath
 from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, normal_name, synthetic_file, with_class_order
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
@@ -169,12 +170,13 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
             none.
 
     Raises:
-        DataError: the file has other classes than the known ones.
+        DataError: the file has other classes than the known ones, or another number of channels.
     """
     file = opened
     data = DataFacts.of(file)
     if known is not None:
         file = with_class_order(opened, known.class_names, CHECKPOINT)
+        _check_channels(opened, known, CHECKPOINT)
         data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
     notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
     return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
@@ -188,11 +190,21 @@ def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place:
         place: origin of `data`, for messages.
 
     Raises:
-        DataError: the file has other classes.
+        DataError: the file has other classes, or another number of channels.
     """
     file = with_class_order(opened, data.class_names, place)
+    _check_channels(opened, data, place)
     notes = tuple(_notes(opened, data, place, normalised=False))
     return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
+
+
+def _check_channels(opened: ImageFile, data: DataFacts, place: str) -> None:
+    channels, expected = opened.shape[2], len(data.mean)
+    if channels != expected:
+        raise DataError(
+            f"{opened.path} has images of {counted(channels, 'channel')}, those of {place} have {expected}; "
+            f"convert both with `hpctrain data convert` and --channels {expected}."
+        )
 
 
 def mirrored(images: Images) -> Images:

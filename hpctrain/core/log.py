@@ -157,7 +157,7 @@ def tee(text: str, level: int = logging.ERROR, *, last: bool = False) -> None:
         log.flush()
 
 
-_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 

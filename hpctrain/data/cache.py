@@ -1,11 +1,11 @@
-"""Samples in memory that the ranks of a node share: each is held once, by whichever rank reads it first.
+"""Memory shared by the ranks of a node that caches samples: the rank that first needs a sample reads it for all.
 
-A byte for each sample marks whether it is there. Ranks write the same pixels to the same place, so nothing goes wrong where two
-read a sample at once; a second value, "being read", makes that rare. Ranks exchange no messages, and no rank waits without
-end: a rank that has waited long for a sample reads it from the source.
+A byte per sample marks its state. Two ranks that read a sample at the same time write the same pixels to the same place, which is
+harmless; the state "being read" makes it rare. Ranks exchange no messages, and no rank waits without end: after a time limit, a
+waiting rank reads the sample from the source.
 
 `ReadCounts` counts samples and bytes by source. `FillingPlan` plans how a job fills the memory of all nodes before its first
-step: which rank reads a sample, and to which others it sends it.
+step: the rank that reads each sample, and the ranks to which it sends the sample.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class Origin(StrEnum):
 
 
 class ReadCounts:
-    """Samples and bytes by origin; any thread may add to them."""
+    """Numbers of samples and bytes read, by origin. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = {origin: [0, 0] for origin in Origin}
 
     def add(self, origin: Origin, samples: int, n_bytes: int) -> None:
-        """Count samples that were read from there."""
+        """Count samples that were read from `origin`."""
         with self._lock:
             count = self._counts[origin]
             count[0] += samples
             count[1] += n_bytes
 
     def values(self) -> dict[str, int]:
-        """Return the counts by name, such as `file_samples` and `file_bytes`, in a new dict."""
+        """Return the counts by name, such as `file_samples` and `file_bytes`, as a new dict."""
         with self._lock:
             return {
                 f"{origin}_{name}": value
@@ -69,33 +69,33 @@ def summed(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-_ABSENT, _BEING_READ, _THERE = range(3)
+_ABSENT, _BEING_READ, _PRESENT = range(3)
 _ALIGNMENT_BYTES = 64
-# Samples that are read at once; then the rank checks what others have read since.
+# Bytes of samples per read; after each, the rank checks for samples that other ranks have read.
 _BYTES_AT_ONCE = 4 << 20
-#: that a rank waits for a sample that another one reads: much longer than a disk takes, much shorter than a deadline
+#: default time to wait for a sample that another rank is reading: much longer than a disk takes, much shorter than a deadline
 PATIENCE_SECONDS = 30.0
 _PAUSE_SECONDS = 1e-3
 
 
 class NodeRank(NamedTuple):
-    """A rank among those of its node, from 0: each begins with other samples of a batch that several of them need."""
+    """Number of a rank on its node, and number of ranks. Ranks that read the same batch start at different samples."""
 
     rank: int
     ranks: int
 
 
-#: of a rank that shares its memory with no other
+#: place of a rank that does not share its memory
 ALONE = NodeRank(0, 1)
 
 
 def bytes_for(held: int, image_bytes: int) -> int:
-    """Return the memory in bytes for `held` samples of one size."""
+    """Return the bytes of memory for `held` samples of one size."""
     return _states_bytes(held) + held * image_bytes
 
 
 def held_in(limit_bytes: int, samples: int, image_bytes: int) -> int:
-    """Return how many of the samples fit into a limit."""
+    """Return the number of samples that fit into a limit."""
     most = max(0, (limit_bytes - _ALIGNMENT_BYTES) // (image_bytes + 1))
     return min(samples, most)
 
@@ -105,20 +105,24 @@ def _states_bytes(held: int) -> int:
 
 
 class SampleCache(ReadImages):
-    """Images (N, H, W, C) uint8 of a file; the ranks of a node keep some of them. Any thread may read.
+    """Images (N, H, W, C) uint8 of a file, some of which the ranks of a node keep in memory. Any thread may read.
 
-    A sample comes out of memory of the node; else out of the node's local copy; else out of the file, and is then kept in both as
-    far as they have a place for it. Samples that others replace, as they cannot be read on this rank, are never kept.
+    A sample is read from the node's memory, otherwise from the node's local copy, otherwise from the file. A sample from the file
+    is then stored in both if they have a place for it. Replacements for samples that this rank cannot read are never stored.
 
     Args:
-        source: reads the file; the same images on all ranks of the node. counts: of what is read from where.
-        memory: of the node's ranks, of `bytes_for(held, ...)`, zeros at first; None if no sample is held.
-        held: number of samples that memory keeps, from sample 0 on. place: of this rank among those that share the memory.
-        copy: the node's local copy of samples; None if there is none.
-        patience_seconds: maximum time for which this rank waits for a sample that another one reads.
+        source: reader of the file. All ranks of the node read the same images.
+        counts: counters of samples and bytes by origin.
+        memory: memory shared by the node's ranks, of `bytes_for(held, ...)` bytes, zero at first; None if no sample is held.
+        held: number of samples that the memory holds, from sample 0.
+        place: number of this rank among the ranks that share the memory.
+        copy: local copy of the node; None if there is none.
+        patience_seconds: maximum time to wait for a sample that another rank is reading.
 
     Attributes:
-        replaced: as of the source. held: as given. image_bytes: of one image.
+        replaced: replacements of unreadable samples, from the source.
+        held: number of samples that the memory holds.
+        image_bytes: size of one image.
     """
 
     def __init__(
@@ -148,18 +152,21 @@ class SampleCache(ReadImages):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the ranks of the node have the memory in common."""
+        """Whether the ranks of the node share the memory."""
         return not self._memory.denied
 
     @property
     def full(self) -> bool:
-        """Whether memory has all samples for which it has a place."""
-        return bool((self._states == _THERE).all())
+        """Whether all places of the memory are filled."""
+        return bool((self._states == _PRESENT).all())
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it; errors as of the source."""
+        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it.
+
+        Raises the errors of the source.
+        """
         samples = np.asarray(samples, np.int64)
-        there = self._there(samples)
+        there = self._is_present(samples)
         if there.all():
             np.take(self._kept, samples, axis=0, out=out, mode="clip")
             self._counts.add(Origin.MEMORY, len(samples), out.nbytes)
@@ -182,7 +189,7 @@ class SampleCache(ReadImages):
         sample = np.array([wanted])
         if self._is_kept(sample)[0]:
             self.bring(sample)
-        if self._there(sample)[0]:
+        if self._is_present(sample)[0]:
             pixels: np.ndarray = self._kept[wanted][tuple(region)]
             self._counts.add(Origin.MEMORY, 1, pixels.nbytes)
             return pixels
@@ -194,28 +201,33 @@ class SampleCache(ReadImages):
         return pixels
 
     def bring(self, samples: np.ndarray) -> None:
-        """Bring samples (n,) into memory, if it keeps them, so that regions are read there; errors as of the source."""
+        """Load samples (n,) into memory if it has places for them, so that regions are read there.
+
+        Raises the errors of the source.
+        """
         samples = np.asarray(samples, np.int64)
-        missing = np.flatnonzero(self._is_kept(samples) & ~self._there(samples))
+        missing = np.flatnonzero(self._is_kept(samples) & ~self._is_present(samples))
         begin = len(missing) * self._place.rank // self._place.ranks
         self._bring(samples, np.roll(missing, -begin), None)
 
     def read_ahead(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
-        """Read samples from `first` on and keep them; errors as of the source.
+        """Read consecutive samples and store them. Raises the errors of the source.
 
         Args:
-            images: (n, H, W, C) uint8, to which they are written, too. kept: (n,) uint8, becomes 1 where they are kept.
+            first: number of the first sample.
+            images: (n, H, W, C) uint8, output for the images.
+            kept: (n,) uint8, output: 1 for samples that were stored, otherwise 0.
         """
         samples = np.arange(first, first + len(images))
         images[...] = self._load(samples)
         kept[...] = self._is_kept(samples)
 
     def put(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
-        """Keep samples from `first` on that another node has read; arguments as of `read_ahead`."""
+        """Store consecutive samples that another node has read. Args as for `read_ahead`."""
         good = np.flatnonzero(kept)
         self._pixels[first + good] = images[good]
         self._memory.fence()
-        self._states[first + good] = _THERE
+        self._states[first + good] = _PRESENT
         self._counts.add(Origin.NODES, len(good), len(good) * self.image_bytes)
 
     def _is_kept(self, samples: np.ndarray) -> np.ndarray:
@@ -225,15 +237,15 @@ class SampleCache(ReadImages):
             kept &= ~np.isin(samples, list(self.replaced))
         return kept
 
-    def _there(self, samples: np.ndarray) -> np.ndarray:
-        """Return whether samples can be read from memory now, (n,) bool."""
+    def _is_present(self, samples: np.ndarray) -> np.ndarray:
+        """Return whether samples are in memory now, (n,) bool."""
         there = self._is_kept(samples)
-        there[there] = self._states[samples[there]] == _THERE
+        there[there] = self._states[samples[there]] == _PRESENT
         self._memory.fence()
         return there
 
     def _copy_from_memory(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
-        """Copy what is in memory to its places of `out`."""
+        """Copy the samples at `places`, which are in memory, to the same places of `out`."""
         if out is not None and len(places):
             out[places] = self._kept[samples[places]]
             self._counts.add(Origin.MEMORY, len(places), len(places) * self.image_bytes)
@@ -242,7 +254,7 @@ class SampleCache(ReadImages):
         return self._fetch(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))
 
     def _fetch(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write images to `out`, contiguous, from the local copy and the file; samples that the copy lacks are written there."""
+        """Write images to `out`, contiguous, from the local copy or the file. Samples missing in the copy are added to it."""
         copy = self._copy
         if copy is None:
             self._source.take(samples, out)
@@ -270,20 +282,20 @@ class SampleCache(ReadImages):
         return out
 
     def _count_file(self, samples: np.ndarray, pixels: np.ndarray) -> None:
-        """Count what was read from the file to make the pixels of samples."""
+        """Count the samples and the bytes that were read from the file for `pixels`."""
         source, n_bytes = self._source, pixels.nbytes
         if isinstance(source, BlockReader) and source.decodes:
             n_bytes = int(source.extents.sizes(samples).sum())
         self._counts.add(Origin.FILE, len(samples), n_bytes)
 
     def _bring(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
-        """Read samples from the source and keep them, or wait for those that other ranks are reading."""
+        """Read samples from the source and store them, or wait for ranks that are reading them."""
         at_once = max(1, _BYTES_AT_ONCE // max(1, self.image_bytes))
         waited_seconds = 0.0
         while len(places):
             states = self._states[samples[places]]
             self._memory.fence()
-            there, free = states == _THERE, states == _ABSENT
+            there, free = states == _PRESENT, states == _ABSENT
             self._copy_from_memory(samples, places[there], out)
             if waited_seconds >= self._patience_seconds:
                 free = ~there
@@ -298,14 +310,14 @@ class SampleCache(ReadImages):
             places = places[~there & ~np.isin(places, mine)]
 
     def _load(self, samples: np.ndarray) -> np.ndarray:
-        """Read samples from the source and keep those that were not replaced by others."""
+        """Read samples from the source, and store those that were not replaced."""
         self._states[samples] = _BEING_READ
         state = np.full(len(samples), _ABSENT, np.uint8)
         try:
             images = self._read(samples)
             good = self._is_kept(samples)
             self._pixels[samples[good]] = images[good]
-            state[good] = _THERE
+            state[good] = _PRESENT
         finally:
             self._memory.fence()
             self._states[samples] = state
@@ -314,13 +326,14 @@ class SampleCache(ReadImages):
 
 @dataclass(frozen=True)
 class FillingPlan:
-    """Samples 0 .. samples - 1 in chunks, one after another; in a round every rank reads one and sends it to the other memories.
+    """Rounds in which every rank reads one chunk of samples 0 .. samples - 1 and sends it to the other memories.
 
-    It follows from numbers that every rank knows, so that ranks need not communicate.
+    The plan is a function of numbers that all ranks have, so it needs no communication.
 
     Args:
-        samples: that every memory has a place for. at_once: samples of a chunk.
-        memory_of: for each rank, the number of the memory that it shares with others, from 0.
+        samples: number of samples that every memory has a place for.
+        at_once: number of samples per chunk.
+        memory_of: number of each rank's memory, from 0.
     """
 
     samples: int
@@ -329,11 +342,11 @@ class FillingPlan:
 
     @property
     def rounds(self) -> int:
-        """Rounds until all samples were read."""
+        """Number of rounds until all samples are read."""
         return -(-self.samples // (self.at_once * len(self.memory_of)))
 
     def done_after(self, rounds: int) -> int:
-        """Return the number of samples that every memory holds after some rounds."""
+        """Return the number of samples that every memory holds after `rounds` rounds."""
         return min(self.samples, rounds * self.at_once * len(self.memory_of))
 
     def chunk(self, turn: int, rank: int) -> tuple[int, int]:
@@ -342,7 +355,7 @@ class FillingPlan:
         return first, min(self.samples, first + self.at_once)
 
     def receivers(self, turn: int, rank: int) -> tuple[int, ...]:
-        """Return the ranks to which a rank sends what it reads in a round: one of each other memory, in turn."""
+        """Return the ranks to which a rank sends its chunk of a round: one rank of each other memory, in turn."""
         first, stop = self.chunk(turn, rank)
         if first == stop:
             return ()
@@ -357,7 +370,7 @@ class FillingPlan:
 
     @cached_property
     def _ranks_of(self) -> Sequence[Sequence[int]]:
-        """The ranks of each memory."""
+        """Ranks of each memory."""
         ranks_of: list[list[int]] = [[] for _ in range(max(self.memory_of) + 1)]
         for rank, memory in enumerate(self.memory_of):
             ranks_of[memory].append(rank)

@@ -1,4 +1,4 @@
-"""A data file checked from end to end: every damage with the samples that it concerns, duplicates, and empty classes."""
+"""Full check of a data file: damage with the affected samples, duplicates, and empty classes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from hpctrain.data.image_file import (
     check_statistics,
     check_structure,
     read_contents,
-    sum_of,
 )
-from hpctrain.data.readers import BlockReader
+from hpctrain.data.readers import BlockReader, sum_of
 
 #: called with the number of samples that were just checked
 Advance = Callable[[int], None]
@@ -33,12 +32,14 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class FileFinding:
-    """Something about a data file that its owner should know.
+    """Finding about a data file.
 
     Attributes:
         kind: "changed", "unreadable", "undecodable", "decoder", "label", "contents", "duplicate", "duplicate across classes" or
-            "empty class". damage: the file is not as it was written, or cannot be trained from.
-        sentence: for people. samples: that it concerns; empty if it concerns none by number.
+            "empty class".
+        damage: whether the file has changed or cannot be used for training.
+        sentence: message for the user.
+        samples: numbers of the affected samples; empty if the finding is not about particular samples.
     """
 
     kind: str
@@ -53,7 +54,7 @@ class FileFinding:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """The outcome for a file. images, classes: how many it has."""
+    """Result for a file, with its numbers of images and classes."""
 
     path: Path
     images: int
@@ -62,18 +63,18 @@ class CheckedFile:
 
     @property
     def damaged(self) -> bool:
-        """True if a finding is damage."""
+        """Whether a finding is damage."""
         return any(finding.damage for finding in self.findings)
 
 
 def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: None) -> CheckedFile:
-    """Read all of a data file and say what is wrong or strange in it.
+    """Read a whole data file, and return findings about damage, duplicates and empty classes.
 
     Args:
-        threads: that decode picture files at once.
+        threads: number of threads that decode picture files.
 
     Raises:
-        DataError: missing, not readable, or so damaged that its samples cannot be found.
+        DataError: the file is missing, unreadable, or so damaged that its samples cannot be located.
     """
     contents = read_contents(path)
     check_structure(path, contents)
@@ -88,7 +89,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
 
 
 def _of_contents(path: Path, contents: Stored) -> Iterator[FileFinding]:
-    """Yield findings about everything but the images."""
+    """Yield findings about all contents other than the images."""
     changed = changed_datasets(contents)
     if changed:
         yield FileFinding("changed", True, f"{', '.join(changed)} changed since the file was written")
@@ -107,10 +108,11 @@ def _of_contents(path: Path, contents: Stored) -> Iterator[FileFinding]:
 
 
 class _Samples:
-    """The samples of a file, each read once.
+    """Samples of a file, each read once.
 
     Attributes:
-        pixel_sums: (N,) crc32 of the pixels. sound: (N,) which samples could be read and are as they were written.
+        pixel_sums: (N,) crc32 of the pixels.
+        sound: (N,) whether each sample is readable and unchanged.
     """
 
     def __init__(self, file: ImageFile, contents: Stored, threads: int) -> None:
@@ -125,7 +127,7 @@ class _Samples:
         self.sound = np.ones(len(file), bool)
 
     def check(self, advance: Advance) -> Iterator[FileFinding]:
-        """Read all; what is wrong with them."""
+        """Read all samples, and yield findings about damage."""
         digest = hashlib.sha256()
         unreadable: dict[int, str] = {}
         changed: list[int] = []
@@ -152,19 +154,19 @@ class _Samples:
             yield FileFinding("changed", True, f"{_numbers(changed)} {verb} changed since the file was written", tuple(changed))
         elif not unreadable and digest.hexdigest() != self.file.stored_digest:
             yield FileFinding(
-                "changed", True, "images changed since the file was written; which, a file without checksums cannot say"
+                "changed",
+                True,
+                "images changed since the file was written; without checksums of samples, the affected ones are unknown",
             )
         if undecodable:
             yield FileFinding("undecodable", True, _with_reason(undecodable, "cannot be decoded"), tuple(undecodable))
         if others:
             verb = "decodes" if len(others) == 1 else "decode"
-            sentence = (
-                f"{_numbers(others)} {verb} to other pixels with the libraries of this machine than where the file was made"
-            )
+            sentence = f"{_numbers(others)} {verb} to other pixels with the libraries of this machine than when the file was made"
             yield FileFinding("decoder", True, sentence, tuple(others))
 
     def _decode(self, contents: dict[int, bytes], undecodable: dict[int, str], others: list[int]) -> None:
-        """Note the pixels of picture files, by sample, and which of them cannot be decoded, or to other pixels."""
+        """Decode picture files, by sample number; record pixel sums, failures, and samples that decode to other pixels."""
         from hpctrain.data.convert.common import PictureForm, in_order
         from hpctrain.data.decoding import Fit
 
@@ -189,7 +191,7 @@ class _Samples:
 
 
 def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
-    """Yield groups of samples with the same pixels; those of several classes apart."""
+    """Yield findings about samples with equal pixels, separately for duplicates within a class and across classes."""
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for sample in np.flatnonzero(samples.sound).tolist():
         groups[int(samples.pixel_sums[sample])].append(sample)
@@ -207,12 +209,12 @@ def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
             shown = "; ".join(", ".join(map(str, same[:_SHOWN])) for same in found[:_SHOWN])
             more = f"; and {len(found) - _SHOWN} more groups" if len(found) > _SHOWN else ""
             count = sum(map(len, found))
-            sentence = f"{count} samples {where} have the same image as others: {shown}{more}"
+            sentence = f"{count} samples {where} have the same image as other samples: {shown}{more}"
             yield FileFinding(kind, False, sentence, tuple(sample for same in found for sample in same))
 
 
 def _same(samples: _Samples, candidates: Sequence[int]) -> list[list[int]]:
-    """Return the candidates that have the same pixels, in groups of two and more."""
+    """Return the groups of two or more candidates with equal pixels."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for sample in candidates:
         groups[hashlib.sha256(np.ascontiguousarray(samples.reader[sample]).data).digest()].append(sample)

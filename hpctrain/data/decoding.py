@@ -1,11 +1,11 @@
-"""Picture files decoded: upright, grey or RGB, brought to one size; and the reader of data files that hold picture files.
+"""Decoder of picture files to upright grey or RGB images of one size, and reader of data files that hold picture files.
 
-Pillow decodes everything and determines what a picture is. Plain JPEG files, which most are, go to simplejpeg if that is
-installed: the same libjpeg-turbo with less around it. It computes what Pillow computes, the slow and exact transform with smooth
-upsampling of colours, so that the pixels are the same, bit by bit, with it and without it.
+Pillow decodes all formats. Plain JPEG files, the usual case, are decoded by simplejpeg if it is installed: it uses the same
+libjpeg-turbo with less overhead. Its settings are those of Pillow (the slow, exact transform and smooth upsampling of colours),
+so the pixels are bitwise equal with and without it.
 
-Of a file with several frames or pages, the first one is decoded. Damaged metadata is ignored: only pixels count. This module
-loads Pillow, so trainings on pixels do not import it.
+The first frame or page of a file is decoded. Damaged metadata is ignored if the pixels are intact. This module loads Pillow, so
+trainings on pixels do not import it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import read_regular
-from hpctrain.data.image_file import sum_of
-from hpctrain.data.readers import BlockReader, Extents
+from hpctrain.data.readers import BlockReader, Extents, sum_of
 
 try:
     import simplejpeg
@@ -38,17 +37,17 @@ except ImportError:  # no wheel for this machine
 
 Fit = Literal["crop", "squash"]
 
-#: suffixes of files that are decoded, in lower case
+#: suffixes of supported picture files, in lower case
 SUFFIXES = frozenset((
     ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".jp2", ".j2k", ".png", ".apng", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff",
     ".gif", ".ppm", ".pgm", ".pbm", ".pnm",
 ))  # fmt: skip
-#: suffixes of pictures whose formats are not decoded, in lower case
+#: suffixes of picture files of unsupported formats, in lower case
 FOREIGN_SUFFIXES = frozenset((
     ".heic", ".heif", ".hif", ".jxl", ".jxr", ".psd", ".psb", ".svg", ".eps", ".ico", ".icns", ".tga", ".pcx", ".xcf", ".exr",
     ".hdr", ".pfm", ".dcm", ".fits", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef",
 ))  # fmt: skip
-#: pixels of the largest picture that is decoded unless the user allows more: 0.5 GB in RGB
+#: default maximum number of pixels of a picture: 0.5 GB in RGB
 MAX_PIXELS = 178_956_970
 # Some other formats of Pillow start programs (EPS), or accept any bytes as an image (TGA).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "PPM", "JPEG2000", "AVIF")
@@ -58,7 +57,7 @@ _BYTES_OF_PIXEL, _BYTES_OF_METADATA = 4, 16 << 20
 _JPEG = b"\xff\xd8\xff"
 _MARKER, _START_OF_SCAN, _APP0, _APP1, _APP2, _APP14, _APP15, _COMMENT = 0xFF, 0xDA, 0xE0, 0xE1, 0xE2, 0xEE, 0xEF, 0xFE
 _EXIF = b"Exif\0\0"
-#: how the segments of a JPEG file begin that may say which side is up
+#: first bytes of JPEG segments that may contain the orientation
 _ABOUT_SIDES = (_EXIF, b"http://ns.adobe.com/xap/1.0/\0")
 _SEVERAL_PICTURES = b"MPF\0"
 _PLAIN_COLOURS = ("YCbCr", "Gray")
@@ -77,10 +76,10 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-#: what Pillow raises above its limit; the second one if warnings are turned into errors
+#: exceptions that Pillow raises above its limit; the second one if warnings are turned into errors
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
-# Pillow warns above its limit and refuses above twice its limit. hpctrain refuses everything above the limit by its own error.
+# Pillow warns above its limit and raises above twice its limit. hpctrain raises its own error above the limit.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 warnings.filterwarnings("ignore", module=r"PIL\.", category=UserWarning)  # about damaged metadata
@@ -93,19 +92,23 @@ def decode(
     channels: int = 3,
     max_pixels: int | None = None,
 ) -> np.ndarray:
-    """Return one picture as (H, W, channels) uint8: upright (EXIF), grey, palette and CMYK turned to RGB (or all to grey).
+    """Return one picture as (H, W, channels) uint8, upright by its EXIF data, in RGB or grey.
+
+    Grey, palette and CMYK pictures are converted.
 
     Args:
-        source: a file, or the contents of one. size: (H, W) of the result; None: as it is.
-        fit: "crop": the short side is resized, then the centre cut out; "squash": resized without keeping the aspect.
-        max_pixels: pixels of the largest picture that is decoded; None: MAX_PIXELS.
+        source: path or content of a file.
+        size: (H, W) of the result; None: size of the picture.
+        fit: "crop": resize the shorter side, then cut out the centre; "squash": resize without keeping the aspect ratio.
+        channels: 3 for RGB, 1 for grey.
+        max_pixels: maximum number of pixels of a picture; None: MAX_PIXELS.
 
     Raises:
-        DataError: no image, an incomplete one, or one with too many pixels; the message does not name the file.
+        DataError: the file is not an image, is incomplete, or has too many pixels. The message does not name the file.
     """
     most = MAX_PIXELS if max_pixels is None else max_pixels
     if Image.MAX_IMAGE_PIXELS is not None and most > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = most  # a limit of the whole process, so it is only raised
+        Image.MAX_IMAGE_PIXELS = most  # the limit holds for the whole process, so it is never lowered
     content = read_picture(source, most) if isinstance(source, Path) else source
     try:
         pixels = _jpeg(content, channels, most)
@@ -116,7 +119,7 @@ def decode(
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        raise DataError("The image cannot be decoded: it is of no format that hpctrain reads.") from error
+        raise DataError("The image cannot be decoded: its format is not supported.") from error
     except _BOMBS as error:
         pixels_of = re.search(r"\d+", str(error))
         raise _too_large(most, most + 1 if pixels_of is None else int(pixels_of[0])) from error
@@ -126,10 +129,10 @@ def decode(
 
 
 def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
-    """Return the content of a picture file. Opens regular files only, of at most the size that `max_pixels` allow.
+    """Return the content of a picture file. Opens regular files only, and limits their size according to `max_pixels`.
 
     Raises:
-        DataError: the file cannot be read or is larger; the message does not name it.
+        DataError: the file cannot be read or is too large. The message does not name it.
     """
     try:
         return read_regular(path, _BYTES_OF_PIXEL * (max_pixels or MAX_PIXELS) + _BYTES_OF_METADATA)
@@ -138,13 +141,13 @@ def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
 
 
 def versions() -> str:
-    """Return the names and versions of the libraries that decode here, for messages."""
+    """Return the names and versions of the decoding libraries, for messages."""
     plain = "" if simplejpeg is None else f"simplejpeg {simplejpeg.__version__}, "
     return f"{plain}Pillow {PIL.__version__} with libjpeg-turbo {features.version('libjpeg_turbo')}"
 
 
 def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
-    """Return the pixels (H, W, C) of a plain JPEG file, C of 3 or 1; None for files that Pillow must judge."""
+    """Return the pixels (H, W, C) of a plain JPEG file, C being 3 or 1; None for files that need Pillow."""
     if simplejpeg is None or not content.startswith(_JPEG):
         return None
     applications = _applications(content)
@@ -164,7 +167,7 @@ def _jpeg(content: bytes, channels: int, max_pixels: int) -> np.ndarray | None:
         grey = colours == "Gray" and channels == 1
         pixels: np.ndarray = simplejpeg.decode_jpeg(content, "GRAY" if grey else "RGB")
         return pixels
-    except ValueError:  # damaged; Pillow raises the reason, or decodes it all the same
+    except ValueError:  # damaged: Pillow raises the reason, or decodes it
         return None
 
 
@@ -228,7 +231,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """Return the transposition that turns a picture upright; None if it is upright, or if its EXIF cannot be read."""
+    """Return the transposition that turns a picture upright; None if it is upright, or its EXIF data is unreadable."""
     try:
         return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # Pillow may raise anything for damaged metadata
@@ -237,15 +240,16 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 def _too_large(most: int, pixels: int) -> DataError:
     return DataError(
-        f"The image cannot be decoded: it has {pixels:,} pixels, the limit is {most:,}; --max-pixels {pixels} allows them."
+        f"The image cannot be decoded: it has {pixels:,} pixels, more than the limit of {most:,}; "
+        f"give --max-pixels {pixels} to allow them."
     )
 
 
 def _without_metadata(content: bytes, exif: bool) -> bytes:
-    """Return a PNG, JPEG or TIFF file without the parts that do not affect its pixels; other files unchanged.
+    """Return a PNG, JPEG or TIFF file without the parts that do not affect its pixels. Other files are returned unchanged.
 
     Args:
-        exif: whether to keep the EXIF data, which has the orientation.
+        exif: whether to keep the EXIF data, which holds the orientation.
     """
     if content.startswith(_PNG):
         return _plain_png(content, exif)
@@ -275,7 +279,7 @@ def _plain_jpeg(content: bytes, exif: bool) -> bytes:
 
 
 def _plain_tiff(content: bytes, order: str) -> bytes:
-    """Return a TIFF file whose first directory lacks the tags of metadata; offsets stay valid."""
+    """Return a TIFF file without the metadata tags of its first directory. Offsets remain valid."""
     try:
         (place,) = struct.unpack_from(f"{order}I", content, 4)
         (count,) = struct.unpack_from(f"{order}H", content, place)
@@ -296,7 +300,7 @@ def _fitted(image: Image.Image, size: tuple[int, int] | None, fit: Fit) -> Image
 
 
 def _depth(image: Image.Image) -> int:
-    """Return the number of bits per value that the file declares; 16 if it declares none."""
+    """Return the number of bits per value declared by the file; 16 if it declares none."""
     bits = getattr(image, "tag_v2", {}).get(ExifTags.Base.BitsPerSample, (16,))
     return max(bits) if isinstance(bits, tuple) else int(bits)
 
@@ -305,7 +309,7 @@ def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
     """Return the image with at most 8 bits per value. Keeps the upper bits of deeper values, which Pillow would clip at 255.
 
     Raises:
-        DataError: floating-point, negative or wider values, which have no known maximum.
+        DataError: the values are floating-point, negative or wider than 16 bits, so their maximum is unknown.
     """
     if not image.mode.startswith(("I", "F")):
         return image
@@ -325,27 +329,31 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
 
 def _central_box(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
     """Return the largest central window (left, upper, right, lower) of (width, height) `size` with the aspect of `target`."""
-    if size[0] * target[1] <= size[1] * target[0]:  # in integers: rounding would leave the image by a hair
+    if size[0] * target[1] <= size[1] * target[0]:  # in integers, because rounding errors could move the window out of the image
         upper = max(0.0, (size[1] - size[0] * target[1] / target[0]) / 2)
         return 0.0, upper, float(size[0]), size[1] - upper
     left = max(0.0, (size[0] - size[1] * target[0] / target[1]) / 2)
     return left, 0.0, size[0] - left, float(size[1])
 
 
-#: whose pixels are compared with those that the file was made of: enough to find another decoder, few enough to cost nothing
+#: number of samples whose pixels are compared with the checksums: enough to detect another decoder, few enough to cost nothing
 _COMPARED_SAMPLES = 16
 
 
 class EncodedReader(BlockReader):
-    """Reads images (N, H, W, C) uint8: the very pixels that a file of pixels made from the same pictures holds.
+    """Reader of images (N, H, W, C) uint8 from picture files, with the same pixels as a file of pixels made from them.
 
-    A picture file that is damaged is a sample that cannot be read. One thread at a time may read; decoding takes several.
+    A damaged picture file is an unreadable sample. One thread at a time may read; decoding uses several threads.
 
     Args:
-        path: of the data file, which is held open. block: a map of the picture files, flat. extents: of each of them.
-        sums: (N,) crc32 of the picture files, and of the pixels that they decode to. form: (H, W, C) that they are brought to.
-        fit: "crop" or "squash", how. threads: that decode at once, without the interpreter's lock for most of the time.
-        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
+        path: path of the data file, which stays open.
+        block: flat memory map of the picture files.
+        extents: places of the picture files in the block.
+        sums: (N,) crc32 of the picture files, and (N,) crc32 of their decoded pixels.
+        form: (H, W, C) of the decoded images.
+        fit: "crop" or "squash", see `decode`.
+        threads: number of decoding threads, which mostly run without the GIL.
+        max_pixels: maximum number of pixels of a picture; see `decode`.
     """
 
     decodes = True
@@ -375,8 +383,8 @@ class EncodedReader(BlockReader):
         """Write whole images of samples (n,) to `out` (n, H, W, C), and return it.
 
         Raises:
-            UnreadableError: a sample cannot be read or decoded, and none may replace it.
-            DataError: this machine's libraries decode pictures to other pixels than those that made the file.
+            UnreadableError: a sample cannot be read or decoded, and no replacement is allowed.
+            DataError: pictures decode to other pixels with the libraries of this machine than when the file was made.
         """
         samples = np.asarray(samples, np.int64)
 
@@ -387,10 +395,10 @@ class EncodedReader(BlockReader):
         return out
 
     def decode(self, sample: int, content: bytes, out: np.ndarray) -> str | None:
-        """Write the image that the stored bytes of a sample stand for to `out` (H, W, C); None, or why that cannot be done.
+        """Decode the stored bytes of a sample to `out` (H, W, C), and return the reason of a failure or None.
 
         Raises:
-            DataError: as `take`.
+            DataError: see `take`.
         """
         if zlib.crc32(content) != self._sums[sample]:
             return "its bytes changed since the file was written"
@@ -407,11 +415,11 @@ class EncodedReader(BlockReader):
         return self._pixel_sums
 
     def _pixel_sum(self, sample: int, stored_sum: int) -> int:
-        """Return the declared checksum, without decoding; a negative number, so no checksum, if the stored bytes changed."""
+        """Return the declared checksum of the pixels; a negative number (never a checksum) if the stored bytes changed."""
         return int(self._pixel_sums[sample]) if stored_sum == self._sums[sample] else -1 - stored_sum
 
     def _decode_all(self, samples: np.ndarray, outs: list[np.ndarray], patient: bool) -> Mapping[int, str]:
-        """Read and decode samples (n,); return the reason, by number, for each sample that cannot be read or decoded."""
+        """Read and decode samples (n,), and return the reason of each failure, by index in `samples`."""
         sizes = self.extents.sizes(samples)
         ends = np.cumsum(sizes)
         contents = np.empty(int(sizes.sum()), np.uint8)
@@ -429,7 +437,7 @@ class EncodedReader(BlockReader):
         return {number: failed[number] for number in sorted(failed)}
 
     def _map_threads(self, function: Callable[[int], str | None], numbers: list[int]) -> Iterator[str | None]:
-        """Return results in the order of the numbers."""
+        """Yield results in the order of the numbers."""
         if self.threads == 1 or len(numbers) < 2:
             return map(function, numbers)
         if self._pool is None or self._pool_threads != self.threads:
@@ -441,6 +449,6 @@ class EncodedReader(BlockReader):
     def _compare(self, sample: int, pixels: np.ndarray) -> None:
         if sum_of(pixels) != self._pixel_sums[sample]:
             raise DataError(
-                f"Sample {sample} of the data file {self._path} decodes to other pixels here ({versions()}) than where "
-                "the file was made; convert it again on this machine, or install those libraries' versions."
+                f"Sample {sample} of the data file {self._path} decodes to other pixels here ({versions()}) than when "
+                "the file was made; convert it again on this machine, or install the same library versions."
             )

@@ -1,6 +1,6 @@
-"""Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv 1708.07747): found, installed or downloaded, checked, and converted.
+"""Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv 1708.07747): locates, installs or downloads, checks and converts it.
 
-The four IDX files are known by the sha256 of their *content*: compressed files differ between distributions.
+The four IDX files are identified by the sha256 of their *content*, because compressed files differ between distributions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Split:
-    """The IDX files of one split, without .gz, and the sha256 of their decompressed content."""
+    """IDX files of one split, without .gz, and the sha256 of their decompressed content."""
 
     images: str
     labels: str
@@ -62,11 +62,11 @@ SPLITS: Mapping[str, Split] = {
     ),
 }
 
-#: returns a directory with all files of `splits`, or None if it cannot; may write into the directory that it receives
+#: function (output directory, splits) -> directory with all files of the splits, or None; may write into the output directory
 Source = Callable[[Path, Mapping[str, Split]], Path | None]
 
 
-#: shows progress: description, total and what is counted -> a function to call with the number of those just done
+#: function (description, total, noun) -> context manager that yields a function to call with the number of items just done
 Bar = Callable[[str, int, str], AbstractContextManager[Advance]]
 _BYTES_AT_ONCE = 1 << 18
 _MOST_BYTES = 1 << 28
@@ -87,16 +87,18 @@ def fetch(
     overwrite: bool = False,
     bar: Bar = no_bar,
 ) -> dict[str, Path]:
-    """Make sure that out/train.h5 and out/test.h5 exist; return their paths by split. No effect if both exist.
+    """Create out/train.h5 and out/test.h5 unless they exist, and return their paths by split.
 
     Args:
-        sources: asked in turn for the IDX files; by default the directory itself, Debian's package where it is installed, the
+        out: output directory.
+        sources: sources of the IDX files, tried in order; default: the output directory, Debian's package if installed, the
             package manager, the data set's own site.
-        overwrite: make both again, whatever is there. bar: shows how far downloads and conversions are.
+        overwrite: whether to replace existing files.
+        bar: progress display of downloads and conversions.
 
     Raises:
-        DataError: no source has the files (says how to get them), a file is not the one it should be, or there are files of
-            these names that are not Fashion-MNIST.
+        DataError: no source has the files (the message explains how to get them), a file has another checksum, or existing files
+            of these names are not Fashion-MNIST.
     """
     with system_errors_as(f"Fashion-MNIST cannot be written to {out}"):
         if sources is None:
@@ -125,7 +127,7 @@ def _fetch(
 
 
 def already_there(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """Return the output directory if it has the IDX files itself."""
+    """Return the output directory if it contains the IDX files."""
     return out if _has_all(out, splits) else None
 
 
@@ -135,22 +137,22 @@ def debian_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
 
 
 def install_package(out: Path, splits: Mapping[str, Split]) -> Path | None:
-    """Install Debian's package, if this is root and there is apt-get, and return its directory."""
+    """Install Debian's package and return its directory; None without root permission or apt-get, or on failure."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return None
     _log.info("installing %s", PACKAGE)
     install = ("apt-get", "install", "-y", "--no-install-recommends", PACKAGE)
-    # The lists of packages may be missing (fresh containers) or old.
+    # The package lists may be missing (in fresh containers) or outdated.
     if _run(install) or (_run(("apt-get", "update")) and _run(install)):
         return debian_package(out, splits)
     return None
 
 
 def download(out: Path, splits: Mapping[str, Split], url: str = URL, bar: Bar = no_bar) -> Path | None:
-    """Fetch the gzipped files from the data set's own site into the output directory; None if it cannot be reached.
+    """Download the gzipped files from the data set's own site into the output directory; None if it is unreachable.
 
     Raises:
-        DataError: what arrived is not the expected file.
+        DataError: a downloaded file has another checksum.
     """
     for split in splits.values():
         for name, digest in ((split.images, split.images_sha256), (split.labels, split.labels_sha256)):
@@ -173,7 +175,8 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
     """Read the whole response of a site.
 
     Raises:
-        http.client.HTTPException: the response ends too early. DataError: the response is larger than any of the files.
+        http.client.HTTPException: the response ends too early.
+        DataError: the response is larger than any of the files.
     """
     parts: list[bytes] = []
     received = 0
@@ -184,7 +187,9 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
             advance(len(part))
             received += len(part)
             if received > _MOST_BYTES:
-                raise DataError(f"{name}.gz has more than {_MOST_BYTES:,} bytes, so it is not the file of Fashion-MNIST.")
+                raise DataError(
+                    f"{name}.gz has more than {_MOST_BYTES:,} bytes, so it is not the file of Fashion-MNIST; use another source."
+                )
     content = b"".join(parts)
     if len(content) < total:
         raise http.client.IncompleteRead(content, total - len(content))
@@ -192,10 +197,10 @@ def _read(response: http.client.HTTPResponse, name: str, bar: Bar) -> bytes:
 
 
 def _is_there(path: Path, names: Sequence[str]) -> bool:
-    """Return whether the data file itself is there; False if there is nothing.
+    """Return whether the data file exists.
 
     Raises:
-        DataError: something else, which is not to be lost.
+        DataError: another file of this name exists, which must not be overwritten.
     """
     if not os.path.lexists(path):
         return False
@@ -205,7 +210,7 @@ def _is_there(path: Path, names: Sequence[str]) -> bool:
         raise DataError(f"{str(error).rstrip('.')}; --overwrite replaces it.") from error
     if class_difference(classes, names) is not None:
         raise DataError(
-            f"{path} exists already, with {len(classes)} classes that are not those of Fashion-MNIST; give another --out, or "
+            f"{path} exists already, with {len(classes)} classes other than those of Fashion-MNIST; give another --out, or "
             "--overwrite to replace it."
         )
     return True
@@ -242,7 +247,7 @@ def _check(content: bytes, digest: str, origin: str) -> None:
 
 
 def _run(command: Sequence[str]) -> bool:
-    """Run a command of the package manager without questions; True if it worked."""
+    """Run a command of the package manager without prompts, and return whether it succeeded."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Files that users name: what the system refuses becomes one sentence."""
+"""Files named by users: system errors become error messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hpctrain.core.files import kind_of
 
 @contextmanager
 def system_errors_as(sentence: str) -> Iterator[None]:
-    """Replace an error of the system inside the block by a `DataError`.
+    """Replace an OSError inside the block by a `DataError`.
 
-    Its message is "SENTENCE: reason."
+    The message is "SENTENCE: reason."
 
     Raises:
-        DataError: in place of any OSError.
+        DataError: the block raised an OSError.
     """
     try:
         yield
@@ -31,15 +31,15 @@ def system_errors_as(sentence: str) -> Iterator[None]:
 def open_regular(path: Path) -> int:
     """Open a regular file for reading and return its descriptor.
 
-    Opens nothing else: opening a pipe waits for a writer, and a device may have side effects or no end.
+    Other kinds of files are not opened, because opening a pipe waits for a writer, and a device may have side effects or no end.
 
     Raises:
-        OSError: missing, not readable, or no regular file.
+        OSError: the file is missing, unreadable, or not a regular file.
     """
     _check_regular(os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _check_regular(os.fstat(descriptor).st_mode)  # another file may have replaced it since
+        _check_regular(os.fstat(descriptor).st_mode)  # another file may have replaced it in between
     except BaseException:
         os.close(descriptor)
         raise
@@ -57,7 +57,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file of at most `most_bytes`.
 
     Raises:
-        OSError: as `open_regular`; the file is larger, or changes while it is read.
+        OSError: see `open_regular`; or the file is too large, or changes while it is read.
     """
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -65,18 +65,19 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than the limit of {most_bytes:,}")
         content = file.read(size + 1)
     if len(content) != size:
-        raise OSError(errno.EIO, f"it has {size:,} bytes, and another number was read")
+        raise OSError(errno.EIO, f"it has {size:,} bytes, but another number was read")
     return content
 
 
 def require_file(path: Path, kind: str, advice: str) -> None:
-    """Make sure that `path` is a file that can be read.
+    """Raise unless `path` is a readable file.
 
     Args:
-        kind: such as "data file", for the sentence. advice: how to get one, after a semicolon.
+        kind: kind of file for the message, such as "data file".
+        advice: how to get one, for the end of the message.
 
     Raises:
-        DataError: missing, a directory or device, or not readable by this user.
+        DataError: the path is missing, unreadable, a directory or a device.
     """
     try:
         mode = path.stat().st_mode
@@ -93,20 +94,20 @@ def require_file(path: Path, kind: str, advice: str) -> None:
 
 
 def require_new(path: Path, overwrite: bool) -> None:
-    """Make sure that nothing is lost where a file is written.
+    """Raise if a file exists at `path` and must not be overwritten.
 
     Raises:
-        DataError: there is a file already, and it may not be overwritten.
+        DataError: a file exists, and `overwrite` is false.
     """
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path} exists already; give another name, or --overwrite to replace it.")
 
 
 def require_directory(path: Path, advice: str) -> None:
-    """Make sure that `path` is a directory whose contents can be listed; see `require_file`.
+    """Raise unless `path` is a directory with readable entries; see `require_file`.
 
     Raises:
-        DataError: missing, a file, or not readable by this user.
+        DataError: the path is missing, unreadable, or a file.
     """
     try:
         os.scandir(path).close()

@@ -32,7 +32,6 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,16 +47,16 @@ from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages
 
 FORMAT = "hpctrain-images"
 VERSION = 2
-#: of files that hold picture files in place of pixels
+#: version of files that hold picture files instead of pixels
 ENCODED_VERSION = 3
-_LARGEST = 1e37  # of a normalised pixel; float32 ends at 3.4e38
-#: attribute of the images: how pictures were brought to their size
+_LARGEST = 1e37  # maximum magnitude of a normalised pixel; that of float32 is 3.4e38
+#: attribute of the images: how pictures were brought to one size
 FIT = "fit"
-#: attribute of the picture files: (H, W, C) that each is brought to
+#: attribute of the picture files: (H, W, C) of the decoded pictures
 FORM = "form"
-#: attribute of the picture files: pixels of the largest picture that is decoded, if other than the decoder's own limit
+#: attribute of the picture files: maximum number of pixels of a picture, if other than the decoder's own limit
 MAX_PIXELS = "max_pixels"
-#: the datasets of a file of pixels that have a checksum: all but "sums", which early files of version 2 do not have
+#: datasets of a file of pixels that have a checksum: all but "sums", which early files of version 2 lack
 DATASETS = ("images", "labels", "class_names", "mean", "std")
 _ENCODED_DATASETS = ("blob", "offsets", "sums", "pixel_sums", "labels", "class_names", "mean", "std")
 _SUMS = "sums"
@@ -68,9 +67,11 @@ class StoredImages:
     """Place of the images in a file.
 
     Attributes:
-        shape, dtype: as the file says. offset: of the first byte in the file; None if they do not lie in one block.
-        stored_bytes: that the file keeps for them.
-        offsets: (N + 1,) of each picture file in the block, and of the block's end; None: the block holds pixels.
+        shape: (N, H, W, C), as stored in the file.
+        dtype: dtype, as stored in the file.
+        offset: offset of the images in the file; None if they are not in one block.
+        stored_bytes: size of the block in the file.
+        offsets: (N + 1,) offsets of the picture files in the block, and the end of the block; None: the block holds pixels.
     """
 
     shape: tuple[int, ...]
@@ -81,21 +82,24 @@ class StoredImages:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of all samples."""
+        """Size of all samples, in bytes."""
         return int(np.prod(self.shape, dtype=object)) if self.offsets is None else int(self.offsets[-1])
 
 
 @dataclass(frozen=True)
 class Stored:
-    """All of a data file but its pixels.
+    """Contents of a data file other than the pixels.
 
     Attributes:
-        labels, mean, std: arrays of whatever shape and dtype the file says. class_names: decoded.
-        digests: sha256 of each dataset, in hexadecimal; of a file of picture files also "images", which stands for what the
-            pictures decode to.
-        fit: how pictures were brought to the images' size ("crop", "squash"); None: they have their own, or it is unknown.
-        sums: (N,) crc32 of each sample's stored bytes; None: the file has none. pixel_sums: (N,) of what pictures decode to.
-        max_pixels: size limit of a picture that is decoded; None: the decoder's own limit.
+        labels: labels, in the shape and dtype of the file.
+        mean: means, in the shape and dtype of the file.
+        std: standard deviations, in the shape and dtype of the file.
+        class_names: decoded class names.
+        digests: sha256 of each dataset, in hexadecimal. For picture files, "images" identifies the decoded pictures.
+        fit: how pictures were brought to one size ("crop", "squash"); None: they had this size, or it is unknown.
+        sums: (N,) crc32 of each sample's stored bytes; None if missing.
+        pixel_sums: (N,) crc32 of the decoded pixels; None for a file of pixels.
+        max_pixels: size limit of a picture; None: the decoder's own limit.
     """
 
     images: StoredImages
@@ -111,15 +115,15 @@ class Stored:
 
 
 def text(value: object) -> str:
-    """Return a text attribute: ours have a fixed length (bytes); those of other programs may not (str)."""
+    """Return a text attribute as str. In files of hpctrain it has a fixed length (bytes); in other files it may be str."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def read_stored(file: h5py.File) -> Stored:
-    """Return all contents of an open HDF5 file but its pixels.
+    """Return the contents of an open HDF5 file other than the pixels.
 
     Raises:
-        Exception: whatever h5py raises where the file is damaged.
+        Exception: any exception of h5py, if the file is damaged.
     """
     encoded = "blob" in file
     block = file["blob" if encoded else "images"]
@@ -151,10 +155,8 @@ def read_stored(file: h5py.File) -> Stored:
 def _values(file: h5py.File, name: str) -> np.ndarray:
     """Return the values of a dataset.
 
-    A dataset may claim more values than were ever written, and would fill memory when it is read.
-
     Raises:
-        ValueError: the file holds fewer bytes than the dataset claims.
+        ValueError: the file holds fewer bytes than the dataset claims, which would allocate too much memory.
     """
     dataset = file[name]
     if dataset.nbytes > dataset.id.get_storage_size():
@@ -163,10 +165,10 @@ def _values(file: h5py.File, name: str) -> np.ndarray:
 
 
 def check(path: Path, contents: Stored) -> None:
-    """Make sure that all of it fits together, and that everything but the images has its checksum.
+    """Raise unless the contents are consistent, and all but the images match their checksums.
 
     Raises:
-        DataError: names what is wrong.
+        DataError: the message names the fault.
     """
     check_structure(path, contents)
     check_names(path, contents.class_names)
@@ -179,10 +181,10 @@ def check(path: Path, contents: Stored) -> None:
 
 
 def check_structure(path: Path, contents: Stored) -> None:
-    """Make sure that there are as many of everything as there are samples.
+    """Raise unless shapes and dtypes are valid, and the numbers of samples and channels agree.
 
     Raises:
-        DataError: names what is wrong.
+        DataError: the message names the fault.
     """
     images, labels = contents.images, contents.labels
     if labels.ndim != 1 or labels.dtype.kind != "i" or contents.mean.ndim != 1 or contents.mean.dtype.kind != "f":
@@ -190,14 +192,15 @@ def check_structure(path: Path, contents: Stored) -> None:
     if len(images.shape) != 4 or min(images.shape[1:]) < 1 or images.dtype != np.uint8 or images.offset is None:
         raise DataError(f"{path} does not hold contiguous uint8 images (N, H, W, C); convert it again.")
     if not labels.size:
-        raise DataError(f"The data file {path} holds no image; at least one is needed.")
+        raise DataError(f"The data file {path} holds no images; at least one is needed.")
     if images.shape[0] != len(labels) or images.shape[3] != len(contents.mean):
         raise DataError(
-            f"{path} holds images of {images.shape}, but {len(labels)} labels and means of {len(contents.mean)} channels."
+            f"{path} holds images of {images.shape}, but {len(labels)} labels and means of {len(contents.mean)} channels; "
+            "convert it again."
         )
     for sums in (contents.sums, contents.pixel_sums):
         if sums is not None and (sums.shape != labels.shape or sums.dtype.kind != "u"):
-            raise DataError(f"{path} does not hold one checksum for each of {len(labels)} images; convert it again.")
+            raise DataError(f"{path} does not hold one checksum for each of its {len(labels)} images; convert it again.")
     offsets = images.offsets
     if offsets is not None and (
         offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any()
@@ -206,10 +209,10 @@ def check_structure(path: Path, contents: Stored) -> None:
 
 
 def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
-    """Make sure that uint8 images normalised with mean and std (C,) are finite numbers, in float32 too.
+    """Raise unless uint8 images normalised with mean and std (C,) are finite, also in float32.
 
     Raises:
-        DataError: names the channel whose mean or deviation is not finite, or whose deviation is negative or too small.
+        DataError: a mean or deviation is not finite, or a deviation is negative or too small. The message names the channel.
     """
     if mean.shape != std.shape or mean.ndim != 1 or not len(mean):
         raise DataError(f"{origin} has means of {mean.shape} and deviations of {std.shape}; both must be (C,), one per channel.")
@@ -218,36 +221,36 @@ def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
         if not (0 <= spread <= _LARGEST and abs(average) + 1 <= most):  # false for NaN too
             raise DataError(
                 f"In {origin} channel {channel} has mean {average} and deviation {spread}; both must be finite, and the "
-                "deviation above 0, or 0 where the channel is only to be centred."
+                "deviation positive, or 0 to only centre the channel."
             )
 
 
 def normal_name(name: str) -> str:
-    """Return a class name in Unicode's composed form (NFC), for comparisons: macOS decomposes the names of files."""
+    """Return a class name in Unicode's composed form (NFC), for comparisons. File names on macOS are decomposed."""
     return unicodedata.normalize("NFC", name)
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
-    """Make sure that class names can be stored.
+    """Raise unless class names can be stored.
 
     Raises:
-        DataError: no name, or one that is not valid Unicode or has a zero byte.
+        DataError: there is no name, or a name is not valid Unicode or has a zero byte.
     """
     if not names:
-        raise DataError(f"{path} has no class; name at least one.")
+        raise DataError(f"{path} defines no classes; give at least one class name.")
     for name in names:
         if "\0" in name or name.encode(errors="replace").decode() != name:
-            raise DataError(f"{path} has the class name {name!r}; names are valid Unicode without zero bytes.")
+            raise DataError(f"{path} has the class name {name!r}; names must be valid Unicode without zero bytes.")
 
 
 def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -> None:
-    """Refuse labels outside 0 .. classes - 1.
+    """Raise unless all labels are in 0 .. classes - 1.
 
     Args:
-        first: number of the sample that `labels` begins with, for the message.
+        first: number of the first sample in `labels`, for the message.
 
     Raises:
-        DataError: the first label that is outside, and how many are.
+        DataError: a label is outside the range. The message has the first one and their number.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
@@ -258,18 +261,13 @@ def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -
 
 
 def changed(path: Path, names: Sequence[str]) -> DataError:
-    """Return the error for datasets that do not match their checksum."""
-    return DataError(f"In {path} {', '.join(names)} changed since the file was written; make it again.")
+    """Return the error for datasets that do not match their checksums."""
+    return DataError(f"In {path} {', '.join(names)} changed since the file was written; convert it again.")
 
 
 def digest_of(values: np.ndarray) -> str:
     """Return the sha256 of an array's bytes."""
     return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
-
-
-def sum_of(values: np.ndarray) -> int:
-    """Return the crc32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def names_digest(names: Sequence[str]) -> str:
@@ -278,7 +276,7 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def changed_datasets(contents: Stored) -> list[str]:
-    """Return the names of the datasets, other than the images, that do not match their checksum."""
+    """Return the names of datasets, other than the images, that do not match their checksums."""
     actual = {
         "labels": digest_of(contents.labels.astype("<i8", copy=False)),
         "mean": digest_of(contents.mean.astype("<f8", copy=False)),
@@ -294,18 +292,20 @@ def changed_datasets(contents: Stored) -> list[str]:
 
 
 def check_place(path: Path, images: StoredImages) -> None:
-    """Make sure that the images lie within the file.
+    """Raise unless the images lie within the file.
 
     Raises:
-        DataError: the file has fewer bytes than they need.
+        DataError: the file has fewer bytes than the images need.
     """
     needed = images.needed_bytes
     if images.stored_bytes != needed or images.offset is None:
         raise DataError(
-            f"The data file {path} is damaged: images of {images.shape} need {needed} bytes, it has {images.stored_bytes}."
+            f"The data file {path} is damaged: images of {images.shape} need {needed} bytes, but it has {images.stored_bytes}."
         )
     if images.offset + needed > path.stat().st_size:
-        raise DataError(f"The data file {path} is truncated: {images.offset + needed} bytes are needed, it has fewer.")
+        raise DataError(
+            f"The data file {path} is truncated: it has {path.stat().st_size} bytes instead of {images.offset + needed} or more."
+        )
 
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -315,15 +315,18 @@ ImageArray = np.ndarray | ReadImages
 
 
 class ImageFile:
-    """An open data file, with a read-only memory map and a descriptor, which end with the object.
+    """Open data file, with a read-only memory map and a descriptor, which are closed with the object.
 
     Attributes:
-        images: (N, H, W, C) uint8, read-only map, or what is read, decoded or made as one. To touch a map that its disk does
-            not give back ends the process; what trains reads `pixels`.
-        pixels: the same images, by what raises an error then. labels: (N,) int64, in memory.
-        class_names: one per class. mean, std: (C,) float64, in units of 0..1.
-        fit: how pictures were brought to the images' size ("crop", "squash"); None: unknown.
-        sums: (N,) crc32 of each sample's stored bytes; None: the file has none.
+        images: (N, H, W, C) uint8: a read-only map, or an object that reads, decodes or generates images. If the disk fails,
+            touching the map kills the process, so training reads `pixels`.
+        pixels: the same images, read in a way that raises errors instead.
+        labels: (N,) int64, in memory.
+        class_names: name of each class.
+        mean: (C,) float64, in units of 0..1.
+        std: (C,) float64, in units of 0..1.
+        fit: how pictures were brought to one size ("crop", "squash"); None: unknown.
+        sums: (N,) crc32 of each sample's stored bytes; None if missing.
     """
 
     def __init__(
@@ -350,13 +353,13 @@ class ImageFile:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) of every image."""
+        """(H, W, C) of each image."""
         height, width, channels = self.images.shape[1:]
         return height, width, channels
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all samples in the file; 0 of images that are made up."""
+        """Size of all samples in the file, in bytes; 0 for synthetic images."""
         return self.pixels.extents.size_bytes if isinstance(self.pixels, BlockReader) else 0
 
     def __len__(self) -> int:
@@ -364,28 +367,28 @@ class ImageFile:
 
     @property
     def stored_digest(self) -> str:
-        """sha256 of the images as they are stored: pixels, or picture files."""
+        """sha256 of the stored images: pixels or picture files."""
         return self.manifest["blob" if "blob" in self.manifest else "images"]
 
     def decode_by(self, threads: int) -> None:
-        """Let `threads` threads decode pictures from now on, if the file holds picture files."""
+        """Set the number of threads that decode pictures. No effect if the file holds pixels."""
         if isinstance(self.pixels, BlockReader):
             self.pixels.threads = threads
 
     def take_labels(self, samples: np.ndarray, out: np.ndarray) -> None:
-        """Write the labels of samples (n,) to `out` (n,): of those that were read in place of unreadable ones."""
+        """Write the labels of samples (n,) to `out` (n,). A replaced sample has the label of its replacement."""
         if isinstance(self.pixels, BlockReader) and (replaced := self.pixels.replaced):
             samples = np.array([replaced.get(sample, sample) for sample in samples.tolist()], np.int64)
-        # "clip" because "raise" makes NumPy gather into a copy first; a sampler's samples are in range.
+        # "clip", because with "raise" NumPy gathers into a copy first. A sampler's samples are always in range.
         np.take(self.labels, samples, out=out, mode="clip")
 
     @classmethod
     def open(cls, path: str | Path) -> ImageFile:
-        """Open for reading, without file locks (parallel file systems often have none).
+        """Open a data file for reading, without file locks, which parallel file systems often lack.
 
         Raises:
-            DataError: missing, not readable, truncated, empty, not of this format, with anything but the images other than its
-                checksum says, or with a label outside 0 .. classes - 1.
+            DataError: the file is missing, unreadable, truncated, empty, or not a data file; contents other than the images do
+                not match their checksums; or a label is outside 0 .. classes - 1.
         """
         contents = read_contents(Path(path))
         check(Path(path), contents)
@@ -393,10 +396,10 @@ class ImageFile:
 
     @classmethod
     def of(cls, path: Path, contents: Stored) -> ImageFile:
-        """Return the file with these contents, whose structure was checked.
+        """Return the file with these contents, whose structure has been checked.
 
         Raises:
-            DataError: it cannot be mapped into memory.
+            DataError: the file cannot be mapped into memory.
         """
         moments = np.asarray(contents.mean, np.float64), np.asarray(contents.std, np.float64)
         labels = np.asarray(contents.labels, np.int64)
@@ -405,10 +408,13 @@ class ImageFile:
         return cls(path, images, labels, contents.class_names, moments, digests, reader, contents.fit, contents.sums)
 
     def verify(self) -> None:
-        """Compare the samples' stored bytes with their sha256; reads the whole file. The rest was compared when it was opened.
+        """Compare the samples' stored bytes with their sha256, reading the whole file.
+
+        `open` has already compared the other contents.
 
         Raises:
-            DataError: they changed since the file was written. UnreadableError: they cannot be read.
+            DataError: the samples changed since the file was written.
+            UnreadableError: a sample cannot be read.
         """
         assert isinstance(self.pixels, BlockReader), "a file"
         digest = hashlib.sha256()
@@ -422,10 +428,10 @@ class ImageFile:
 
 
 def read_contents(path: Path) -> Stored:
-    """Read all of a data file but its images, unchecked.
+    """Read the contents of a data file other than the images, without checking them.
 
     Raises:
-        DataError: missing, not readable, truncated, empty, or not of this format.
+        DataError: the file is missing, unreadable, truncated, empty, or not a data file.
     """
     require_file(
         path,
@@ -447,10 +453,10 @@ def _read(path: Path) -> Stored:
         start = file.read(len(_SIGNATURE) + 1)
     if not start.startswith(_SIGNATURE):
         raise _damaged(path)
-    # The superblock's version. Structures of earlier ones have no checksums, so that a damaged byte may make HDF5 loop or crash.
+    # Version of the superblock. Before 2, structures have no checksums, so a damaged byte may make HDF5 loop or crash.
     if start[-1:] < b"\2":
         raise DataError(
-            f"{path} is an HDF5 file, but not a data file of hpctrain, as its structures have no checksums; make one with "
+            f"{path} is an HDF5 file, but not a data file of hpctrain, because its structures have no checksums; make one with "
             "`hpctrain data convert hdf5`."
         )
     with h5py.File(path, "r", locking=False) as opened:
@@ -461,7 +467,7 @@ def _read(path: Path) -> Stored:
         version = opened.attrs.get("version")
         if version not in (VERSION, ENCODED_VERSION):
             raise DataError(
-                f"{path} has version {version} of the data format, this hpctrain reads versions {VERSION} and "
+                f"{path} has version {version} of the data format; this hpctrain reads versions {VERSION} and "
                 f"{ENCODED_VERSION}; convert it again."
             )
         return read_stored(opened)
@@ -472,14 +478,14 @@ def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataErr
 
 
 def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
-    """Return the images, and what reads them from the one block that holds them."""
+    """Return the mapped images, and the reader of the block that holds them."""
     images = contents.images
     assert images.offset is not None, "checked"
     with system_errors_as(f"The data file {path} cannot be mapped into memory"):
         if images.offsets is None:
             mapped = np.memmap(path, np.uint8, "r", images.offset, images.shape)
             return np.asarray(mapped), MappedReader(path, mapped, images.offset)
-        from hpctrain.data.decoding import EncodedReader  # loads Pillow, which pixels do without
+        from hpctrain.data.decoding import EncodedReader  # loads Pillow, which pixels do not need
 
         block = np.memmap(path, np.uint8, "r", images.offset, (images.needed_bytes,))
         assert contents.sums is not None, "checked"
@@ -491,9 +497,9 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
 
 
 def class_difference(names: Sequence[str], others: Sequence[str]) -> str | None:
-    """Return how two lists of class names differ, in words; None if they are the same names in any order.
+    """Return the difference between two lists of class names, in words; None if they hold the same names in any order.
 
-    If a name stands for several classes, the order must be the same as well: nothing else distinguishes them.
+    If two classes have the same name, the order must be the same as well, because nothing else distinguishes these classes.
     """
     names, others = [*map(normal_name, names)], [*map(normal_name, others)]
     if len(names) != len(others):
@@ -506,14 +512,17 @@ def class_difference(names: Sequence[str], others: Sequence[str]) -> str | None:
 
 def _only(names: Sequence[str], others: Sequence[str]) -> str:
     alone = [f"{name!r}" for one, other in ((names, others), (others, names)) for name in one if name not in other][:1]
-    return f", {alone[0]} is in one of them only" if alone else ""
+    return f", {alone[0]} is in only one of them" if alone else ""
 
 
 def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile:
-    """Return the same file with the classes in the order of `names`, which `origin` has: its labels are mapped by name.
+    """Return the file with its classes in the order of `names`. Labels are mapped by name.
+
+    Args:
+        origin: origin of `names`, for messages.
 
     Raises:
-        DataError: it has other classes, or another number of them; the message names the first difference.
+        DataError: the file has other classes, or another number of them. The message names the first difference.
     """
     differs = class_difference(file.class_names, names)
     if differs is not None:
@@ -525,7 +534,7 @@ def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> Imag
     if names == file.class_names:
         return file
     label_of = {normal_name(name): label for label, name in enumerate(names)}
-    if len(label_of) < len(names):  # a name stands for several classes; `difference` then requires the same order
+    if len(label_of) < len(names):  # several classes have one name, so `class_difference` has required the same order
         mapped = np.arange(len(names))
     else:
         mapped = np.array([label_of[normal_name(name)] for name in file.class_names], np.int64)
@@ -534,19 +543,23 @@ def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> Imag
     return ImageFile(file.path, file.images, labels, names, moments, file.manifest, file.pixels, file.fit, file.sums)
 
 
-#: limits on the samples whose stored bytes are compared, in number and in bytes; at least two samples are
+#: limits of the samples whose stored bytes are compared: number and bytes; at least two samples are compared
 _MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """A training file, as plain data.
+    """Facts about a training file, as plain data.
 
     Args:
-        samples: images in it. shape: (H, W, C) of each. images, labels: sha256, as the file has it.
-        class_names: what outputs 0, 1, ... of the model mean.
-        mean, std: (C,), in units of 0..1: what images are normalised with.
-        fit: how pictures were brought to the shape ("crop", "squash"); None: the file does not say.
+        samples: number of images.
+        shape: (H, W, C) of each image.
+        images: sha256 of the images, as stored in the file.
+        labels: sha256 of the labels, as stored in the file.
+        class_names: class of each output 0, 1, ... of the model.
+        mean: (C,) mean for the normalisation, in units of 0..1.
+        std: (C,) standard deviation for the normalisation, in units of 0..1.
+        fit: how pictures were brought to the shape ("crop", "squash"); None: not stored in the file.
     """
 
     samples: int
@@ -560,7 +573,7 @@ class DataFacts:
 
     @classmethod
     def of(cls, file: ImageFile) -> DataFacts:
-        """Return the facts of an open file; reads no image."""
+        """Return the facts of an open file, without reading images."""
         return cls(
             samples=len(file),
             shape=file.shape,
@@ -574,24 +587,25 @@ class DataFacts:
 
     @classmethod
     def from_meta(cls, values: Mapping[str, Any]) -> DataFacts:
-        """Return the facts from JSON's version of `to_meta`."""
+        """Return the facts from the JSON form of `to_meta`."""
         plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         return cls(**plain)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the facts as JSON can hold them, to the last bit."""
+        """Return the facts as JSON-compatible data, with exact numbers."""
         values = asdict(self)
         if self.fit is None:
-            del values["fit"]  # which earlier versions of hpctrain do not know
+            del values["fit"]  # earlier versions of hpctrain lack this field
         return values
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """The form that pictures of any size are brought to, before they are augmented and normalised.
+    """Form to which pictures of any size are brought before augmentation and normalisation.
 
     Args:
-        shape: (H, W, C). fit: "crop" or "squash", see `decoding.decode`.
+        shape: (H, W, C).
+        fit: "crop" or "squash", see `decoding.decode`.
     """
 
     shape: tuple[int, int, int]
@@ -599,31 +613,31 @@ class ImageForm:
 
     @classmethod
     def of(cls, file: ImageFile | DataFacts) -> ImageForm:
-        """Return the form of a data file's images; if it does not say how it was made, the converters' default."""
+        """Return the form of a data file's images. If `fit` is missing, the converters' default is used."""
         height, width, channels = file.shape
         return cls((height, width, channels), file.fit or "crop")
 
     @classmethod
     def from_meta(cls, values: Mapping[str, Any]) -> ImageForm:
-        """Return the form from JSON's version of `to_meta`."""
+        """Return the form from the JSON form of `to_meta`."""
         height, width, channels = values["shape"]
         return cls((height, width, channels), values["fit"])
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the form as JSON can hold it."""
+        """Return the form as JSON-compatible data."""
         return asdict(self)
 
 
 def compared_facts(file: ImageFile) -> dict[str, Any]:
     """Return the facts by which ranks check that they have opened the same data, in the order of comparison.
 
-    They describe the samples, not the file format: if a file of pixels and one of picture files hold the same samples, the facts
-    that both have are equal. A fact that a format lacks is left out. Labels and the checksums of all samples are those that the
-    file declares. The stored bytes of at most 16 evenly spaced samples are read.
+    The facts describe the samples, not the file format: for a file of pixels and a file of picture files with the same samples,
+    the common facts are equal. Facts that a format lacks are left out. Labels and checksums of all samples are those declared by
+    the file. The stored bytes of at most 16 evenly spaced samples are read.
 
     Returns:
-        "samples", "shape", "classes", "labels" (sha256), "mean", "deviation", "image N" (crc32 of the pixels of sample N),
-        "sums" (sha256 of these of all samples) and "images" (sha256 of all pixels).
+        "samples", "shape", "classes", "labels" (sha256), "mean", "deviation", "image N" (crc32 of the pixels of sample N), "sums"
+        (sha256 over the pixel sums of all samples) and "images" (sha256 of all pixels).
     """
     reader, manifest = file.pixels, file.manifest
     facts: dict[str, Any] = {
@@ -652,16 +666,19 @@ def _numbers(values: np.ndarray) -> tuple[float, ...]:
 
 
 Split = Literal["train", "test"]
-_WINDOWS = 1 << 20  # places in the pool where an image may begin
-_STRIPES = 8  # of one brightness: wider than shifts of augmentations
-_MEASURED = 64  # images that mean and deviation are computed from
+_WINDOWS = 1 << 20  # number of places in the pool where an image may begin
+_STRIPES = 8  # number of stripes of constant brightness, wider than the shifts of augmentations
+_MEASURED = 64  # number of images from which mean and deviation are computed
 
 
 class SyntheticImages:
-    """Images that are made when they are read; it is indexed as an array (N, H, W, C) of uint8 is.
+    """Images generated when they are read; indexed like a uint8 array (N, H, W, C).
 
     Args:
-        split: test images are others than training images. labels: (N,), the class of each. shape: (H, W, C). classes: of all.
+        split: "train" or "test", which have different images.
+        labels: (N,) class of each image.
+        shape: (H, W, C).
+        classes: number of classes.
     """
 
     def __init__(self, split: Split, labels: np.ndarray, shape: tuple[int, int, int], classes: int) -> None:
@@ -678,7 +695,7 @@ class SyntheticImages:
         self._stripes = brightness.astype(np.uint8)[:, stripe]
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Return pixels of one sample (h, w, C) or of several (n, h, w, C), whole or a region of them."""
+        """Return pixels of one sample (h, w, C) or several (n, h, w, C), of whole images or a region."""
         samples, *region = index if isinstance(index, tuple) else (index,)
         rows, columns = region or (slice(None), slice(None))
         if isinstance(samples, slice):
@@ -698,7 +715,7 @@ class SyntheticImages:
         return out
 
     def _pixels(self, sample: int) -> np.ndarray:
-        """Return a view of the noise of an image."""
+        """Return the noise of an image, as a view of the pool."""
         begin = self._begins[sample]
         return self._pool[begin : begin + self._size].reshape(self.shape[1:])
 
@@ -708,10 +725,11 @@ class SyntheticImages:
 
 
 def synthetic_file(split: Split, samples: int, shape: tuple[int, int, int], classes: int) -> ImageFile:
-    """Return synthetic images as if they were in a data file; no file is read.
+    """Return synthetic images in the form of an open data file, without reading a file.
 
     Args:
-        samples: number of images; image n has class n modulo `classes`. shape: (H, W, C).
+        samples: number of images; image n has class n modulo `classes`.
+        shape: (H, W, C).
     """
     labels = np.arange(samples, dtype=np.int64) % classes
     names = tuple(f"class {number}" for number in range(classes))

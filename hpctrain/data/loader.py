@@ -1,8 +1,8 @@
-"""Batches of one rank: from data files, gathered, augmented and normalised ahead of time in one thread; or from arrays in memory.
+"""Batches of one rank, from data files (`Loader`) or from arrays in memory (`ArrayLoader`).
 
-A thread, not a process: a fork after MPI has started is not allowed, and the work (copies, Pillow, NumPy on large arrays)
-releases the interpreter's lock. Batches of a `Loader` live in a ring of buffers that is made once. An `ArrayLoader` takes
-images that lie in memory as floating-point arrays: no file, no augmentation, no thread.
+A `Loader` gathers, augments and normalises batches in advance, in a ring of preallocated buffers. It uses a thread instead of a
+process, because forking after MPI has started is not allowed, and because the work (copies, Pillow, NumPy on large arrays)
+releases the GIL. An `ArrayLoader` takes floating-point images in memory, without files, augmentation or threads.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hpctrain.data.image_file import ImageArray, ImageFile
 from hpctrain.data.pipeline import ImageSizes, Pipeline
 from hpctrain.data.sampler import Mixing, Sampler, counts
 
-#: The boxes of a split group's images (N, H, W, C) that its ranks read, by the number of samples of each rank and (H, W, C).
+#: function (samples of each rank of a split group, (H, W, C)) -> each rank's box of the group's images (N, H, W, C)
 TileOfRank = Callable[[tuple[int, ...], tuple[int, int, int]], Sequence[Box]]
 
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of a split group, whose ranks exchange activations: how many each rank has, and which rank this one is."""
+    """Numbers of samples of the ranks of a split group, which exchange activations, and this rank's number in the group."""
 
     counts: tuple[int, ...]
     split_rank: int = 0
@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True)
 class MixedWith:
-    """The partners of a rank's own samples: their labels (N,) int64, and the share that the samples' own labels keep."""
+    """Partners of a rank's samples: their labels (N,) int64, and the weight of the samples' own labels."""
 
     labels: np.ndarray
     weight: float
@@ -47,17 +47,21 @@ class MixedWith:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one step. The arrays are views into the loader's ring: valid until the next batch is asked for.
+    """One rank's share of one step. The arrays are views into the loader's ring, valid until the next batch is requested.
 
     Attributes:
-        x: (N, H, W, C) normalised images: of the rank's own samples, or the tile that it reads of all images of its split group;
-            or the pixels that they are to be made of.
-        y: (N,) int64 labels of its own samples; N may be 0. sample_ids: int64, of all samples of the split group, in order.
-        counts: samples of every rank, this one's included. global_count: their sum, by which the loss is divided.
-        epoch, step: step counts from 0 within the epoch, in batches of this size (the first of a resumed epoch rounds up).
-        share: the split group's samples; this rank's alone where the group is this rank.
-        mixed: where the images are mixed with those of others, by mixup or cutmix; None: they are not.
-        image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: that which the network was made for.
+        x: (N, H, W, C) normalised images of the rank's samples; or this rank's tile of the images of its split group; or the
+            pixels to compute the images from.
+        y: (N,) int64 labels of the rank's samples; N may be 0.
+        sample_ids: int64 numbers of all samples of the split group, in order.
+        counts: numbers of samples of all ranks.
+        global_count: sum of `counts`, by which the loss is divided.
+        epoch: number of the epoch, from 0.
+        step: number of the step in the epoch, from 0, in batches of this size; in a resumed epoch, the first one is rounded up.
+        share: samples of the split group, which may consist of this rank only.
+        mixed: partners of the samples in mixup or cutmix; None: the images are not mixed.
+        image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: the shape that the network was built
+            for.
     """
 
     x: np.ndarray | PixelBatch
@@ -73,7 +77,7 @@ class Batch:
 
 
 class LoaderRank(TypedDict):
-    """A rank's place among those that divide the batches, as keywords of a loader (see `Loader`)."""
+    """Place of a rank among the ranks that divide the batches, as keyword arguments of a loader (see `Loader`)."""
 
     rank: int
     ranks: int
@@ -83,16 +87,16 @@ class LoaderRank(TypedDict):
 
 
 class BatchSource(Protocol):
-    """Anything that yields this rank's batches, epoch by epoch: a `Loader`, or an `ArrayLoader`."""
+    """Source of this rank's batches, epoch by epoch: a `Loader` or an `ArrayLoader`."""
 
     sampler: Sampler
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of one epoch from its sample `first` on; every rank yields the same number of them."""
+        """Yield the batches of one epoch from its sample `first`; all ranks yield the same number of batches."""
 
 
 def cut(images: np.ndarray, box: Box) -> np.ndarray:
-    """Return a copy of the elements of a box of images (N, H, W, C); zeros where it reaches beyond them."""
+    """Return a copy of the elements of a box of images (N, H, W, C). Elements outside the images are zero."""
     out = np.zeros([stop - start for start, stop in box], images.dtype)
     inside = clip(box, images.shape)
     if size_of(inside):
@@ -109,7 +113,7 @@ def _gathered(images: ImageArray, ids: np.ndarray, out: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True)
 class _Slot:
-    """Memory of one batch of the largest size, flat; of partners' images and labels, too, where images are mixed."""
+    """Flat memory for the largest batch, and for the partners' images and labels if images are mixed."""
 
     x: np.ndarray
     y: np.ndarray
@@ -119,7 +123,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Division:
-    """How the samples of a step are divided: over all ranks, over the split group, and to this rank alone."""
+    """Division of the samples of a step: over all ranks, over the split group, and the slices of the group and of this rank."""
 
     counts: tuple[int, ...]
     share: Share
@@ -128,7 +132,7 @@ class _Division:
 
 
 class _Batches:
-    """Base of the loaders: a rank's place among those that divide the batches of a sampler."""
+    """Base of the loaders: the rank's place among the ranks that divide the batches of a sampler."""
 
     def __init__(
         self,
@@ -158,22 +162,24 @@ class _Batches:
 
 
 class Loader(_Batches):
-    """Batches of rank `rank` of `ranks`: its own samples, or the tile that it reads of its split group's.
+    """Batches of rank `rank` of `ranks`: whole images of its samples, or its tile of the images of its split group.
 
-    A sampler without shuffling and a pipeline without augmentations make it an evaluation loader: every sample once, in order.
-    Where a rank reads tiles of images, only those pixels are read from the file that the tiles may be made of.
+    With a sampler without shuffling and a pipeline without augmentations, it is an evaluation loader that yields every sample
+    once, in order. If a rank reads tiles, only the pixels that may be needed for them are read from the file.
 
     Args:
-        file: the images; the loader keeps a reference to its map.
-        split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images, as
-            they come out of the pipeline; zeros beyond them. None: each rank reads its own samples.
-        shards: number of shards over which a step's samples are divided, a multiple of the ranks; None: over the ranks.
-        prefetch: batches made ahead of the one in use; 0: none, and no thread.
-        pixels: the images of the file as they are read: through levels that keep some of them. None: from the file itself.
-        mixing: of the images of a step with each other; None: they are not mixed.
-        sizes: of images by epoch, to which the pipeline brings them; None: as the pipeline makes them, in all epochs.
-        leaves_pixels: batches are pixels and what is left to do to them, where the pipeline can say that, images are whole and
-            not mixed; else images all the same.
+        file: images; the loader keeps a reference to its map.
+        split_size: number of neighbouring ranks that form a split group.
+        tiles: function that returns each rank's box of the group's images after the pipeline, with zeros outside the images.
+            None: each rank reads its own samples.
+        shards: number of shards into which the samples of a step are divided, a multiple of the number of ranks; None: number of
+            ranks.
+        prefetch: number of batches made in advance; 0: none, without a thread.
+        pixels: reader of the file's images, such as a cache; None: the file itself.
+        mixing: mixing of the images of a step; None: images are not mixed.
+        sizes: sizes of images by epoch; None: the pipeline's size in all epochs.
+        leaves_pixels: whether batches hold pixels and the remaining steps for a kernel set. Ignored if images are tiled or mixed,
+            or if the pipeline does not support it.
     """
 
     def __init__(
@@ -210,18 +216,18 @@ class Loader(_Batches):
 
     @property
     def pixels(self) -> ImageArray:
-        """The file's images as they are read."""
+        """Reader of the file's images."""
         return self._images
 
     def read_through(self, pixels: ImageArray) -> None:
-        """Read the file's images through these from now on, which are the same; between two epochs."""
+        """Set the reader of the file's images, which must return the same images. Call it between two epochs."""
         assert not self._in_use
         self._images = pixels
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of one epoch from its sample `first` on; every rank yields the same number of them.
+        """Yield the batches of one epoch from its sample `first`; all ranks yield the same number of batches.
 
-        An error in the thread is raised here. Closing the generator early ends the thread. One epoch at a time.
+        Errors in the thread are raised here. Closing the generator early ends the thread. Only one epoch may be in progress.
         """
         assert not self._in_use, "an epoch of this loader is still being read; close it first"
         self._in_use = True
@@ -238,7 +244,7 @@ class Loader(_Batches):
             self._in_use = False
 
     def _take_size(self, epoch: int) -> None:
-        """Make images of the epoch's size from now on; release what was made for another one."""
+        """Switch to the image size of an epoch, and release buffers of another size."""
         if self._sizes is None:
             return
         pipeline = self._any_size.resized(self._sizes.at(epoch))
@@ -249,7 +255,7 @@ class Loader(_Batches):
             self._box_of, self._ring = {}, []
 
     def _allocate(self, first: int) -> None:
-        """Allocate memory for the batches of whole epochs and of one that begins at `first`, whose last batch may be smaller."""
+        """Allocate memory for the batches of whole epochs and of an epoch from `first`, whose last batch may be smaller."""
         shares = {share.counts: share for start in (0, first) for share in self._shares(start)}
         if self._ring and shares.keys() <= self._box_of.keys():
             return
@@ -267,7 +273,7 @@ class Loader(_Batches):
         return _Slot(np.empty(size, dtype), np.empty(labels, np.int64), *partners)
 
     def _shares(self, first: int) -> list[Share]:
-        """Return one share for each size of batch from the epoch's sample `first` on."""
+        """Return the share of each size of batch in the epoch from its sample `first`."""
         steps = self.sampler.steps(first)
         return [self._divide(self.sampler.global_count(step, first)).share for step in {0, steps - 1} if 0 <= step < steps]
 
@@ -286,13 +292,13 @@ class Loader(_Batches):
         share, group_ids, own_ids = division.share, ids[division.group], ids[division.own]
         box = self._box_of[share.counts]
         x = self._pixels_of(slot, own_ids, epoch) if self._leaves_pixels else self._images_of(slot, group_ids, epoch, box)
-        self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images: others may replace some
+        self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images, because samples may be replaced
         mixed = self._mix(slot, ids[::-1], epoch, begin + step * self.sampler.batch, box, division)
         number, labels = -(-begin // self.sampler.batch) + step, slot.y[: len(own_ids)]
         return Batch(x, labels, group_ids, division.counts, len(ids), epoch, number, share, mixed, self.image_shape)
 
     def _pixels_of(self, slot: _Slot, ids: np.ndarray, epoch: int) -> PixelBatch:
-        """Return the batch of `ids`, with its pixels in a slot."""
+        """Return the batch of samples `ids`, with its pixels in a slot."""
         shape = len(ids), *self._pixel_shape
         pixels = slot.x[: math.prod(shape)].reshape(shape)
         raw = _gathered(self._images, ids, pixels if self._pipeline.keeps_pixels else self._raw[: len(ids)])
@@ -305,7 +311,7 @@ class Loader(_Batches):
         return x
 
     def _fill(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
-        """Write the elements of `box` of the images of `ids`, as the pipeline makes them, to x."""
+        """Write the elements of `box` of the images of `ids`, after the pipeline, to `x`."""
         if self._is_whole(box):
             raw = _gathered(self._images, ids, self._raw[: len(ids)])
             self._pipeline(raw, ids, epoch, x)
@@ -313,11 +319,12 @@ class Loader(_Batches):
             self._make_region(ids, epoch, box, x)
 
     def _mix(self, slot: _Slot, partner_ids: np.ndarray, epoch: int, place: int, box: Box, of: _Division) -> MixedWith | None:
-        """Mix the images of a slot with those of their partners.
+        """Mix the images of a slot with the images of their partners.
 
         Args:
-            partner_ids: of the step's samples over all ranks, in their order. place: of the first of these in the epoch.
-            of: how these samples are divided.
+            partner_ids: partners of the step's samples over all ranks, in the order of the samples.
+            place: number of the step's first sample in the epoch.
+            of: division of the samples.
         """
         mix = None if self._mixing is None else self._mixing.draw(epoch, place, *self.image_shape[:2])
         if mix is None:
@@ -330,7 +337,7 @@ class Loader(_Batches):
         return MixedWith(slot.partner_labels[: len(own)], mix.weight)
 
     def _make_region(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
-        """Fill x with the elements of `box` of the images; zeros where it reaches beyond them."""
+        """Fill `x` with the elements of `box` of the images. Elements outside the images are zero."""
         height, width, channels = self.image_shape
         wanted = (box[1], box[2])
         existing = clip(wanted, (height, width))
@@ -355,14 +362,14 @@ class Loader(_Batches):
 
 
 class _Failure:
-    """An error on its way from the thread to the consumer."""
+    """Error passed from the thread to the consumer."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch]) -> Iterator[Batch]:
-    """Yield batches of `steps`, made in a thread in the slots of `ring`; a slot is filled again once its batch is consumed."""
+    """Yield batches of `steps`, made by a thread in the slots of `ring`. A slot is reused once its batch is consumed."""
     free: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
     ready: queue.SimpleQueue[Batch | _Failure] = queue.SimpleQueue()
     for slot in ring:
@@ -375,7 +382,7 @@ def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch])
                 if slot is None:
                     return
                 ready.put(make(slot, step))
-        except BaseException as error:  # whatever it is, the consumer must not wait forever
+        except BaseException as error:  # of any kind, or the consumer would wait forever
             ready.put(_Failure(error))
 
     thread = threading.Thread(target=work, name="hpctrain-loader", daemon=True)
@@ -388,14 +395,14 @@ def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch])
             yield item
             free.put(ring[number % len(ring)])
     finally:
-        # Slots still in the queue would be filled before the stop mark is seen.
+        # Slots still in the queue would be filled before the thread receives the stop mark.
         while not free.empty():
             free.get()
         free.put(None)
         thread.join()
 
 
-# Images are examined in blocks of the first size. If they exceed the second, as memory maps may, some blocks are skipped.
+# Size of the blocks in which images are examined, and maximum size of all examined blocks; beyond it some are skipped.
 _BLOCK_BYTES, _MOST_BYTES = 1 << 22, 1 << 29
 
 
@@ -424,22 +431,24 @@ def as_samples(images: Any, labels: Any, classes: int, dtype: np.dtype | str) ->
     """Check images and labels, and return them as arrays for an `ArrayLoader`.
 
     Args:
-        images: array-like (N, H, W, C), floating. labels: array-like (N,), integers.
-        classes: number of classes; labels are in 0 .. classes - 1. dtype: floating dtype of the returned images.
+        images: array-like (N, H, W, C), floating-point.
+        labels: array-like (N,), integers in 0 .. classes - 1.
+        classes: number of classes.
+        dtype: floating dtype of the returned images.
 
     Raises:
-        DataError: not convertible to an array, another kind of numbers, an image that is not finite in `dtype`, or a label
-            outside its range.
-        ShapeError: arrays of other shapes.
+        DataError: an argument cannot be converted to an array or has another kind of dtype, an image is not finite in `dtype`, or
+            a label is outside its range.
+        ShapeError: the arrays have other shapes.
     """
     pixels, numbers = _array("images", images), _array("labels", labels)
     if pixels.dtype.kind != "f":
         raise DataError(
-            f"images has dtype {pixels.dtype}, but must be floating-point, normalised by you; "
-            "give (images / 255.0 - mean) / deviation for pixels of 0 to 255."
+            f"images has dtype {pixels.dtype}, but must be floating-point and normalised; "
+            "for pixels of 0 to 255, give (images / 255.0 - mean) / deviation."
         )
     if numbers.dtype.kind not in "iu":
-        raise DataError(f"labels has dtype {numbers.dtype}, but must be integers from 0 to {classes - 1}; give their numbers.")
+        raise DataError(f"labels has dtype {numbers.dtype}, but must be integers from 0 to {classes - 1}; give class numbers.")
     count = pixels.shape[0] if pixels.ndim else 0
     if pixels.ndim != 4 or numbers.shape != (count,) or not count:
         raise _no_samples(pixels, numbers, max(1, count))
@@ -455,7 +464,7 @@ def as_samples(images: Any, labels: Any, classes: int, dtype: np.dtype | str) ->
         if not np.isfinite(block).all():
             sample = begin + int(np.flatnonzero(~np.isfinite(block.reshape(len(block), -1)).all(axis=1))[0])
             raise DataError(
-                f"Sample {sample} of images holds a value that is not finite in {pixels.dtype}; mend it, or leave it out."
+                f"Sample {sample} of images holds a value that is not finite in {pixels.dtype}; correct it, or leave it out."
             )
     return Samples(pixels, numbers.astype(np.int64, copy=False))
 
@@ -465,7 +474,7 @@ def _array(name: str, values: Any) -> np.ndarray:
         return np.asarray(values)
     except Exception as error:  # ragged lists, tensors on a device, anything that __array__ may raise
         reason = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"{name} is no array and cannot be made one ({reason}); give an array of NumPy.") from error
+        raise DataError(f"{name} cannot be converted to an array ({reason}); give a NumPy array.") from error
 
 
 def _no_samples(images: np.ndarray, labels: np.ndarray, count: int) -> ShapeError:
@@ -476,7 +485,7 @@ def _no_samples(images: np.ndarray, labels: np.ndarray, count: int) -> ShapeErro
 
 
 def _blocks(images: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (number of the first sample, images) of each block; of evenly spaced blocks if the images exceed 512 MiB."""
+    """Yield (number of the first sample, images) of each block, or of evenly spaced blocks if the images exceed 512 MiB."""
     rows = max(1, _BLOCK_BYTES // max(1, images[:1].nbytes))
     begins = np.arange(0, len(images), rows)
     if images.nbytes > _MOST_BYTES:
@@ -486,18 +495,20 @@ def _blocks(images: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 class ArrayLoader(_Batches):
-    """Batches of rank `rank` of `ranks`, made as a `Loader` makes those of a file.
+    """Batches of rank `rank` of `ranks` from arrays, divided like the batches of a `Loader`.
 
     Args:
-        images: (N, H, W, C), of the network's dtype, the same on every rank; the loader keeps a reference.
-        labels: (N,) integers from 0. sampler: of N samples.
-        split_size: neighbouring ranks that form a split group. tiles: the box that each of them reads of the group's images;
-            None: each rank reads its own samples.
-        shards: number of shards over which a step's samples are divided, a multiple of the ranks; None: over the ranks.
-        mixing: of the images of a step with each other; None: they are not mixed.
+        images: (N, H, W, C) of the network's dtype, equal on every rank; the loader keeps a reference.
+        labels: (N,) integers from 0.
+        sampler: sampler of N samples.
+        split_size: number of neighbouring ranks that form a split group.
+        tiles: function that returns each rank's box of the group's images; None: each rank reads its own samples.
+        shards: number of shards into which the samples of a step are divided, a multiple of the number of ranks; None: number of
+            ranks.
+        mixing: mixing of the images of a step; None: images are not mixed.
 
     Raises:
-        ShapeError: arrays of other shapes, or of another number of samples.
+        ShapeError: the arrays have other shapes, or another number of samples.
     """
 
     def __init__(
@@ -521,7 +532,7 @@ class ArrayLoader(_Batches):
         self._image_shape = height, width, channels
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of one epoch from its sample `first` on; every rank yields the same number of them."""
+        """Yield the batches of one epoch from its sample `first`; all ranks yield the same number of batches."""
         for step in range(self.sampler.steps(first)):
             yield self._make(epoch, step, first)
 
@@ -541,6 +552,6 @@ class ArrayLoader(_Batches):
         return Batch(x, labels, ids[division.group], division.counts, len(ids), epoch, number, share, mixed, shape)
 
     def _cut(self, ids: np.ndarray, box: Box | None) -> np.ndarray:
-        """Return a copy of the images of samples, or of a box of these."""
+        """Return a copy of the images of samples, or of a box of these images."""
         images = self._images[ids]
         return images if box is None else cut(images, box)

@@ -1,13 +1,13 @@
-"""A copy of samples on the local disk of a node, written as they are first read from the data file.
+"""Local copy of samples on a disk of the node, written as samples are first read from the data file.
 
-The file is read and written by system calls, never mapped: a disk that is full, or a file that is cut short, is an
-error of a call and no signal. Each sample has a checksum in memory of the node, so that bytes that have changed are noticed,
-and read from the data file again.
+The file is read and written by system calls, never mapped, so a full disk or a truncated file causes an error instead of a
+signal. A checksum per sample, in memory shared by the node, detects changed bytes; such samples are read from the data file
+again.
 
-A copy that is not kept has no name from the moment it is made, so that no other program finds it, and nothing is left where
-ranks are killed. One that is kept for a later run has a name that follows from the data file, and is locked while a job uses
-it: a second job on the node takes a copy of its own. What it holds is written to an index next to it at the end of a job; a
-file without an index that fits holds nothing.
+A temporary copy is unlinked immediately after its creation, so no other program finds it, and nothing is left if ranks are
+killed. A copy that is kept for later runs has a name derived from the data file, and is locked while a job uses it; a second job
+on the node uses a temporary copy. At the end of a job, the samples in the copy are recorded in an index file next to it. A copy
+without a matching index counts as empty.
 """
 
 from __future__ import annotations
@@ -34,24 +34,29 @@ from hpctrain.core.log import get_logger
 from hpctrain.data.image_file import ImageFile
 from hpctrain.storage.atomic_write import write_bytes
 
-_ABSENT, _THERE = range(2)
+_ABSENT, _PRESENT = range(2)
 _CHECKSUM_BYTES = 4
 
 
 def table_bytes(count: int) -> int:
-    """Return the memory in bytes for the checksums and states of `count` samples."""
+    """Return the bytes of memory for the checksums and states of `count` samples."""
     return count * (_CHECKSUM_BYTES + 1)
 
 
 class LocalCopy:
-    """The local copy of samples `first` .. `first + count - 1`. Any thread of any rank of the node may read and write.
+    """Local copy of samples `first` .. `first + count - 1`. Any thread of any rank of the node may read and write.
 
     Args:
-        descriptor: of the file; this object owns it and closes it at its end. sample_bytes: of each sample.
-        table: memory of the node's ranks, of `table_bytes(count)`; zeros where the file holds nothing yet.
+        descriptor: descriptor of the file, owned by this object, which closes it.
+        sample_bytes: size of each sample.
+        table: memory shared by the node's ranks, of `table_bytes(count)` bytes; zero for samples that are not in the file.
 
     Attributes:
-        first, count, sample_bytes: as given. checksums, states: views of the table, (count,) uint32 and uint8.
+        first: number of the first sample.
+        count: number of samples.
+        sample_bytes: size of each sample.
+        checksums: (count,) uint32, view of the table.
+        states: (count,) uint8, view of the table.
     """
 
     def __init__(self, descriptor: int, sample_bytes: int, table: SharedMemory, first: int, count: int) -> None:
@@ -69,26 +74,26 @@ class LocalCopy:
         return self.first <= sample < self.first + self.count
 
     def read(self, sample: int, out: memoryview) -> bool:
-        """Read a sample; return False if it is not there or has changed, and `out` then holds anything."""
+        """Read a sample into `out`, and return whether it is in the copy and unchanged. Otherwise `out` is undefined."""
         if not self.keeps(sample):
             return False
         number = sample - self.first
-        if self.states[number] != _THERE:
+        if self.states[number] != _PRESENT:
             return False
         self._table.fence()
         why = self._read(out, number * self.sample_bytes)
         if why is None and zlib.crc32(out) != self.checksums[number]:
-            why = "bytes of it have changed"
+            why = "bytes have changed"
         if why is None:
             return True
         self.states[number] = _ABSENT
         self._warn_once(
-            f"the node's local copy of samples cannot be trusted ({why}); these samples are read from the data file again"
+            f"the node's local copy of samples is damaged ({why}); the affected samples are read from the data file again"
         )
         return False
 
     def write(self, sample: int, stored: memoryview) -> None:
-        """Write a sample, if the file has a place for it and the disk has room."""
+        """Write a sample if the file has a place for it and the disk has space."""
         if self._full or not self.keeps(sample):
             return
         number = sample - self.first
@@ -99,46 +104,49 @@ class LocalCopy:
         except OSError as error:
             self._full = True
             self._warn_once(
-                f"the node's local copy of samples gets no larger ({error.strerror}); others are read from the data file"
+                f"the node's local copy of samples cannot grow ({error.strerror}); other samples are read from the data file"
             )
             return
         self.checksums[number] = zlib.crc32(stored)
         self._table.fence()
-        self.states[number] = _THERE
+        self.states[number] = _PRESENT
 
     def _read(self, out: memoryview, offset: int) -> str | None:
-        """Fill `out` from the file; return why that cannot be done, else None."""
+        """Fill `out` from the file; return the reason of a failure, otherwise None."""
         done = 0
         try:
             while done < len(out):
                 count = os.preadv(self._descriptor, [out[done:]], offset + done)
                 if not count:
-                    return "it is cut short"
+                    return "it is truncated"
                 done += count
         except OSError as error:
             return error.strerror or str(error)
         return None
 
     def _warn_once(self, sentence: str) -> None:
-        """Log a sentence once."""
+        """Log a warning if it was not logged before."""
         if sentence not in self._logged:
             self._logged.add(sentence)
             get_logger(__name__).warning(sentence)
 
 
-# Of the free space of a disk, that is taken at most.
+# Maximum share of a disk's free space for the copy.
 _SHARE_OF_DISK = 0.9
 _PREFIX = f"hpctrain-{os.getuid()}-"
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A node's local copy of a data file.
+    """Local copy of a data file, as opened by the ranks of a node.
 
     Attributes:
-        copy: None: there is none. n_bytes: of the file, when all is there. found: samples of an earlier run in it.
-        denied: why it is none, or smaller than asked for; empty: it is neither.
-        index: where the first rank of the node writes down what it holds, with what it is known by; None: it is not kept.
+        copy: open copy; None if there is none.
+        n_bytes: size of the complete copy.
+        found: number of samples of an earlier run in it.
+        denied: reason why there is no copy, or a smaller one than requested; empty otherwise.
+        index: file to which the first rank of the node writes the index at the end; None: the copy is temporary.
+        known_by: facts that identify the data file, for the index.
     """
 
     copy: LocalCopy | None = None
@@ -149,22 +157,24 @@ class LocalFile:
     known_by: Mapping[str, object] = field(default_factory=dict)
 
     def keep(self) -> None:
-        """Write down what the copy holds, where it is kept. By the first rank of the node, once all have read."""
+        """Write the index of a kept copy. The first rank of the node calls it after all ranks have finished reading."""
         if self.index is None or self.copy is None:
             return
         tables = self.copy.states.tobytes() + self.copy.checksums.tobytes()
         header = json.dumps({**self.known_by, "count": self.copy.count, "crc32": zlib.crc32(tables)}).encode()
-        with contextlib.suppress(OSError):  # without it the next run reads the data file again
+        with contextlib.suppress(OSError):  # without an index the next run reads the data file again
             write_bytes(self.index, header + b"\n" + tables)
 
 
 @dataclass(frozen=True)
 class LocalRequest:
-    """A wish for a local copy.
+    """Request for a local copy.
 
     Attributes:
-        directory: with variables of the environment. limit: bytes; None: what the disk has. first: of the samples; kept: for a
-            later run.
+        directory: directory of the copy, which may contain environment variables.
+        limit: maximum size in bytes; None: limited by the disk.
+        first: number of the first sample in the copy.
+        kept: whether the copy is kept for later runs.
     """
 
     directory: str
@@ -175,7 +185,12 @@ class LocalRequest:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A file that one rank has made for its node; count: of samples that it has room for. path: None: it has no name."""
+    """File that the first rank of a node has created.
+
+    Attributes:
+        count: number of samples that it has space for.
+        path: path of a kept file; None: a temporary one.
+    """
 
     descriptor: int = -1
     count: int = 0
@@ -184,7 +199,10 @@ class _Prepared:
 
 
 def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> LocalFile:
-    """Return the local copy of a file for the ranks of a node, or why there is none. Collective over the node; start-up only."""
+    """Return the local copy of a file for the ranks of a node, or the reason why there is none.
+
+    Collective over the node, at start-up only.
+    """
     known_by = _identity(file)
     mine = _prepare(file, request, known_by) if node.rank == 0 else _Prepared()
     prepared, process = node.broadcast_object((mine, os.getpid()))
@@ -202,7 +220,7 @@ def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> Lo
     refused = next((reason for reason, _ in opened if reason), table.denied)
     if refused or len({number for _, number in opened}) > 1:
         _close(descriptor)
-        return LocalFile(denied=f"the ranks of a node cannot share it ({refused or 'they do not see each other'})")
+        return LocalFile(denied=f"the ranks of a node cannot share it ({refused or 'they open different files'})")
     copy = LocalCopy(descriptor, int(np.prod(file.shape)), table, request.first, prepared.count)
     index = None if prepared.path is None else prepared.path.with_suffix(".index")
     found = _load(copy, index, known_by) if index is not None and node.rank == 0 else 0
@@ -210,7 +228,7 @@ def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> Lo
 
 
 def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, object]) -> _Prepared:
-    """Make a file in the directory, and determine how many samples it has room for."""
+    """Create a file in the directory, and determine the number of samples that it has space for."""
     image_bytes, wanted = int(np.prod(file.shape)), len(file) - request.first
     if wanted <= 0:
         return _Prepared()
@@ -219,7 +237,7 @@ def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, obje
         directory = _directory(request.directory)
         descriptor, path = _make(directory, known_by, kept=request.kept)
         system = os.fstatvfs(descriptor)
-        # Most of what is free on the disk, and what the file has already.
+        # Most of the free space on the disk, and the space that the file already has.
         room = int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize) + os.fstat(descriptor).st_blocks * 512
     except OSError as error:
         _close(descriptor)
@@ -231,10 +249,10 @@ def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, obje
 
 
 def _directory(name: str) -> Path:
-    """Return the directory that a name with variables stands for; makes it if it is missing.
+    """Return the directory for a name with environment variables, and create it if it is missing.
 
     Raises:
-        OSError: a variable is not set, or there can be no such directory.
+        OSError: a variable is not set, or the directory cannot be created.
     """
     try:
         path = Path(expanded(name))
@@ -245,7 +263,7 @@ def _directory(name: str) -> Path:
 
 
 def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tuple[int, Path | None]:
-    """Make a file for this job alone: the kept one of that data; a nameless one if another job uses that or none is kept."""
+    """Create a file for this job: the kept one of this data, or a temporary one if another job uses it or none is to be kept."""
     if kept:
         name = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
         path = directory / f"{_PREFIX}{name}.samples"
@@ -262,7 +280,7 @@ def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tup
 
 
 def _identity(file: ImageFile) -> dict[str, object]:
-    """Return what identifies a data file: the checksum of its samples, the images' shape, its size and time."""
+    """Return the facts that identify a data file: checksum of its samples, shape of the images, size and time of modification."""
     status = os.stat(file.path)
     return {
         "images": file.stored_digest,
@@ -273,7 +291,7 @@ def _identity(file: ImageFile) -> dict[str, object]:
 
 
 def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
-    """Load the index of a kept file, which an earlier run has written; return the number of samples."""
+    """Load the index of a kept copy, and return the number of samples in the copy; 0 without a matching index."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         header, _, tables = index.read_bytes().partition(b"\n")
         values = json.loads(header)
@@ -288,7 +306,7 @@ def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
 
 
 def _number(descriptor: int) -> tuple[int, int]:
-    """Return the number of an open file in the system."""
+    """Return device and inode number of an open file."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 

@@ -1,7 +1,7 @@
-"""The few operations of OpenCV that images go through, each on one image and in the thread that calls it.
+"""Operations of OpenCV on one image, in the calling thread.
 
-OpenCV is loaded with this module, so only where an operation is used. It starts no threads of its own: how many threads make a
-batch is `data.threads`, and each of these calls releases the interpreter's lock.
+OpenCV is loaded with this module, so it is imported only if an operation is used. OpenCV's own threads are off: `data.threads`
+sets the number of threads that make a batch, and each of these calls releases the GIL.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ cv2.setNumThreads(0)
 def enlarge(image: np.ndarray, out: np.ndarray) -> None:
     """Resize an image (h, w, C) uint8 bilinearly to `out` (H, W, C), with H >= h and W >= w.
 
-    Each pixel is rounded once, in whole-number arithmetic: the same bits on every processor, and where an image's other pixels
-    change.
+    Each pixel is rounded once, in integer arithmetic, so the result is bitwise equal on every processor, and does not depend on
+    distant pixels.
     """
     if 1 < image.shape[2] <= _MOST_CHANNELS:
         size = out.shape[1], out.shape[0]
@@ -30,7 +30,7 @@ def enlarge(image: np.ndarray, out: np.ndarray) -> None:
 
 
 def mirror(image: np.ndarray, out: np.ndarray) -> None:
-    """Write an image (H, W, C) uint8 with left and right exchanged to `out`; they do not overlap."""
+    """Write an image (H, W, C) uint8 with left and right exchanged to `out`, which must not overlap it."""
     _keep(cv2.flip(image, 1, dst=_target(out)), out)
 
 
@@ -38,13 +38,13 @@ def look_up(image: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
     """Write `table[0, value, channel]` of each element of an image (H, W, C) uint8 to `out`.
 
     Args:
-        table: (1, 256, C) float32 or float64, as `out`.
+        table: (1, 256, C), with the dtype of `out`: float32 or float64.
     """
     _keep(cv2.LUT(image, table, dst=_target(out)), out)
 
 
 def _target(out: np.ndarray) -> np.ndarray | None:
-    """Return `out` if OpenCV can write to it, which drops a last dim of 1; None if it must return an array of its own."""
+    """Return `out` if OpenCV can write to it; None if OpenCV must return a new array, because it drops a last dim of 1."""
     return out if out.flags.c_contiguous and out.shape[-1] > 1 else None
 
 

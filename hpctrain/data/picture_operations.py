@@ -1,6 +1,6 @@
-"""Operations on pictures whose strength is a number, by Pillow: torchvision's list of them, and its pixels.
+"""Picture operations with a strength, computed by Pillow: torchvision's list of operations, with its pixels.
 
-Each of them is what `torchvision.transforms.autoaugment` does to a PIL image.
+Each operation equals the one in `torchvision.transforms.autoaugment` for PIL images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.core.errors import ShapeError
 
 Resampling = Image.Resampling
 
-#: by the name of an interpolation
+#: Pillow's filter, by the name of an interpolation
 RESAMPLING: Mapping[str, Resampling] = {"nearest": Resampling.NEAREST, "bilinear": Resampling.BILINEAR}
 
 _Operation = Callable[[Image.Image, float, Resampling], Image.Image]
@@ -25,10 +25,14 @@ _MOST_POSTERIZED_BITS = 8
 
 @dataclass(frozen=True)
 class OperationRanges:
-    """The greatest strength of each operation.
+    """Maximum strength of each operation.
 
-    shear: pixels of shift per pixel. rotation: degrees. enhancement: of brightness, colour, contrast and sharpness, added to or
-    taken from 1. posterized_bits: that are taken from 8. translation: pixels; None: 150 / 331 of the image's width or height.
+    Attributes:
+        shear: shift per pixel, in pixels.
+        rotation: angle in degrees.
+        enhancement: change of brightness, colour, contrast and sharpness, added to or subtracted from 1.
+        posterized_bits: number of bits removed of 8.
+        translation: shift in pixels; None: 150 / 331 of the image's width or height.
     """
 
     shear: float
@@ -38,7 +42,7 @@ class OperationRanges:
     translation: float | None
 
     def magnitude(self, name: str, position: int, bins: int, size: tuple[int, int]) -> float:
-        """Return the magnitude of an operation at the position 0 .. bins - 1, for images of `size` (H, W)."""
+        """Return the magnitude of an operation at a position in 0 .. bins - 1, for images of `size` (H, W)."""
         if name == "posterize":
             return float(_MOST_POSTERIZED_BITS - round(position / ((bins - 1) / self.posterized_bits)))
         if name == "solarize":
@@ -57,10 +61,10 @@ class OperationRanges:
 
 
 def _between(start: float, stop: float, position: int, bins: int) -> float:
-    """Return element `position` of `bins` from start to stop in single precision, as torch.linspace rounds it.
+    """Return element `position` of `bins` from start to stop in single precision, rounded like torch.linspace.
 
-    The last bit counts: torchvision moves by whole pixels, and of its 32 the middle one of 31 steps is 15.999999, thus 15. The
-    product is not rounded, as processors add and multiply at once.
+    The last bit matters: torchvision shifts by whole pixels, and the middle of 31 steps of its range up to 32 is 15.999999, thus
+    15. The product is not rounded, because processors use fused multiply-add.
     """
     first, last = np.float32(start), np.float32(stop)
     step = float((last - first) / np.float32(bins - 1))
@@ -70,7 +74,7 @@ def _between(start: float, stop: float, position: int, bins: int) -> float:
 
 
 def _sheared_x(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
-    # By way of the angle, as torchvision does it: the last bit of the matrix may decide which pixel is the nearest.
+    # Via the angle, like torchvision, because the last bit of the matrix may decide which pixel is nearest.
     return _affine(picture, (1.0, math.tan(_angle(magnitude)), 0.0, 0.0, 1.0, 0.0), resample)
 
 
@@ -97,7 +101,7 @@ def _affine(picture: Image.Image, matrix: tuple[float, ...], resample: Resamplin
 
 _Enhancement = Callable[[Image.Image], ImageEnhance._Enhance]
 
-#: the operations that are an enhancement by 1 + magnitude
+#: operations that are an enhancement by 1 + magnitude
 ENHANCEMENTS: Mapping[str, _Enhancement] = {
     "brightness": ImageEnhance.Brightness,
     "color": ImageEnhance.Color,
@@ -125,14 +129,15 @@ NAMES = (
     *("posterize", "solarize", "autocontrast", "equalize"),
 )
 
-#: whose magnitude may be negative as well
+#: operations whose magnitude may be negative
 SIGNED = frozenset((*NAMES[1:6], *ENHANCEMENTS))
 
 
 def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolation: str) -> np.ndarray:
-    """Return an image (H, W, C) uint8, C 1 or 3, after the named operations; it may be the same array.
+    """Return an image (H, W, C) uint8, C being 1 or 3, after the named operations. It may be the same array.
 
     Args:
+        choices: (operation, magnitude) pairs, in order.
         interpolation: one of `RESAMPLING`.
     """
     resample = RESAMPLING[interpolation]
@@ -146,10 +151,10 @@ def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolati
 
 
 def check_channels(augmentation: str, channels: int) -> None:
-    """Raise unless the number of channels is that of a picture.
+    """Raise unless a picture can have this number of channels.
 
     Raises:
-        ShapeError: no picture has this number of channels.
+        ShapeError: the number of channels is neither 1 nor 3.
     """
     if channels not in (1, 3):
-        raise ShapeError(f"{augmentation} works on grey or RGB images, of 1 or 3 channels, and not of {channels}.")
+        raise ShapeError(f"{augmentation} requires images of 1 (grey) or 3 (RGB) channels, not {channels}.")

@@ -1,4 +1,4 @@
-"""Pictures of any size, as files, read as if they were in a data file: by the very functions of the converters."""
+"""Picture files of any size, read like the images of a data file, by the functions of the converters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_COMPARED, _COMPARED_BYTES = 16, 1 << 16
 
 
 def picture_files(places: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files that places stand for, in their order: a file itself, or the images below a directory, sorted.
+    """Return the picture files at `places`, in their order: a file itself, or the pictures below a directory, sorted.
 
-    Includes pictures that cannot be read. Logs everything else that is left out of a directory.
+    Includes unreadable pictures. All other entries that are left out of a directory are logged.
 
     Raises:
-        DataError: a missing place, a directory without an image, or a directory, at any depth, that cannot be read.
+        DataError: a place is missing, a directory has no picture, or a directory at any depth is unreadable.
     """
     files: list[Path] = []
     for place in places:
@@ -50,19 +50,23 @@ def _below(directory: Path) -> list[Path]:
     found = search.pictures(directory)
     closed = [f"{path}: {reason}" for path, reason in search.unreadable if path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES]
     if closed:
-        raise DataError(f"In {directory} {listed('place', closed)} cannot be read; make them readable, or name the pictures.")
+        raise DataError(
+            f"In {directory} {listed('place', closed)} cannot be read; grant read permission, or give the paths of pictures."
+        )
     pictures = sorted([*found, *(path for path, _ in search.unreadable)])
     notes = [str(note) for note in search.left_out() if not note.unreadable]
     if not pictures:
         why = "".join(f"; {note}" for note in notes)
-        raise DataError(f"The directory {directory} holds no image; give one with files that end in .jpg, .png or the like{why}.")
+        raise DataError(
+            f"The directory {directory} contains no pictures; give one with files that end in .jpg, .png or the like{why}."
+        )
     for note in notes:
         _log.warning("%s: %s", directory, note)
     return pictures
 
 
 def picture_facts(files: Sequence[Path]) -> dict[str, str]:
-    """Return the size and the crc32 of some files, by name, by which ranks check that they have the same pictures.
+    """Return size and crc32 of some files, by name, by which ranks check that they have the same pictures.
 
     Reads at most 64 KiB of each of at most 16 evenly spaced files.
     """
@@ -82,25 +86,28 @@ def _fact(path: Path) -> str:
 
 
 class DecodedPictures(ReadImages):
-    """Pictures in one form, decoded when they are read; it is indexed as an array (N, H, W, C) of uint8 is.
+    """Pictures in one form, decoded when they are read; indexed like a uint8 array (N, H, W, C).
 
     A picture that cannot be decoded reads as zeros. Several threads may read.
 
     Args:
-        files: of the pictures. form: they are brought to. threads: that decode at once.
-        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
+        files: picture files.
+        form: form that the pictures are brought to.
+        threads: number of decoding threads.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Attributes:
-        shape: (N, H, W, C). broken: by number, the reason why a picture cannot be decoded, for those that were read so far.
+        shape: (N, H, W, C).
+        broken: reason of each failure, by picture number, for the pictures read so far.
 
     Raises:
-        ShapeError: a form of another number of channels than pictures can be turned into.
+        ShapeError: pictures cannot be converted to the number of channels of the form.
     """
 
     def __init__(self, files: Sequence[Path], form: ImageForm, threads: int = 1, max_pixels: int | None = None) -> None:
         if form.shape[2] not in _DECODED_CHANNELS:
             raise ShapeError(
-                f"The model reads images of {form.shape[2]} channels, but pictures are grey (1) or RGB (3); "
+                f"The model expects images of {form.shape[2]} channels, but pictures are grey (1) or RGB (3); "
                 "evaluate it on a data file instead."
             )
         self.shape: tuple[int, ...] = (len(files), *form.shape)

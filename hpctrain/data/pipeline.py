@@ -1,8 +1,8 @@
-"""From stored pixels to what a network reads: augmentations, then normalisation, of whole images or of a region of them.
+"""From stored pixels to the input of a network: augmentations, then normalisation, of whole images or regions.
 
-Threads share the samples of a batch (`BatchThreads`); what a sample becomes does not depend on which of them makes it. The
-last steps, a resize, windows, normalisation and one filled box, may be left to a kernel set (`Pipeline.unfinished`). The size
-of images may change from epoch to epoch (`ImageSizes`): a training may begin with small images and end with large ones.
+Threads share the samples of a batch (`BatchThreads`); the result does not depend on the thread that computes it. The last steps
+(a resize, windows, normalisation and one filled box) may be left to a kernel set (`Pipeline.unfinished`). The size of images may
+change from epoch to epoch (`ImageSizes`), for example from small to large images.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from hpctrain.data.augmentations.base import (
 from hpctrain.data.augmentations.flip import Flip
 from hpctrain.data.image_file import check_statistics
 
-#: of samples that a thread takes at once, so that they stay in a core's cache, and a call's fixed costs are those of several
+#: maximum size of a chunk of samples: it fits into a core's cache, and several samples share the fixed costs of a call
 CHUNK_BYTES = 1 << 21
-#: for each thread, where chunks are not too small then: some samples take longer than others
+#: chunks per thread, unless they would be too small, to balance samples of different costs
 _CHUNKS_PER_THREAD = 2
 _LEAST_CHUNK_BYTES = 1 << 18
-#: number of threads by default: more do not help
+#: maximum default number of threads; more do not help
 _MOST_BY_DEFAULT = 8
 _CORES_PER_THREAD = 4
 
-#: makes the samples from one number up to another; first comes the number of the thread, from 0
+#: function (thread number from 0, first sample, end of samples) that processes these samples
 Work = Callable[[int, int, int], None]
 
 
 def default_threads(cores: int) -> int:
-    """Return how many threads make batches on a rank with `cores` cores: most cores compute at the same time."""
+    """Return the default number of threads that make batches on a rank with `cores` cores. Most cores are left for computing."""
     return max(1, min(_MOST_BY_DEFAULT, cores // _CORES_PER_THREAD))
 
 
@@ -65,10 +65,11 @@ class BatchThreads:
         self._others: ThreadPoolExecutor | None = None
 
     def run(self, samples: int, sample_bytes: int, work: Work) -> None:
-        """Have `work` make all samples, in chunks; an error of any of them is raised once all threads have ended their work.
+        """Run `work` on all samples, in chunks. An error is raised after all threads have finished.
 
         Args:
-            sample_bytes: of one sample, from which the chunks' length follows.
+            samples: number of samples.
+            sample_bytes: size of one sample, which determines the length of chunks.
         """
         most, least = (max(1, size // max(1, sample_bytes)) for size in (CHUNK_BYTES, _LEAST_CHUNK_BYTES))
         length = most if self.count == 1 else min(most, max(least, samples // (_CHUNKS_PER_THREAD * self.count)))
@@ -82,7 +83,7 @@ class BatchThreads:
         errors = []
         try:
             _make(0, chunks, length, samples, work)
-        except BaseException as error:  # raised below: the others still write to the batch
+        except BaseException as error:  # raised below, because the other threads still write to the batch
             errors.append(error)
         errors += [failure for future in begun if (failure := future.exception()) is not None]
         if errors:
@@ -90,13 +91,13 @@ class BatchThreads:
 
 
 def _make(thread: int, chunks: Iterator[int], length: int, samples: int, work: Work) -> None:
-    """Make chunks until none is left; the iterator of a range yields each of them to one thread."""
+    """Process chunks until none is left. The shared range iterator yields each chunk to one thread."""
     for first in chunks:
         work(thread, first, min(samples, first + length))
 
 
 def first_deferred(steps: Sequence[Augmentation]) -> int:
-    """Return the number of the first step that may be deferred: only windows follow it, and it is a resize or a window itself."""
+    """Return the index of the first step that may be deferred: a resize or a window that is followed by windows only."""
     made = [number for number, step in enumerate(steps, 1) if not isinstance(step, WindowAugmentation)]
     if not made:
         return 0
@@ -104,13 +105,16 @@ def first_deferred(steps: Sequence[Augmentation]) -> int:
 
 
 def leaves_resize(steps: Sequence[Augmentation]) -> bool:
-    """Return whether the first of the steps that may be deferred resizes images."""
+    """Return whether the first deferrable step resizes images."""
     first = first_deferred(steps)
     return first < len(steps) and isinstance(steps[first], ResamplingAugmentation)
 
 
 def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resampling | None:
-    """Return the resize of images of `size` (H, W) that a step is, from the numbers u (count, draws); None if it is none."""
+    """Return the resize that a step applies to images of `size` (H, W), from the random numbers u (count, draws).
+
+    Returns None if the step does not resize.
+    """
     if not isinstance(step, ResamplingAugmentation):
         return None
     height, width, _ = step.output_shape(*size, 0)
@@ -118,12 +122,12 @@ def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resam
 
 
 def can_defer(normalised: Sequence[NormalisedAugmentation]) -> bool:
-    """Return whether the steps after normalisation are at most one rectangle of one number."""
+    """Return whether the steps after normalisation at most fill one rectangle with one number."""
     return not normalised or (len(normalised) == 1 and filling(normalised) is not None)
 
 
 def filling(normalised: Sequence[NormalisedAugmentation]) -> FillingAugmentation | None:
-    """Return the step that fills a rectangle with one number, if it is the first one; else None."""
+    """Return the first step if it fills a rectangle with one number; otherwise None."""
     first = normalised[0] if normalised else None
     return first if isinstance(first, FillingAugmentation) and first.fill is not None else None
 
@@ -131,10 +135,10 @@ def filling(normalised: Sequence[NormalisedAugmentation]) -> FillingAugmentation
 def composed(
     count: int, size: tuple[int, int], steps: Iterable[tuple[Augmentation, np.ndarray]]
 ) -> tuple[np.ndarray, tuple[int, int]]:
-    """Return one window for each image of `size` (H, W) that shows what all steps together show, and the size of results.
+    """Return one window per image of `size` (H, W) that is equivalent to all steps together, and the size of the results.
 
     Args:
-        steps: windows, with the numbers (count, draws) that were drawn for them.
+        steps: window augmentations, with their random numbers (count, draws).
     """
     windows = np.zeros(count, WINDOW)
     windows["step"] = 1
@@ -149,7 +153,7 @@ def composed(
 
 
 def _show(windows: np.ndarray, top: np.ndarray, left: np.ndarray, direction: np.ndarray, size: tuple[int, int]) -> None:
-    """Put a window of `size` in front of others: its pixel (y, x) is theirs at (top + y, left + direction * x)."""
+    """Compose windows with a further one of `size`, whose pixel (y, x) is their pixel (top + y, left + direction * x)."""
     before, behind = windows["shown"][:, 1].T.astype(np.int64)
     mirrored = direction < 0
     across = np.where(mirrored, left - behind + 1, before - left), np.where(mirrored, left - before + 1, behind - left)
@@ -161,7 +165,7 @@ def _show(windows: np.ndarray, top: np.ndarray, left: np.ndarray, direction: np.
 
 
 def mirrored_box(box: Box, width: int) -> Box:
-    """Return where a box of an image of that width lies in its mirror image."""
+    """Return the place of a box in the mirror image of an image of this width."""
     rows, (left, right) = box
     return rows, (width - right, width - left)
 
@@ -170,19 +174,22 @@ Read = Callable[[int, Box], np.ndarray]
 
 
 class Pipeline:
-    """Augmentations in the order given, then (x / 255 - mean) / std in `dtype`, then those of normalised pixels.
+    """Augmentations in the given order, then (x / 255 - mean) / std in `dtype`, then augmentations of normalised pixels.
 
-    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). Owns scratch for each of its threads, of
-    which there is one unless `share_out` sets more, so one thread at a time may call it.
+    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). The pipeline owns scratch memory for each of
+    its threads (one, unless `share_out` sets more), so only one thread at a time may call it.
 
     Args:
-        specs: (name, options) pairs, of `AUGMENTATIONS`.
-        mean, std: (C,), in units of 0..1; a channel whose std is 0 is only centred.
-        dtype: "float32" or "float64" of the result, which is finite: augmentations return uint8, and mean and std are checked.
+        specs: (name, options) pairs of augmentations, see `AUGMENTATIONS`.
+        seed: seed of the random numbers.
+        mean: (C,) means in units of 0..1.
+        std: (C,) standard deviations in units of 0..1; a channel with std 0 is only centred.
+        dtype: "float32" or "float64", dtype of the result. It is always finite: augmentations return uint8, and mean and std are
+            checked.
 
     Raises:
-        ConfigError: see `Registry.create`; or an augmentation of normalised pixels that others follow. DataError: mean or std
-            with which pixels would not be finite.
+        ConfigError: see `Registry.create`; or another augmentation follows an augmentation of normalised pixels.
+        DataError: pixels normalised with mean and std would not be finite.
     """
 
     def __init__(
@@ -197,13 +204,13 @@ class Pipeline:
         self.augmentations: tuple[Augmentation, ...] = tuple(x for x in steps if not isinstance(x, NormalisedAugmentation))
         self.normalised = tuple(x for x in steps if isinstance(x, NormalisedAugmentation))
         check_order(steps)
-        # The random numbers of a step follow from its place in the list, also in that of a mirrored pipeline.
+        # The random numbers of a step depend on its place in the list, which a mirrored pipeline must not change.
         self._first_normalised = len(self.augmentations)
         self._mirrored = False
         self.seed = seed
         self.dtype = np.dtype(dtype)
         check_statistics("the normalisation", np.asarray(mean), np.asarray(std))
-        # A constant channel has std 0 and would turn into NaN.
+        # A constant channel has std 0; dividing by it would yield NaN.
         spread = np.where(np.asarray(std) > 0, std, 1.0)
         self._scale = 1 / (255 * spread)
         self._shift = -np.asarray(mean) / spread
@@ -217,7 +224,7 @@ class Pipeline:
         """Return the shape (H, W, C) of the results for images of (h, w, c).
 
         Raises:
-            ShapeError: too small for a crop, or with channels for which there is no mean.
+            ShapeError: the images are too small for a crop, or have another number of channels than mean and std.
         """
         if c != len(self._scale):
             raise ShapeError(f"The images have {c} channels, but mean and std have {len(self._scale)}; they must agree.")
@@ -233,20 +240,20 @@ class Pipeline:
 
     @property
     def can_defer(self) -> bool:
-        """A kernel set could do the last steps: batches may be `unfinished`."""
+        """Whether a kernel set can do the last steps, so that batches may be `unfinished`."""
         return can_defer(self.normalised)
 
     @property
     def keeps_pixels(self) -> bool:
-        """The pixels of `unfinished` batches are the images themselves."""
+        """Whether the pixels of `unfinished` batches are the images themselves."""
         return not first_deferred(self.augmentations)
 
     def share_out(self, threads: int) -> None:
-        """Let `threads` threads make each batch from now on, the calling one included; all of them call augmentations."""
+        """Set the number of threads that make each batch, including the calling one. All of them call augmentations."""
         self._threads = BatchThreads(threads)
 
     def mirrored(self) -> Pipeline:
-        """Return the same pipeline with left and right exchanged at its end: it makes the mirror image of each sample."""
+        """Return a pipeline that makes the mirror image (left and right exchanged) of each result of this one."""
         other = copy.copy(self)
         other.augmentations = (*self.augmentations, Flip(probability=1.0))
         other._scratch, other._threads, other._reading = {}, BatchThreads(self._threads.count), Lock()
@@ -254,9 +261,10 @@ class Pipeline:
         return other
 
     def resized(self, side: int) -> Pipeline:
-        """Return the same pipeline with results of side x side pixels: the last augmentation that determines a size is changed.
+        """Return the pipeline with results of side x side pixels, by changing the last augmentation that determines a size.
 
-        If none does, images are resized after all augmentations but those of normalised pixels. Random numbers are the same.
+        If there is none, images are resized after all augmentations except those of normalised pixels. The random numbers stay
+        the same.
         """
         other = copy.copy(self)
         other.augmentations = _resized(self.augmentations, side)
@@ -264,7 +272,7 @@ class Pipeline:
         return other
 
     def source(self, shape: tuple[int, int, int], region: Box) -> Box:
-        """Return the part of images of `shape` (H, W, C) that a region of their results may need, whatever is drawn."""
+        """Return the part of images of `shape` (H, W, C) that a region of the results may need, for any random numbers."""
         for size, augmentation in reversed(list(zip(self._sizes(shape), self.augmentations, strict=False))):
             region = augmentation.source(size, None, region)
         return region
@@ -272,10 +280,11 @@ class Pipeline:
     def part(
         self, read: Read, shape: tuple[int, int, int], sample_ids: np.ndarray, epoch: int, region: Box, out: np.ndarray
     ) -> np.ndarray:
-        """Write a region of what a call makes of images of `shape` (H, W, C) to `out` (N, h, w, C); reads only what it needs.
+        """Write a region of the results for images of `shape` (H, W, C) to `out` (N, h, w, C), reading only what it needs.
 
         Args:
-            read: returns a region of a sample's image. region: inside the resulting images.
+            read: function that returns a region of a sample's image.
+            region: region of the results.
         """
         sizes = self._sizes(shape)
         draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
@@ -315,9 +324,9 @@ class Pipeline:
         return counter_random.uniform(stream, sample_ids, range(augmentation.draws))
 
     def _changed(self, out: np.ndarray, size: tuple[int, int], region: Box, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
-        """Apply what follows normalisation to `out` (N, h, w, C), a region of normalised images of `size` (H, W); return it."""
+        """Apply the steps after normalisation to `out` (N, h, w, C), a region of images of `size` (H, W), and return it."""
         pixels = out
-        if self._mirrored:  # the mirror image of what is changed without
+        if self._mirrored:  # change the image before it is mirrored
             rows, (left, right) = region
             pixels, region = out[:, :, ::-1], (rows, (size[1] - right, size[1] - left))
         for position, augmentation in enumerate(self.normalised, self._first_normalised):
@@ -342,12 +351,10 @@ class Pipeline:
         return out
 
     def unfinished(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> PixelBatch:
-        """Return the batch that a call makes of images (N, H, W, C), with its last steps left to be done to its pixels.
-
-        Not unless `can_defer`.
+        """Return the batch of images (N, H, W, C) as pixels, with the last steps left for a kernel set. Requires `can_defer`.
 
         Args:
-            out: uint8 (N, *stored_shape): is written, and holds the pixels; where the pipeline `keeps_pixels`, `images` itself.
+            out: uint8 (N, *stored_shape), output for the pixels; `images` itself if the pipeline `keeps_pixels`.
         """
         count, first = len(images), first_deferred(self.augmentations)
         draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
@@ -369,7 +376,7 @@ class Pipeline:
         return PixelBatch(out, windows, size, scale, shift, self._fill(windows, size, sample_ids, epoch), resampling)
 
     def _fill(self, windows: np.ndarray, size: tuple[int, int], sample_ids: np.ndarray, epoch: int) -> float:
-        """Set the boxes of images of `size` (H, W) that are filled with a number, and return that number."""
+        """Set the filled boxes of images of `size` (H, W), and return the number that they are filled with."""
         step = filling(self.normalised)
         if step is None:
             return 0.0
@@ -382,9 +389,10 @@ class Pipeline:
     def _augmented(
         self, thread: int, images: np.ndarray, draws: Sequence[np.ndarray], out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return images after the uint8 augmentations for which there are draws, in `out`, or else in scratch of the thread.
+        """Return images after the uint8 augmentations that have draws, in `out` or in scratch memory of the thread.
 
-        draws: of these images, for each augmentation.
+        Args:
+            draws: random numbers of these images, for each augmentation.
         """
         for position, (augmentation, u) in enumerate(zip(self.augmentations, draws, strict=False)):
             result = out if position == len(draws) - 1 else None
@@ -395,7 +403,7 @@ class Pipeline:
         return images
 
     def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Normalise images, by a table or by arithmetic: both have the same bits."""
+        """Normalise images by a table or by arithmetic, with bitwise equal results."""
         n, h, w, c = images.shape
         if h * w * c >= LEAST_FOR_OPENCV and 1 < c <= 4:
             from hpctrain.data import opencv
@@ -403,7 +411,7 @@ class Pipeline:
             for image, target in zip(images, out, strict=True):
                 opencv.look_up(image, self._table, target)
         else:
-            # Whole rows, not channels, as the innermost dim: a NumPy loop over three elements is slow.
+            # Whole rows instead of channels as the innermost dim, because a NumPy loop over three elements is slow.
             rows = out.reshape(n, h, w * c)
             np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
             np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
@@ -421,16 +429,16 @@ def _resized(augmentations: tuple[Augmentation, ...], side: int) -> tuple[Augmen
         step = augmentations[number].resized(side)
         if step is not None:
             return *augmentations[:number], step, *augmentations[number + 1 :]
-    from hpctrain.data.augmentations.resize import Resize  # loads Pillow, which trainings may do without
+    from hpctrain.data.augmentations.resize import Resize  # loads Pillow, which many trainings do not need
 
     return *augmentations, Resize(side)
 
 
 def check_order(steps: Sequence[Augmentation]) -> None:
-    """Make sure that augmentations of normalised pixels come last.
+    """Raise unless augmentations of normalised pixels come last.
 
     Raises:
-        ConfigError: another one follows.
+        ConfigError: another augmentation follows one of normalised pixels.
     """
     late: Augmentation | None = None
     for number, step in enumerate(steps, 1):
@@ -450,30 +458,30 @@ def _words(stream: counter_random.Key, sample: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """The shorter sides of images by epoch.
+    """Shorter side of the images by epoch.
 
     Args:
-        steps: (epoch, side in pixels): from which epoch on images have which side. Epochs count from 0, and rise from it.
+        steps: (first epoch, side in pixels) of each size. Epochs rise from 0.
 
     Raises:
-        ConfigError: epochs that do not begin at 0 or do not rise, or a side that is not positive.
+        ConfigError: the epochs do not rise from 0, or a side is not positive.
     """
 
     steps: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
         if not self.steps:
-            raise ConfigError("There are no sizes of images; give at least one, such as (0, 32).")
+            raise ConfigError("There are no image sizes; give at least one, such as (0, 32).")
         fault = first_fault(self.steps)
         if fault is not None:
-            raise ConfigError(f"Size {fault[0]} of images, {self.steps[fault[0]]}, {fault[1]}.")
+            raise ConfigError(f"Image size {fault[0]}, {self.steps[fault[0]]}, {fault[1]}.")
 
     def at(self, epoch: int) -> int:
-        """Return the side in an epoch, counted from 0."""
+        """Return the side in an epoch. Epochs are counted from 0."""
         return self.steps[bisect_right([first for first, _ in self.steps], epoch) - 1][1]
 
     def changes_at(self, epoch: int) -> bool:
-        """Return whether an epoch, counted from 0, has another size than the one before; True for the first."""
+        """Return whether an epoch, counted from 0, has another size than the previous one; True for the first."""
         return epoch == 0 or self.at(epoch) != self.at(epoch - 1)
 
     def largest(self, epochs: int) -> int:
@@ -485,10 +493,11 @@ class ImageSizes:
     ) -> tuple[tuple[int, int, int], ...]:
         """Return the shape (H, W, C) of each size that a pipeline makes of stored images, the largest first.
 
-        epochs: of the training; None: it comes to all sizes.
+        Args:
+            epochs: number of epochs of the training; None: all sizes are reached.
 
         Raises:
-            ShapeError: stored images that are too small for one of them.
+            ShapeError: the stored images are too small for one of the sizes.
         """
         sides = {side for first, side in self.steps if epochs is None or first < max(1, epochs)}
         return tuple(_shape_at(pipeline, stored, side) for side in sorted(sides, reverse=True))
@@ -501,17 +510,20 @@ def _shape_at(pipeline: Pipeline, stored: tuple[int, int, int], side: int) -> tu
     try:
         return pipeline.resized(side).output_shape(*stored)
     except ShapeError as error:
-        raise ShapeError(f"There cannot be images of {side} px: {error}") from None
+        raise ShapeError(f"Images of {side} px are not possible: {error}") from None
 
 
 def first_fault(steps: tuple[tuple[int, int], ...]) -> tuple[int, str] | None:
-    """Return (number of the first faulty step, its fault as the second half of a sentence); None if there is none."""
+    """Return (index of the first faulty step, its fault as the end of a sentence); None if there is none."""
     for number, (before, (epoch, side)) in enumerate(pairwise(((-1, 1), *steps))):
         if number == 0 and epoch != 0:
-            return number, f"begins at epoch {epoch}, but images need a size from the first epoch on, which is 0"
+            return number, f"begins at epoch {epoch}, but the first size must begin at epoch 0"
         if epoch <= before[0]:
             least = before[0] + 1
-            return number, f"begins at epoch {epoch}, but the size before at epoch {before[0]}; the smallest value is {least}"
+            return (
+                number,
+                f"begins at epoch {epoch}, but the previous size begins at epoch {before[0]}; the smallest value is {least}",
+            )
         if side < 1:
             return number, f"has images of {side} px; the smallest side is 1"
     return None

@@ -1,12 +1,12 @@
-"""Stored bytes of samples, read so that what a disk refuses is an exception that names the sample.
+"""Readers of the stored bytes of samples that turn disk errors into exceptions with the sample's number.
 
-A file that becomes unreadable under a memory map (an error of its disk, a file that is cut short, a file system that is gone)
-ends the process that touches it by SIGBUS, without a word of the file. So the map is never touched from here: the system
-copies out of it (`process_vm_readv` of this very process, one call for up to 1,024 pieces of a batch), and returns where it
-stopped. The rest is then read from the file, again after some pauses, which yields the reason.
+If a memory-mapped file becomes unreadable (disk error, truncated file, lost file system), a process that touches the map is
+killed by SIGBUS without an error message. Therefore this module never touches the map. The operating system copies from it
+(`process_vm_readv` on this process, with up to 1,024 pieces per call) and returns the number of bytes copied before a failure.
+The remaining bytes are read from the file, with repeated attempts; a final failure returns the reason.
 
-`Extents` has the offsets of each sample's bytes, `ReadPolicy` how often a sample is tried and whether others may replace it.
-`MappedReader` reads pixels as an array's are read; `decoding.EncodedReader` decodes picture files.
+`Extents` holds the offsets of each sample's bytes; `ReadPolicy` the number of attempts and whether unreadable samples are
+replaced. `MappedReader` reads pixels; `decoding.EncodedReader` decodes picture files.
 """
 
 from __future__ import annotations
@@ -29,23 +29,28 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.core.log import get_logger
 
-#: of images: a sample or several, or a region (rows, columns) of them
+#: index of images: one or several samples, or a region (rows, columns) of them
 ImageIndex = int | slice | tuple[int | slice, slice, slice]
 
-#: seconds before a sample is read again, one for each time
+#: seconds before each further attempt to read a sample
 PAUSES_SECONDS = (0.1, 0.4, 1.6)
-#: of the deadline, that pauses for one sample may take in all
+#: maximum share of the deadline for all pauses of one sample
 _SHARE_OF_DEADLINE = 0.25
 # HDF5's text for the error of a system call.
 _HDF5_REASON = re.compile(r"error message = '([^']*)'")
 
 
+def sum_of(values: np.ndarray) -> int:
+    """Return the crc32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
 class UnreadableError(DataError):
-    """Samples that cannot be read; the sentence names the file, the sample and the reason."""
+    """Unreadable samples; the message has the file, the sample and the reason."""
 
 
 class ReadImages(Protocol):
-    """Images (N, H, W, C) uint8 that are no array, but are read, decoded or made, sample by sample.
+    """Images (N, H, W, C) uint8 that are read, decoded or generated sample by sample, instead of being in an array.
 
     Attributes:
         shape: (N, H, W, C).
@@ -57,7 +62,7 @@ class ReadImages(Protocol):
         """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it."""
 
     def __getitem__(self, index: ImageIndex) -> np.ndarray:
-        """Return the pixels of a sample or of several, of whole images or of a region, as an array does; by `take`."""
+        """Return pixels of one or several samples, of whole images or a region, like an array. Reads by `take`."""
         wanted, *region = index if isinstance(index, tuple) else (index,)
         numbers = range(self.shape[0])[wanted]
         samples = np.array([numbers] if isinstance(numbers, int) else numbers, np.int64)
@@ -66,21 +71,21 @@ class ReadImages(Protocol):
 
 
 def replacements(images: object) -> Mapping[int, int]:
-    """Return, by sample that could not be read, the one that is read in its place: the same object, which grows.
+    """Return the replacements of unreadable samples, by sample number. The mapping is live: later replacements appear in it.
 
-    Images that have no attribute `replaced` have none.
+    It is empty for images without the attribute `replaced`.
     """
     return getattr(images, "replaced", {})
 
 
 @dataclass(frozen=True)
 class ReadPolicy:
-    """How a rank reads.
+    """Policy of a rank for unreadable samples.
 
     Attributes:
-        most: number of samples of the file that others may replace; None: the first that cannot be read is an error.
-        place: of the reader, at the end of sentences, as in " (on rank 1 of 4, node7)".
-        pauses_seconds: before a sample is read again.
+        most: maximum number of samples that may be replaced; None: the first unreadable sample raises an error.
+        place: place of the reader, for the end of messages, such as " (on rank 1 of 4, node7)".
+        pauses_seconds: pauses before each further attempt.
     """
 
     most: int | None = None
@@ -89,7 +94,7 @@ class ReadPolicy:
 
 
 def pauses_within(deadline_seconds: float) -> tuple[float, ...]:
-    """Return the pauses that leave most of the time of a deadline."""
+    """Return the pauses that fit into a fraction of a deadline."""
     return tuple(_fitting(deadline_seconds * _SHARE_OF_DEADLINE))
 
 
@@ -102,24 +107,30 @@ def _fitting(seconds: float) -> Iterator[float]:
 
 
 def reason(error: BaseException) -> str | None:
-    """Return the operating system's words for an error of it or of HDF5, such as "Input/output error"; None for other errors."""
+    """Return the operating system's message of an OSError, such as "Input/output error"; None for other errors.
+
+    The message is also found in errors that HDF5 raises.
+    """
     if not isinstance(error, OSError):
         return None
     found = _HDF5_REASON.search(str(error))
     if found is not None and found[1] != "Success":
         return found[1]
-    # h5py's errors have no number that could be trusted, and long texts.
+    # h5py's errors have long texts, and error numbers that are not reliable.
     known = error.strerror is not None and error.errno is not None and error.errno in errno.errorcode
     return error.strerror if known and "(" not in str(error.strerror) else None
 
 
 @dataclass(frozen=True)
 class Extents:
-    """The stored bytes of samples, which lie in a row in one block of a file.
+    """Places of the stored bytes of samples, which are consecutive in one block of a file.
 
     Attributes:
-        first: place of the block's first byte in the file. count: samples. stride: bytes of each sample; None: they differ.
-        offsets: (count + 1,) int64 from 0, of each sample's first byte in the block, and of the block's end; None: by `stride`.
+        first: offset of the block in the file.
+        count: number of samples.
+        stride: bytes of each sample; None if they differ.
+        offsets: (count + 1,) int64, offsets of the samples in the block, from 0, and the end of the block; None if `stride` is
+            set.
     """
 
     first: int
@@ -129,12 +140,16 @@ class Extents:
 
     @classmethod
     def fixed(cls, first: int, count: int, stride: int) -> Extents:
-        """Return extents of samples that all have `stride` bytes, as pixels do."""
+        """Return the extents of samples of `stride` bytes each, such as pixels."""
         return cls(first, count, stride)
 
     @classmethod
     def rising(cls, first: int, offsets: np.ndarray) -> Extents:
-        """Return extents of samples of different sizes; offsets: (N + 1,) int64, rising from 0."""
+        """Return the extents of samples of different sizes.
+
+        Args:
+            offsets: (N + 1,) int64, rising from 0.
+        """
         return cls(first, len(offsets) - 1, None, offsets)
 
     def __len__(self) -> int:
@@ -142,20 +157,20 @@ class Extents:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the block."""
+        """Size of the block, in bytes."""
         return int(self.offsets[-1]) if self.offsets is not None else self.count * (self.stride or 0)
 
     @property
     def end(self) -> int:
-        """Place after the block in the file."""
+        """Offset of the end of the block in the file."""
         return self.first + self.size_bytes
 
     def starts(self, samples: np.ndarray) -> np.ndarray:
-        """Return the places (n,) int64 of the first bytes of samples (n,) in the block; add `first` for places in the file."""
+        """Return the offsets (n,) int64 of samples (n,) in the block. Add `first` for offsets in the file."""
         return samples * np.int64(self.stride or 0) if self.offsets is None else self.offsets[samples]
 
     def sizes(self, samples: np.ndarray) -> np.ndarray:
-        """Return the stored bytes (n,) int64 of samples (n,)."""
+        """Return the sizes (n,) int64 of samples (n,), in bytes."""
         if self.offsets is None:
             return np.full(len(samples), self.stride, np.int64)
         sizes: np.ndarray = self.offsets[samples + 1] - self.offsets[samples]
@@ -172,24 +187,28 @@ class Extents:
         return range(first, min(self.count, int(np.searchsorted(self.offsets, stop, "left"))))
 
 
-_PIECES_AT_ONCE = 1024  # the system takes no more
+_PIECES_AT_ONCE = 1024  # the operating system's limit
 _CHUNK_BYTES = 16 << 20
-_BYTES_AT_ONCE = 1 << 30  # of a call; it ends at 2 GiB
-# A file system that was mounted again, or a server that was started again, may need the file opened again.
+_BYTES_AT_ONCE = 1 << 30  # per call, whose limit is 2 GiB
+# Errors after which the file is reopened: its file system may have been remounted, or its server restarted.
 _LOST = (errno.ESTALE, errno.ENOTCONN, errno.EBADF, errno.ENODEV, errno.EIO)
 _REFUSED = (errno.EPERM, errno.ENOSYS)
 
 
 class BlockReader(ReadImages):
-    """Reads bytes of samples, which lie in one block of a file. One thread at a time.
+    """Reader of samples that are stored in one block of a file. One thread at a time.
 
     Args:
-        path: of the file, which is held open. block: a map of the block, flat. extents: of the samples in it.
+        path: path of the file, which stays open.
+        block: flat memory map of the block.
+        extents: places of the samples in the block.
 
     Attributes:
-        extents: as given. policy: what becomes of samples that cannot be read.
-        replaced: by sample that could not be read, the one that is read in its place.
-        decodes: whether the stored bytes are picture files. threads: that decode at once, which may be set between two calls.
+        extents: places of the samples in the block.
+        policy: policy for unreadable samples.
+        replaced: replacement of each unreadable sample, by number.
+        decodes: whether the stored bytes are picture files.
+        threads: number of decoding threads, which may be changed between two calls.
     """
 
     decodes: ClassVar[bool] = False
@@ -206,17 +225,18 @@ class BlockReader(ReadImages):
         self._gathers = True
 
     def reads_by_calls(self) -> None:
-        """Read each sample by a system call of its own from now on, not out of the map.
+        """Read each sample by a system call instead of through the map, from the next read.
 
-        For samples that are read once: a parallel file system serves a call for all bytes of a sample, and a map page by page.
+        This suits samples that are read once: a parallel file system serves a call for all bytes of a sample, but a map page by
+        page.
         """
         self._gathers = False
 
     def stored(self, sample: int) -> bytes:
-        """Return the stored bytes of a sample itself, whether or not another one replaces it.
+        """Return the stored bytes of a sample, regardless of replacements.
 
         Raises:
-            UnreadableError: they cannot be read.
+            UnreadableError: the sample cannot be read.
         """
         number = np.array([sample], np.int64)
         sizes = self.extents.sizes(number)
@@ -227,14 +247,14 @@ class BlockReader(ReadImages):
         return out.tobytes()
 
     def read_sums(self, samples: np.ndarray) -> dict[int, int]:
-        """Return the crc32 of the pixels of samples (n,), by sample. Omits samples that cannot be read.
+        """Return the crc32 of the pixels of samples (n,), by sample. Omits unreadable samples.
 
-        Reads once, by system calls.
+        Makes a single attempt, by system calls.
         """
         sizes, starts = self.extents.sizes(samples), self.extents.starts(samples)
         ends = np.cumsum(sizes)
         out = np.empty(int(sizes.sum()), np.uint8)
-        gathers, self._gathers = self._gathers, False  # touching a page of the map would read its neighbours as well
+        gathers, self._gathers = self._gathers, False  # the map would also read neighbouring pages
         failed = self.fetch(samples, starts[:, None], (ends - sizes)[:, None], sizes, out, patient=False)
         self._gathers = gathers
         places = zip(samples.tolist(), (ends - sizes).tolist(), ends.tolist(), strict=True)
@@ -245,7 +265,11 @@ class BlockReader(ReadImages):
         }
 
     def pixel_sums(self, sums: np.ndarray | None) -> np.ndarray | None:
-        """Return the declared crc32 of each sample's pixels, (N,), or None. sums: declared crc32 of the stored bytes."""
+        """Return the declared crc32 of each sample's pixels, (N,), or None.
+
+        Args:
+            sums: declared crc32 of the stored bytes.
+        """
         return sums
 
     def _pixel_sum(self, sample: int, stored_sum: int) -> int:
@@ -253,7 +277,7 @@ class BlockReader(ReadImages):
         return stored_sum
 
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, Mapping[int, str]]]:
-        """Yield all samples in order, in chunks of about 16 MiB: numbers (n,), stored bytes, flat, and reasons of failures."""
+        """Yield all samples in order, in chunks of about 16 MiB: numbers (n,), stored bytes (flat), and failures by sample."""
         first, count = 0, self.extents.count
         while first < count:
             begin = int(self.extents.starts(np.array([first], np.int64))[0])
@@ -276,11 +300,13 @@ class BlockReader(ReadImages):
         *,
         patient: bool,
     ) -> Mapping[int, str]:
-        """Read pieces of samples (n,) into `out`, flat; those that cannot be read, by their number here, with the reason.
+        """Read pieces of samples (n,) into `out`, flat, and return the reason of each failure, by index in `samples`.
 
         Args:
-            sources, targets: (n, pieces) int64, of the pieces' first bytes in the block and in `out`. sizes: (n,) int64, bytes
-                of each piece of a sample. patient: read what fails again after some pauses.
+            sources: (n, pieces) int64, offsets of the pieces in the block.
+            targets: (n, pieces) int64, offsets of the pieces in `out`.
+            sizes: (n,) int64, bytes of each piece of a sample.
+            patient: whether to repeat failed reads after pauses.
         """
         pieces = sources.shape[1]
         flat = np.stack([sources.reshape(-1), targets.reshape(-1), np.repeat(sizes, pieces)])
@@ -289,7 +315,7 @@ class BlockReader(ReadImages):
         while done < sources.size:
             number = done // pieces
             if int(samples[number]) in self._unreadable:
-                failed[number] = "it could not be read before"
+                failed[number] = "an earlier attempt failed"
             else:
                 size = int(sizes[number])
                 places = [(source, out[at : at + size]) for source, at in zip(sources[number], targets[number], strict=True)]
@@ -301,14 +327,14 @@ class BlockReader(ReadImages):
         return failed
 
     def _complete(self, samples: np.ndarray, attempt: Callable[[np.ndarray, np.ndarray, bool], Mapping[int, str]]) -> None:
-        """Read until every sample, or one that replaces it, is there.
+        """Read until every sample or a replacement has been read.
 
         Args:
-            attempt: reads samples (m,) to the places (m,) of a batch; it receives whether to be patient, and returns those that
-                cannot be read, by their number, with the reason.
+            attempt: function that reads samples (m,) into places (m,) of the batch, repeatedly if the third argument is true, and
+                returns the reasons of failures by index.
 
         Raises:
-            UnreadableError: a sample cannot be read, and none may replace it.
+            UnreadableError: a sample cannot be read, and no replacement is allowed.
         """
         pending, patient = np.arange(len(samples)), True
         while len(pending):
@@ -321,10 +347,10 @@ class BlockReader(ReadImages):
             pending, patient = pending[list(failed)], False
 
     def _gather(self, wanted: np.ndarray, out: np.ndarray) -> int:
-        """Copy pieces out of the map as far as possible; return how many.
+        """Copy pieces out of the map up to the first failure, and return the number of pieces copied.
 
         Args:
-            wanted: (3, pieces) int64: where each begins in the block and in `out`, and its bytes.
+            wanted: (3, pieces) int64: offsets in the block, offsets in `out`, and sizes in bytes.
         """
         sources, targets, sizes = wanted
         at_once = max(1, min(_PIECES_AT_ONCE, _BYTES_AT_ONCE // max(1, int(sizes.max(initial=1)))))
@@ -342,7 +368,7 @@ class BlockReader(ReadImages):
         return len(sources) if self._gathers else 0
 
     def _read_file(self, pieces: list[tuple[int, np.ndarray]], patient: bool) -> str | None:
-        """Read the pieces (in bytes of the block) of one sample from the file; None, or the reason why that cannot be done."""
+        """Read the pieces (offset in the block, output) of one sample from the file; return the reason of a failure or None."""
         pauses = self.policy.pauses_seconds if patient else ()
         why = None
         for pause in (*pauses, None):
@@ -365,11 +391,11 @@ class BlockReader(ReadImages):
         while len(out):
             count = os.preadv(self._descriptor, [out], at)
             if not count:
-                raise EOFError(f"the file ends at byte {os.fstat(self._descriptor).st_size}, and was longer when it was opened")
+                raise EOFError(f"the file ends at byte {os.fstat(self._descriptor).st_size}, but was longer when it was opened")
             out, at = out[count:], at + count
 
     def _open_again(self) -> None:
-        """Open the path again, if it is the same file still."""
+        """Reopen the path if it is still the same file."""
         with contextlib.suppress(OSError):
             opened = os.open(self._path, os.O_RDONLY)
             if _identity(os.fstat(opened)) != self._identity:
@@ -380,14 +406,14 @@ class BlockReader(ReadImages):
             self._close = weakref.finalize(self, os.close, opened)
 
     def sentence(self, sample: int, why: str) -> str:
-        """Return the sentence for a sample that cannot be read."""
+        """Return the error message for an unreadable sample."""
         return f"Sample {sample} of the data file {self._path} cannot be read: {why}{self.policy.place}."
 
     def _replace(self, sample: int, actual: int, why: str) -> None:
-        """Replace `sample` by another one, as `actual` could not be read.
+        """Replace `sample` by another one, because `actual`, which was read for it, is unreadable.
 
         Raises:
-            UnreadableError: that is not allowed, or there were too many.
+            UnreadableError: replacements are not allowed, or there are too many.
         """
         policy = self.policy
         named = f"ample {actual} of the data file {self._path} cannot be read: {why}"
@@ -397,12 +423,12 @@ class BlockReader(ReadImages):
         count = self.extents.count
         if len(self._unreadable) > policy.most or len(self._unreadable) == count:
             raise UnreadableError(
-                f"S{named}; with it there are {len(self._unreadable)} such samples, and data.max_unreadable allows for "
+                f"S{named}; {len(self._unreadable)} of {count} samples are unreadable, with data.max_unreadable = "
                 f"{policy.most}{policy.place}."
             )
         others = ((sample + distance) % count for distance in range(1, count))
         if not self.replaced:
-            get_logger(__name__).info(f"s{named}; others stand in for such samples{policy.place}")
+            get_logger(__name__).info(f"s{named}; such samples are replaced by others{policy.place}")
         self.replaced[sample] = next(other for other in others if other not in self._unreadable)
 
 
@@ -411,7 +437,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _system_copy() -> Callable[..., int]:
-    """Return the system's function that copies from one process to another, which are the same here."""
+    """Return the C function that copies memory between processes; here both are this process."""
     copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
     address, number = ctypes.c_void_p, ctypes.c_ulong
     copy.argtypes, copy.restype = [ctypes.c_int, address, number, address, number, number], ctypes.c_ssize_t
@@ -422,10 +448,12 @@ _copy = _system_copy()
 
 
 class MappedReader(BlockReader):
-    """Reads samples of images (N, H, W, C) uint8 that lie in one block of a file. One thread at a time.
+    """Reader of images (N, H, W, C) uint8 that are stored in one block of a file. One thread at a time.
 
     Args:
-        path: of the file, which is held open. images: a map of the block. offset: of its first byte in the file.
+        path: path of the file, which stays open.
+        images: memory map of the block.
+        offset: offset of the block in the file.
     """
 
     def __init__(self, path: Path, images: np.memmap, offset: int) -> None:
@@ -436,14 +464,14 @@ class MappedReader(BlockReader):
         """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it.
 
         Raises:
-            UnreadableError: a sample cannot be read, and none may replace it.
+            UnreadableError: a sample cannot be read, and no replacement is allowed.
         """
         height, width, _ = self.shape[1:]
         self._read(np.asarray(samples, np.int64), slice(0, height), slice(0, width), out)
         return out
 
     def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Return pixels of a sample or of several, of whole images or of a region, as an array does; errors as of `take`."""
+        """Return pixels of one or several samples, of whole images or a region, like an array. Raises the errors of `take`."""
         wanted, *region = index if isinstance(index, tuple) else (index,)
         rows, columns = (
             slice(*part.indices(size)) for part, size in zip(region or [slice(None)] * 2, self.shape[1:3], strict=True)
@@ -468,7 +496,7 @@ class MappedReader(BlockReader):
         self._complete(samples, attempt)
 
     def _pieces(self, rows: slice, columns: slice) -> tuple[np.ndarray, int]:
-        """Return where the contiguous runs of bytes of a region of an image begin, and their length."""
+        """Return the offsets of the contiguous runs of a region in an image, and their length, in bytes."""
         width, channels = self.shape[2:]
         if columns.stop - columns.start == width:
             return np.array([rows.start * width * channels], np.int64), (rows.stop - rows.start) * width * channels

@@ -1,4 +1,4 @@
-"""Bilinear resizing of images and of regions of them, with the same pixels."""
+"""Bilinear resizing of images, and of regions of images with the same pixels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hpctrain.core.intervals import Box, Interval
 
 
 def resample(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize (h, w, C) uint8 bilinearly to (height, width, C): columns, then rows, rounded to uint8 after each.
+    """Resize (h, w, C) uint8 bilinearly to (height, width, C): columns, then rows, rounded to uint8 after each pass.
 
-    Two calls, because one call for both leaves the order to Pillow, which takes the rows first where that is less work. The order
-    shows in the rounding, and a region of an image must get the pixels of the whole image.
+    The passes are separate calls. A single call would let Pillow choose the order, which affects the rounding, and a region of an
+    image must have the same pixels as the whole image.
     """
     if image.shape[2] == 3:
         return _in_two_passes(image, height, width)
@@ -25,7 +25,7 @@ def resample(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the same for (h, w, 3), or for one channel (h, w)."""
+    """Resize an image of three channels (h, w, 3) or one channel (h, w); see `resample`."""
     made = Image.fromarray(np.ascontiguousarray(image))
     for size in ((width, image.shape[0]), (width, height)):
         if made.size != size:
@@ -41,12 +41,14 @@ def resample_region(
     region: Box,
     out: np.ndarray,
 ) -> None:
-    """Write a region of an image of `size`, resized to `resized`, to `out`, as `resample` makes it.
+    """Write a region of an image of `size`, resized to `resized`, to `out`, with the pixels that `resample` returns.
 
-    Each pass runs over its whole length, which gives the same weights. Zeros lie where these do not reach.
+    Each pass covers the full length of its axis, so the filter weights are the same. Pixels that the filter does not reach are
+    zero.
 
     Args:
-        part: the pixels of the image that the region is made of, which lie at the rows and columns `place`.
+        part: pixels of the image that the region needs.
+        place: rows and columns of `part` in the image.
     """
     (rows, columns), channels = place, part.shape[2]
     wide = np.zeros((part.shape[0], size[1], channels), np.uint8)
@@ -57,7 +59,12 @@ def resample_region(
 
 
 def reach(interval: Interval, size: int, resized: int) -> Interval:
-    """Return the elements that the triangle filter may reach for `interval` of `resized` ones made of `size`, or a few more."""
+    """Return the input elements that the triangle filter needs for the output elements `interval`, or slightly more.
+
+    Args:
+        size: number of input elements.
+        resized: number of output elements.
+    """
     scale = size / resized
     around = max(scale, 1.0) + 1.5
     start, stop = (interval[0] + 0.5) * scale - around, (interval[1] - 0.5) * scale + around

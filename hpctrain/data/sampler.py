@@ -1,9 +1,8 @@
-"""The samples of a step, their order, and the partners that they are mixed with.
+"""The samples of a step, their order, and their partners in mixup and cutmix.
 
-All of it is a pure function of (seed, epoch, place in the epoch): the same on every rank and after every restart. Mixup and
-cutmix mix images of a step with those of the same step in the opposite order, as timm does it by batch. A sample's partner
-follows from its place in the step over all ranks: any number of ranks mixes the same images, whichever part of them each
-reads.
+All of this is a pure function of (seed, epoch, place in the epoch), equal on every rank and after every restart. Mixup and cutmix
+mix the images of a step with the same images in reverse order, as timm does for a batch. The partner of a sample depends on its
+place in the step over all ranks, so any number of ranks mixes the same pairs.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ from hpctrain.core.intervals import Box, even, relative, size_of
 
 
 def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = None) -> tuple[int, ...]:
-    """Return `samples` over `ranks` as evenly as possible, larger shares first; zeros if there are fewer samples than ranks.
+    """Return the number of samples of each rank, as even as possible, larger numbers first.
 
-    split_size: neighbouring ranks that form a split group and work on each other's samples: the groups get even shares first,
-        then the ranks of each group.
-    shards: a multiple of `ranks`: the samples are divided over this many shards, and each rank has as many neighbouring ones;
-        None: over the ranks themselves.
+    Ranks get no sample if there are fewer samples than ranks.
+
+    Args:
+        split_size: number of neighbouring ranks that form a split group and work on each other's samples. Samples are divided
+            evenly over the groups, then over the ranks of each group.
+        shards: number of shards over which the samples are divided, a multiple of `ranks`; each rank has an equal number of
+            neighbouring shards. None: the samples are divided over the ranks.
     """
     if shards is not None:
         assert split_size == 1, "shards are those of ranks that share no samples"
@@ -40,7 +42,7 @@ def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = N
 
 
 class Reordering(NamedTuple):
-    """From sample `first` of an epoch on, and in all epochs after it, samples come in the `number`-th other order."""
+    """Change of the order: from sample `first` of the epoch on, and in all later epochs, samples come in order `number`."""
 
     epoch: int
     first: int
@@ -48,27 +50,28 @@ class Reordering(NamedTuple):
 
 
 class Sampler:
-    """Global batches of an epoch: every sample exactly once, the last batch short where `batch` does not divide.
+    """Global batches of an epoch. Each sample occurs exactly once; the last batch is smaller if `batch` does not divide.
 
-    The order of an epoch does not depend on the batch. So a run that has seen its first samples can take the rest in batches of
-    any size: steps are counted from the sample `first`.
+    The order of an epoch does not depend on the batch. Therefore a run that has processed the first samples can process the
+    remaining ones in batches of any size: steps are counted from the sample `first`.
 
-    Where a run has gone back and takes another order, the samples of an epoch that were seen before stay where they are, and the
-    rest of them is ordered again: each is still there once.
+    If a run goes back and changes the order within an epoch, the samples already processed keep their places and the remaining
+    ones are reordered, so each still occurs once.
 
     Args:
         samples: size of the data set.
-        batch: samples of a step over all ranks.
-        seed: of the order; another epoch has another order.
-        shuffle: False for evaluation: samples in file order.
+        batch: number of samples of a step over all ranks.
+        seed: seed of the order, which differs between epochs.
+        shuffle: whether to shuffle; False: file order, for evaluation.
 
     Raises:
-        DataError: no samples. ConfigError: a batch below 1.
+        DataError: there are no samples.
+        ConfigError: the batch is below 1.
     """
 
     def __init__(self, samples: int, batch: int, seed: int = 0, shuffle: bool = True) -> None:
         if samples < 1:
-            raise DataError(f"A data set of {samples} samples cannot be trained on; at least 1 is needed.")
+            raise DataError(f"A data set of {samples} samples cannot be used for training; at least 1 is needed.")
         if batch < 1:
             raise ConfigError(f"A batch of {batch} samples is not possible; the smallest is 1.")
         self.samples = samples
@@ -79,24 +82,24 @@ class Sampler:
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
     def reorder(self, reorderings: Iterable[Reordering]) -> None:
-        """Follow these reorderings, in the order in which they arose, and no others. No epoch may be in progress."""
+        """Set the reorderings, in the order in which they arose, in place of earlier ones. No epoch may be in progress."""
         self._reorderings, self._cached = tuple(reorderings), None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of a whole epoch, the short one included."""
+        """Number of batches of a whole epoch, including a smaller last one."""
         return self.steps()
 
     def steps(self, first: int = 0) -> int:
-        """Return the batches of an epoch from its sample `first` on, the short one included; 0 if none is left."""
+        """Return the number of batches of an epoch from its sample `first`, including a smaller last one; 0 if none is left."""
         return max(0, -(-(self.samples - first) // self.batch))
 
     def global_count(self, step: int, first: int = 0) -> int:
-        """Return the samples of one step over all ranks; the steps begin at the epoch's sample `first`."""
+        """Return the number of samples of one step over all ranks. Steps are counted from the epoch's sample `first`."""
         return max(0, min(self.batch, self.samples - first - step * self.batch))
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return all sample ids in the order of an epoch, (samples,) int64, read-only. The latest epoch's are kept."""
+        """Return all sample ids in the order of an epoch, (samples,) int64, read-only. The latest epoch's order is cached."""
         cached = self._cached
         if cached is None or cached[0] != epoch:
             order = self._reordered(epoch) if self.shuffle else np.arange(self.samples, dtype=np.int64)
@@ -111,7 +114,7 @@ class Sampler:
         return self.order(epoch)[begin : begin + self.batch]
 
     def _reordered(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of an epoch: that of the last reordering before it, and from some samples on those within it."""
+        """Return the order of an epoch: the order that holds at its beginning, with the reorderings within it applied."""
         before = [change.number for change in self._reorderings if change.epoch < epoch]
         order = self._shuffled(epoch, *before[-1:])
         for change in self._reorderings:
@@ -121,14 +124,14 @@ class Sampler:
         return order
 
     def _shuffled(self, epoch: int, *number: int) -> NDArray[np.int64]:
-        # Sorting 64-bit random words, not a generator's permutation: NumPy may change that one between versions.
+        # Sort 64-bit random words instead of calling NumPy's permutation, which may change between versions.
         stream = counter_random.key("sampler", self.seed, epoch, *number)
         words = counter_random.words(stream, np.zeros(1, np.int64), range(2 * self.samples))
         keys = words.reshape(self.samples, 2).astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)
         return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-#: above it a Beta distribution would take too many tries to draw from, and mixes nearly by halves
+#: maximum alpha: above it, drawing from a Beta distribution takes too many attempts, and nearly all weights are close to one half
 MOST_ALPHA = 4.0
 
 _UNIFORMS_AT_ONCE = 64
@@ -136,17 +139,18 @@ _UNIFORMS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Mix:
-    """The mixing of one step.
+    """Mixing of one step.
 
-    weight: share of a sample's own label, in [0, 1], and with mixup of its image. box: with cutmix, the vertical and the
-    horizontal interval that are cut from the partner's image; None: mixup.
+    Attributes:
+        weight: weight of a sample's own label, in [0, 1]; in mixup also that of its image.
+        box: in cutmix, vertical and horizontal interval that is cut from the partner's image; None: mixup.
     """
 
     weight: float
     box: Box | None = None
 
     def apply(self, images: np.ndarray, partners: np.ndarray, region: Box) -> None:
-        """Mix `partners`, which is overwritten, into `images`: both hold `region` of each image, (N, h, w, C)."""
+        """Mix `partners` into `images` in place; both hold `region` of each image, (N, h, w, C). `partners` is overwritten."""
         if self.box is None:
             images *= images.dtype.type(self.weight)
             partners *= images.dtype.type(1.0 - self.weight)
@@ -161,18 +165,22 @@ class Mix:
 
 @dataclass(frozen=True)
 class Mixing:
-    """How images of a step are mixed.
+    """Mixup and cutmix of the images of a step.
 
-    mixup: w ~ Beta(mixup, mixup); images and labels are w of their own and 1 - w of the partner's (Zhang et al., ICLR 2018).
-    cutmix: w ~ Beta(cutmix, cutmix); a box of 1 - w of the area, clipped at the borders, is cut from the partner's image; labels
-    follow from the area that is really cut (Yun et al., ICCV 2019). 0 switches either off; with both one of them is drawn.
+    Mixup draws w ~ Beta(mixup, mixup); images and labels are weighted by w, those of the partner by 1 - w (Zhang et al., ICLR
+    2018). Cutmix draws w ~ Beta(cutmix, cutmix); a box of 1 - w of the area, clipped at the borders, is replaced by the partner's
+    pixels, and the labels are weighted by the area actually cut (Yun et al., ICCV 2019). A value of 0 switches either off. With
+    both, one of them is drawn per step.
 
     Args:
-        mixup, cutmix: the alphas, in [0, MOST_ALPHA]. probability: share of steps that are mixed. switch: of these, share that
-            takes cutmix where both are on. seed: of what is drawn.
+        mixup: alpha of mixup, in [0, MOST_ALPHA].
+        cutmix: alpha of cutmix, in [0, MOST_ALPHA].
+        probability: share of steps that are mixed.
+        switch: share of mixed steps that use cutmix if both are on.
+        seed: seed of the random numbers.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value is outside its range.
     """
 
     mixup: float = 0.0
@@ -190,14 +198,15 @@ class Mixing:
 
     @property
     def mixes(self) -> bool:
-        """True if any step may be mixed."""
+        """Whether any step may be mixed."""
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
     def draw(self, epoch: int, first: int, height: int, width: int) -> Mix | None:
         """Return the mixing of the step that begins with the epoch's sample `first`; None if it is not mixed.
 
         Args:
-            height, width: of the images that come out of the pipeline.
+            height: height of the images after the pipeline.
+            width: width of the images after the pipeline.
         """
         uniforms = _uniforms(counter_random.key("mixing", self.seed, epoch), first)
         if next(uniforms) >= self.probability or not (self.mixup or self.cutmix):
@@ -212,7 +221,7 @@ class Mixing:
 
 
 def _box(weight: float, place: tuple[float, float], size: tuple[int, int]) -> Box:
-    """Return a clipped box of 1 - weight of the area around a place that is uniform over the image; timm's rand_bbox."""
+    """Return a clipped box of 1 - weight of the area around `place`, uniform in [0, 1) over the image, like timm's rand_bbox."""
     ratio = (1.0 - weight) ** 0.5
     intervals = []
     for u, length in zip(place, size, strict=True):
@@ -222,7 +231,7 @@ def _box(weight: float, place: tuple[float, float], size: tuple[int, int]) -> Bo
 
 
 def _beta(alpha: float, uniforms: Iterator[float]) -> float:
-    """Draw from Beta(alpha, alpha), by the method of Joehnk (1964)."""
+    """Return a number from Beta(alpha, alpha), drawn by the method of Joehnk (1964)."""
     while True:
         x, y = next(uniforms) ** (1.0 / alpha), next(uniforms) ** (1.0 / alpha)
         if 0.0 < x + y <= 1.0:
@@ -230,7 +239,7 @@ def _beta(alpha: float, uniforms: Iterator[float]) -> float:
 
 
 def _uniforms(stream: counter_random.Key, sample: int) -> Iterator[float]:
-    """Yield numbers in [0, 1), without end."""
+    """Yield uniform numbers in [0, 1), endlessly."""
     begin = 0
     while True:
         indices = range(begin, begin + _UNIFORMS_AT_ONCE)

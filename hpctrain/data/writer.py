@@ -1,9 +1,9 @@
-"""Writers of data files: in chunks, under a temporary name until they are complete and on disk.
+"""Writers of data files: chunk by chunk, under a temporary name until the file is complete and on the disk.
 
-The block of samples lies where the finished file will have it, so that finishing writes HDF5's structures around it and copies
-nothing. A journal has a line for each chunk of the block: its bytes, their checksum, and whatever the writer needs to know of
-them. A chunk counts when its line is whole and its bytes have their checksum, so an interrupted conversion continues after the
-last one, no matter when a process was killed or what a machine lost that went down.
+The block of samples is at its final place from the beginning, so finishing the file writes HDF5's structures around it and copies
+nothing. A journal has a line for each chunk: its size, its checksum, and the data that the writer needs to resume. A chunk counts
+if its line is complete and its bytes match the checksum. An interrupted conversion therefore continues after the last valid
+chunk, whether a process was killed or a machine lost data.
 """
 
 from __future__ import annotations
@@ -39,31 +39,32 @@ from hpctrain.data.image_file import (
     check_names,
     digest_of,
     names_digest,
-    sum_of,
 )
+from hpctrain.data.readers import sum_of
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, publish, target_of
 from hpctrain.storage.hdf5_store import StoreFile
 
-#: place of the block in the file: HDF5's first structures fit in front of it
+#: offset of the block in the file; HDF5's first structures fit before it
 BLOCK_OFFSET = 4096
 _JOURNAL = ".journal"
 _JOURNAL_VERSION = 1
 
 
 class UnfinishedFile:
-    """The block of a data file that becomes `path`, appended to chunk by chunk. One process at a time.
+    """Block of samples of the unfinished data file `path`, appended to in chunks. One process at a time.
 
     Args:
-        source: names all that the file is made of and how; a beginning that was made of the same is kept. None: the file is
-            begun from nothing, under a name that no other process uses, and an interruption leaves nothing.
+        source: identifies the inputs and settings of the conversion. An unfinished file with the same source is continued. None:
+            start from scratch under a unique temporary name; an interruption leaves no file.
 
     Attributes:
-        path: of the file in the making. size: bytes of the block.
+        path: temporary path of the file.
+        size: size of the block, in bytes.
 
     Raises:
         OSError: the file cannot be created.
-        DataError: another process is writing the same file, or a file that no conversion has begun has its name.
+        DataError: another process is writing the same file, or a file of another program has the temporary name.
     """
 
     def __init__(self, path: Path, source: str | None = None) -> None:
@@ -87,15 +88,17 @@ class UnfinishedFile:
             raise
 
     def kept(self) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-        """Yield the existing chunks in order: what `append` received for each, and its bytes. Must be read to the end.
+        """Yield the existing chunks in order: the data passed to `append`, and the bytes. Must be read to the end.
 
-        Whatever follows the last whole one is cut off.
+        Bytes after the last valid chunk are cut off.
         """
         if self._journal is None:
             return
         lines = os.pread(self._journal, os.fstat(self._journal).st_size, 0).splitlines(keepends=True)
         if lines and lines[0] != self._header:
-            get_logger(__name__).warning("%s was begun from other images or options; it is begun again", self.path)
+            get_logger(__name__).warning(
+                "%s belongs to a conversion of other images or with other options; starting from scratch", self.path
+            )
             lines = []
         whole = len(self._header)
         for line in lines[1:]:
@@ -112,16 +115,20 @@ class UnfinishedFile:
         os.ftruncate(self._journal, whole)
         self._journal_size = whole
         os.ftruncate(self._descriptor, BLOCK_OFFSET + self.size)
-        _write_all(self._descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted end may have written there
+        _write_all(self._descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted `finish` may have written there
 
     def append(self, block: memoryview, of: dict[str, Any]) -> None:
-        """Add a chunk. of: what `kept` is to yield with it, as JSON can hold it.
+        """Append a chunk.
+
+        Args:
+            block: bytes of the chunk.
+            of: JSON-compatible data that `kept` yields with the chunk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the chunk cannot be written.
         """
         _write_all(self._descriptor, block, BLOCK_OFFSET + self.size)
-        if self._journal is not None:  # after the bytes, so that a line describes bytes that are there
+        if self._journal is not None:  # after the bytes, so that each line describes existing bytes
             line = _line({"bytes": len(block), "crc32": zlib.crc32(block), "of": of})
             _write_all(self._journal, line, self._journal_size)
             self._journal_size += len(line)
@@ -131,7 +138,7 @@ class UnfinishedFile:
         """Return bytes of the block.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: the bytes cannot be read.
         """
         parts = []
         while count and (part := os.pread(self._descriptor, min(count, 1 << 30), BLOCK_OFFSET + start)):
@@ -140,22 +147,22 @@ class UnfinishedFile:
         return b"".join(parts)
 
     def clear(self) -> None:
-        """Empty the file, because the block will be written elsewhere in it.
+        """Empty the file, because the block will be written to another place in it.
 
         Raises:
-            OSError: that is refused.
+            OSError: the file cannot be truncated.
         """
         os.ftruncate(self._descriptor, 0)
 
     def publish(self) -> None:
-        """Rename the file, which is finished and on the disk, to its name."""
+        """Rename the finished file, which must be on the disk, to its final name."""
         publish(self.path, self._target)
         self.close()
         if self.keeps:
             self._journal_path.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove all of it; does nothing after `publish`."""
+        """Delete the unfinished file and its journal. No effect after `publish`."""
         if self._descriptor < 0:
             return
         self.path.unlink(missing_ok=True)
@@ -164,7 +171,7 @@ class UnfinishedFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files, and leave them where they are."""
+        """Close the files without deleting them."""
         for descriptor in (self._descriptor, -1 if self._journal is None else self._journal):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -175,21 +182,19 @@ class UnfinishedFile:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
-                raise DataError(
-                    f"Another process writes {self.path} at this moment; wait for it, or give another name to write to."
-                ) from error
-            # A file system without locks: two conversions to one name are the user's own.
+                raise DataError(f"Another process is writing {self.path}; wait for it, or give another output name.") from error
+            # Without locks in the file system, the user must not run two conversions to one name.
 
     def _refuse_foreign(self) -> None:
-        """Raise if another program may have written the unfinished file: a download may have the same name."""
+        """Raise if another program may have written the unfinished file, such as a download of the same name."""
         if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
             raise DataError(
                 f"{self.path} exists already without the journal of a conversion, so another program may have written it; "
-                f"move it away, or give another name to write to."
+                f"move it away, or give another output name."
             )
 
     def _chunk(self, record: dict[str, Any]) -> np.ndarray | None:
-        """Return the bytes of the next chunk; None if they are not those that were written."""
+        """Return the bytes of the next chunk; None if they do not match their checksum."""
         with contextlib.suppress(OSError):
             block = self.read(self.size, record["bytes"])
             if len(block) == record["bytes"] and zlib.crc32(block) == record["crc32"]:
@@ -198,13 +203,13 @@ class UnfinishedFile:
 
 
 def _line(content: dict[str, Any]) -> bytes:
-    """Return a line of the journal, beginning with its own checksum."""
+    """Return a line of the journal, which begins with its own checksum."""
     text = json.dumps(content, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the content of a line; None if it is not whole."""
+    """Return the content of a journal line; None if the line is incomplete or damaged."""
     if not line.endswith(b"\n") or line[:9] != b"%08x " % zlib.crc32(line[9:-1]):
         return None
     record: dict[str, Any] = json.loads(line[9:])
@@ -218,25 +223,29 @@ def _write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
         view, at = view[count:], at + count
 
 
-#: HDF5 keeps checksums of its own structures from this version of its format on
+#: from this version of its format on, HDF5 stores checksums of its own structures
 _LIBVER = ("v110", "v110")
 _PAGE_BYTES = 4096
 
 
 class DataFileWriter:
-    """Writes a data file in chunks; the file appears, complete and on disk, only when the block ends without an error.
+    """Writer of a data file in chunks. The file appears, complete and on the disk, when the `with` block ends without an error.
 
-    Use as a context manager. An error leaves nothing. An interruption (KeyboardInterrupt, a kill) leaves the beginning, if
-    `source` is given, and the next writer with the same `path` and `source` continues after it.
+    Use as a context manager. After an error no file is left. An interruption (KeyboardInterrupt, a kill) leaves an unfinished
+    file if `source` is given, and the next writer with the same `path` and `source` continues it.
 
     Args:
-        path: the file to make or replace; its directory is made where it is missing. count: samples at most.
-        shape: (H, W, C) of every image. class_names: what label 0, 1, ... means.
-        fit: how pictures are brought to this shape ("crop", "squash"), to be remembered.
-        source: names all that the file is made of and how; None: nothing is kept of an interrupted one.
+        path: file to create or replace. Missing directories are created.
+        count: maximum number of samples.
+        shape: (H, W, C) of every image.
+        class_names: names of classes 0, 1, ...
+        fit: how pictures are brought to the shape ("crop", "squash"), stored in the file.
+        source: identifies the inputs and settings of the conversion; None: an interrupted conversion leaves no file.
 
     Attributes:
-        shape: as given. done: items of the source that are dealt with. skipped: names of those that were left out.
+        shape: (H, W, C) of every image.
+        done: number of items of the source that are written or skipped.
+        skipped: names of skipped items.
     """
 
     def __init__(
@@ -259,7 +268,7 @@ class DataFileWriter:
         self._digest = hashlib.sha256()
         with self._system_errors():
             if self._path.is_dir():
-                raise DataError(f"{self._path} is a directory; give a file to write, such as {self._path / 'train.h5'}.")
+                raise DataError(f"{self._path} is a directory; give the path of a file, such as {self._path / 'train.h5'}.")
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = UnfinishedFile(self._path, source)
             for record, block in self._file.kept():
@@ -282,15 +291,17 @@ class DataFileWriter:
 
     @property
     def _written(self) -> int:
-        """Samples so far."""
+        """Number of samples written."""
         return len(self._sums)
 
     def _check_images(self, images: np.ndarray) -> None:
         if images.shape[1:] != self.shape or images.dtype != np.uint8:
-            raise DataError(f"{self._path} holds uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}.")
+            raise DataError(
+                f"{self._path} must hold uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}."
+            )
 
     def _add(self, block: memoryview, labels: np.ndarray, skipped: Sequence[str], **more: Any) -> None:
-        """Append the stored bytes of some samples."""
+        """Append the stored bytes of samples."""
         assert self._written + len(labels) <= self._count, "more samples than announced"
         check_labels(self._path, labels, len(self._names), first=self._written)
         record = {"labels": labels.tolist(), "skipped": list(skipped), **more}
@@ -299,7 +310,7 @@ class DataFileWriter:
         self._account(record, np.frombuffer(block, np.uint8))
 
     def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
-        """Take note of a chunk, which is in the file."""
+        """Update the totals by a chunk that is in the file."""
         self._labels.append(np.array(record["labels"], np.int64))
         self.done += len(record["labels"]) + len(record["skipped"])
         self.skipped += record["skipped"]
@@ -310,9 +321,9 @@ class DataFileWriter:
 
     def _finish(self) -> None:
         if self._written == 0:
-            raise DataError(f"{self._path} would hold no image; a data file needs at least one.")
+            raise DataError(f"{self._path} would hold no images; a data file needs at least one.")
         with StoreFile(self._file.path, keep=True) as stored:
-            # Large objects start on a page, so that the map needs no more pages than the images have.
+            # Large objects start on a page, so the map has no more pages than the images.
             aligned = {"alignment_threshold": _PAGE_BYTES, "alignment_interval": _PAGE_BYTES}
             with h5py.File(stored, "w", libver=_LIBVER, **aligned) as file:
                 self._describe(file)
@@ -331,11 +342,11 @@ class DataFileWriter:
         self._file.publish()
 
     def _describe(self, file: h5py.File) -> None:
-        """Make the dataset of the samples, and say what they are."""
+        """Create the dataset of the samples with its attributes."""
         raise NotImplementedError
 
     def _block(self, file: h5py.File, name: str, shape: tuple[int, ...]) -> h5py.Dataset:
-        """Return the dataset of the samples, whose bytes are in the file already."""
+        """Return the dataset of the samples, whose bytes are already in the file."""
         created = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         created.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         created.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -353,19 +364,19 @@ class DataFileWriter:
 
 
 class ImageFileWriter(DataFileWriter):
-    """Writes a data file of pixels; see `DataFileWriter`."""
+    """Writer of a data file of pixels; see `DataFileWriter`."""
 
     def __enter__(self) -> ImageFileWriter:
         return self
 
     def append(self, images: np.ndarray, labels: np.ndarray, skipped: Sequence[str] = ()) -> None:
-        """Add images (n, H, W, C) uint8 with labels (n,).
+        """Append images (n, H, W, C) uint8 with labels (n,).
 
         Args:
-            skipped: names of pictures of the source that are left out with these.
+            skipped: names of pictures of the source that are left out at this place.
 
         Raises:
-            DataError: images of another shape, a label outside 0 .. classes - 1, or a disk that is full.
+            DataError: the images have another shape, a label is outside 0 .. classes - 1, or the disk is full.
         """
         self._check_images(images)
         assert len(labels) == len(images), "one label per image"
@@ -383,10 +394,10 @@ class ImageFileWriter(DataFileWriter):
 
 
 class EncodedFileWriter(DataFileWriter):
-    """Writes a data file of picture files; see `DataFileWriter`.
+    """Writer of a data file of picture files; see `DataFileWriter`.
 
     Args:
-        max_pixels: of the largest picture; stored for the readers of the file. None: the decoder's own limit.
+        max_pixels: size limit of a picture, stored for the readers of the file; None: the decoder's own limit.
     """
 
     def __init__(self, *arguments: Any, max_pixels: int | None = None, **options: Any) -> None:
@@ -405,13 +416,13 @@ class EncodedFileWriter(DataFileWriter):
         labels: np.ndarray,
         skipped: Sequence[str] = (),
     ) -> None:
-        """Add the contents of picture files, with the images (n, H, W, C) uint8 that they decode to and labels (n,).
+        """Append picture files, with labels (n,) and the images (n, H, W, C) uint8 that the files decode to.
 
         Args:
-            skipped: names of pictures of the source that are left out with these.
+            skipped: names of pictures of the source that are left out at this place.
 
         Raises:
-            DataError: images of another shape, a label outside 0 .. classes - 1, or a disk that is full.
+            DataError: the images have another shape, a label is outside 0 .. classes - 1, or the disk is full.
         """
         self._check_images(images)
         assert len(labels) == len(images) == len(contents), "one label and one file per image"
@@ -456,18 +467,18 @@ def write_data_file(
 
 
 def histogram(images: np.ndarray) -> np.ndarray:
-    """Return how often each value is in each channel of images (n, H, W, C) uint8: (C, 256) int64."""
+    """Return the number of pixels with each value, by channel, of images (n, H, W, C) uint8: (C, 256) int64."""
     channels = range(images.shape[3])
     return np.stack([np.bincount(images[..., channel].reshape(-1), minlength=256) for channel in channels]).astype(np.int64)
 
 
 def _check(path: Path, count: int, shape: tuple[int, int, int], names: Sequence[str]) -> None:
     if count < 1:
-        raise DataError(f"{path} would hold no image; a data file needs at least one.")
+        raise DataError(f"{path} would hold no images; a data file needs at least one.")
     if min(shape) < 1:
         raise DataError(f"{path} would hold images of shape {shape}; height, width and channels are at least 1.")
     if not names:
-        raise DataError(f"{path} would have no class; name at least one.")
+        raise DataError(f"{path} would define no classes; give at least one class name.")
     check_names(path, names)
 
 
@@ -477,7 +488,7 @@ def _put(file: h5py.File, name: str, values: np.ndarray) -> None:
 
 
 def _moments(histogram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and population standard deviation per channel of values 0..255 scaled to 0..1, from exact integer sums."""
+    """Return mean and population standard deviation per channel, in units of 0..1, from exact integer sums."""
     mean, std = [], []
     for counts in histogram.tolist():
         n = sum(counts)

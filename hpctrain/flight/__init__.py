@@ -1,5 +1,5 @@
-"""Flight records: each rank's last operations, kept outside of its process and read when a job has died.
+"""Flight records: the last operations of each rank, stored outside its process and read after a job has died.
 
-`ring.py` is the file, `recorder.py` writes it, `autopsy.py` reads those of all ranks. Imports `core` and `launch` only. Read
-`recorder.py` first.
+`ring.py` is the file format, `recorder.py` writes a record, and `autopsy.py` analyses the records of all ranks. Read
+`recorder.py` first. This package imports `core` and `launch` only; packages that run or inspect jobs import it.
 """

@@ -1,10 +1,11 @@
-"""Findings from the flight records of all ranks: the first rank that went wrong, and where; one sentence each.
+"""Findings from the flight records of all ranks: the first rank that failed or hung, and its place in the program.
 
-A rank that waits points to the ranks that have not posted what it waits for. Following these pointers ends at a rank that does
-not wait, which delayed all others, or returns to a rank already seen: a cycle. If all ranks have posted, a rank that no longer
-moves is to blame: a message also needs the processor of the ranks that posted it.
+A waiting rank points to the ranks that have not posted the operation that it waits for. Following these pointers ends at a rank
+that does not wait and that delayed all others, or returns to a rank already visited, which is a cycle. If all ranks have posted,
+a rank that no longer makes progress is blamed, because a message also needs processor time on the ranks that posted it.
 
-The rules are pure functions of records. `find_records` reads those of a directory; `rank_table` and `autopsy_json` show them.
+The rules are pure functions of records. `find_records` reads the records of a directory; `rank_table` and `autopsy_json` format
+them.
 """
 
 from __future__ import annotations
@@ -22,61 +23,61 @@ from hpctrain.core.text import ranks_of, spans
 from hpctrain.flight.ring import FlightRecord, RecordedOperation, file_name, read
 from hpctrain.launch.process_end import End
 
-# A process that was silent this much longer than the latest one counts as dead or stopped: its heartbeat looks once a second, and
-# twenty times within a short deadline.
+# A process that is silent for this long after the last sign of life of any process counts as dead or stopped. Its heartbeat ticks
+# once a second, and twenty times within a short deadline.
 _SILENT_SECONDS = 3.0
 _SILENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Autopsy:
-    """The findings, the most important first, and the ranks that they blame."""
+    """Findings, the most important first, and the ranks that they blame."""
 
     sentences: tuple[str, ...]
     blamed: tuple[int, ...] = ()
 
 
 def place(record: FlightRecord) -> str:
-    """Return the phase and the step of a rank."""
+    """Return the phase and the step of a rank, in words."""
     phase = record.phase or "its start"
     return f"{phase}, step {record.step}" if record.step else phase
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks as words: 'rank 3', or 'ranks 0-2, 5'."""
+    """Return ranks in words: 'rank 3', or 'ranks 0-2, 5'."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
 
 
 def posted_at(operation: RecordedOperation) -> str:
-    """Return the line of the program that posted an operation, as the end of a clause; empty if unknown."""
+    """Return the source line that posted an operation, in parentheses; empty if unknown."""
     return f" ({operation.line})" if operation.line else ""
 
 
 def latest_seconds(records: Sequence[FlightRecord]) -> float:
-    """Return the last instant at which any of the processes is known to have lived, on the wall clock."""
+    """Return the latest time, in seconds of the wall clock, at which any of the processes is known to have been alive."""
     return max(record.wall_seconds(record.last_ns) for record in records)
 
 
 def silent_seconds(record: FlightRecord, latest: float) -> float:
-    """Return the seconds from a process's last sign of life to the latest of all; 0 if they are too few to mean anything."""
+    """Return the seconds between a process's last sign of life and `latest`; 0 if they are within the normal variation."""
     silent = latest - record.wall_seconds(record.last_ns)
     least = min(_SILENT_SECONDS, _SILENT_SHARE * record.deadline_ns * 1e-9) if record.deadline_ns else _SILENT_SECONDS
     return silent if silent > least else 0.0
 
 
 def silence(record: FlightRecord, seconds: float) -> str:
-    """Return the sentence about a process that was silent."""
+    """Return the sentence about a silent process."""
     last = f"Rank {record.rank} was silent for {seconds:.0f} s at the end, last in {place(record)}"
     return f"{last}: ended, stopped, or its node lost."
 
 
 _OF_RANKS = re.compile(r" of ranks ([0-9, -]+)\)$")
-# A heartbeat looks for moves every second or every twentieth of a deadline, and other nodes see its record late.
+# A heartbeat checks for progress every second or twentieth of a deadline, and other nodes see its record late.
 _STILL_SHARE = 0.75
 
 
 def waited_for(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the ranks at the end of the waits, and what they did not post; None if no rank waits."""
+    """Return the ranks at the end of the chain of waits, and the operation that they did not post; None if no rank waits."""
     by_rank = {record.rank: record for record in records}
     edges = {rank: _absence(record, by_rank) for rank, record in by_rank.items() if record.wait}
     if not edges:
@@ -94,20 +95,23 @@ def waited_for(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 @dataclass(frozen=True)
 class _Absence:
-    """The operation that holds up a waiting rank, if it is one of a queue, and the ranks that have not posted it."""
+    """Operation that blocks a waiting rank, None if it is not in a queue; and the ranks that have not posted it."""
 
     operation: RecordedOperation | None
     ranks: tuple[int, ...]
 
 
 def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Absence:
-    """Return what a waiting rank waits for; ranks without a record count as absent.
+    """Return the operation that blocks a waiting rank and the ranks that have not posted it.
 
-    An operation whose own turn has not come waits for those in flight on this rank: the first of them that others lack counts. If
-    others lack none, the transport holds up the first of them.
+    Ranks without a record count as absent.
+
+    An operation that is queued but not posted waits for the operations in flight on this rank; the first of these that other
+    ranks have not posted is returned. If all ranks have posted them, the first one is returned without ranks: the transport has
+    not completed it.
     """
     awaited = awaited_operation(record)
-    if awaited is None:  # outside of the queues: the ranks that do not wait for the same
+    if awaited is None:  # outside the queues: ranks that do not wait for the same purpose are absent
         named = _OF_RANKS.search(record.wait)
         ranks = _ranks(named[1] if named else "", record, by_rank)
         return _Absence(None, tuple(rank for rank in ranks if rank not in by_rank or by_rank[rank].wait != record.wait))
@@ -122,14 +126,14 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
 
 
 def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
-    """Return the operation that a rank waits for, if it is one of a queue."""
+    """Return the operation that a rank waits for; None if it is not in a queue."""
     return (
         next((recorded for recorded in record.operations if recorded.number == record.wait_number), None) if record.wait else None
     )
 
 
 def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:
-    """Return the ranks that a text names; all ranks of the job if it names none or is damaged."""
+    """Return the ranks named in a text, or all ranks of the job if the text names none or is damaged."""
     try:
         ranks = ranks_of(text, record.ranks)
     except ValueError:
@@ -138,7 +142,7 @@ def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord])
 
 
 def _has_started(record: FlightRecord, operation: RecordedOperation) -> bool:
-    """Return whether a rank has posted its part of an operation, as far as its ring goes back."""
+    """Return whether a rank has posted its part of an operation, judged by the operations still in its ring."""
     of_queue = [recorded for recorded in record.operations if recorded.queue == operation.queue]
     same = next((recorded for recorded in of_queue if recorded.sequence == operation.sequence), None)
     if same is not None:
@@ -158,7 +162,7 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
             continue
         other = by_rank[rank]
         silent = silent_seconds(other, latest)
-        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun: silence means nothing
+        if other.seen_ns == other.begun_ns:  # the heartbeat has not begun, so silence proves nothing
             since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
             sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
             continue
@@ -168,7 +172,7 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
 
 
 def _text(absence: _Absence, record: FlightRecord) -> str:
-    """Return the operation that holds up a rank, with its place in its queue and in the program."""
+    """Return the operation that blocks a rank in words, with its number in the queue and its source line."""
     operation = absence.operation
     if operation is None:
         return record.wait
@@ -177,25 +181,25 @@ def _text(absence: _Absence, record: FlightRecord) -> str:
 
 
 def _cycle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
-    """Return the finding for ranks each of which waits for the next; the first rank is last again."""
+    """Return the finding for ranks of which each waits for the next one. The first rank is repeated at the end of `path`."""
     texts = {rank: _text(edges[rank], by_rank[rank]) for rank in path}
     blamed = tuple(sorted(texts))
     if len(blamed) == 1:
-        return Autopsy((f"Rank {blamed[0]} waits for what it has not posted itself: {texts[blamed[0]]}.",), blamed)
+        return Autopsy((f"Rank {blamed[0]} waits for an operation that it has not posted: {texts[blamed[0]]}.",), blamed)
     steps = [f"rank {rank} waits for {texts[rank]}, which rank {other} has not posted" for rank, other in pairwise(path)]
     return Autopsy((f"{named(blamed).capitalize()} wait for each other: {'; '.join(steps)}.",), blamed)
 
 
 def _all_posted(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRecord]) -> Autopsy:
-    """Return the finding if all ranks posted what a rank waits for: a rank stopped driving it, or the transport did."""
+    """Return the finding if all ranks posted the awaited operation: a rank stopped making progress, or the transport failed."""
     record = by_rank[rank]
     waited = f"rank {rank} waited {_seconds(record, record.wait_since_ns)} for ({place(record)})"
-    posted = f"All ranks posted what {waited}, {_text(absence, record)}"
+    posted = f"All ranks posted the operation that {waited}, {_text(absence, record)}"
     still = [other for other in by_rank.values() if _is_still(other, record)]
     if not still:
-        return Autopsy((f"{posted}: the transport did not complete it; a link may be cut.",))
+        return Autopsy((f"{posted}: the transport did not complete it; a link may be broken.",))
     ranks, latest = tuple(other.rank for other in still), latest_seconds([*by_rank.values()])
-    sentences = [f"{posted}; {named(ranks)} stopped driving it."]
+    sentences = [f"{posted}; {named(ranks)} stopped making progress."]
     for other in still:
         silent = silent_seconds(other, latest)
         sentences.append(silence(other, silent) if silent else f"{_whereabouts(other)}.")
@@ -203,8 +207,8 @@ def _all_posted(rank: int, absence: _Absence, by_rank: Mapping[int, FlightRecord
 
 
 def _is_still(record: FlightRecord, waiting: FlightRecord) -> bool:
-    """Return whether a rank has not moved for most of the time that another one waited: it computes, reads, or is stopped."""
-    watched = record.alive_ns > record.begun_ns  # otherwise no heartbeat has recorded moves, which waits are
+    """Return whether a rank made no progress for most of the time that `waiting` waited: it computes, reads, or is stopped."""
+    watched = record.alive_ns > record.begun_ns  # otherwise no heartbeat has recorded progress, and waits count as progress
     if record.wait and not watched:
         return False
     at = waiting.wall_seconds(waiting.last_ns)
@@ -220,14 +224,14 @@ def _seconds(record: FlightRecord, since_ns: int) -> str:
     return f"{max(0.0, (record.last_ns - since_ns) * 1e-9):.0f} s"
 
 
-# Collectives whose sizes are the same on all ranks.
+# Collectives with equal sizes on all ranks.
 _SAME_SIZES = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d+) of \d+ \w+ elements|barrier")
 
 
 def newest(records: Sequence[FlightRecord]) -> tuple[FlightRecord, ...]:
-    """Return the records of the latest start among them, by rank."""
+    """Return the records of the latest start among these records, by rank."""
     latest = max((record.job for record in records), default=0)
-    jobs = (latest, 0)  # 0: a rank that ended before it had joined the others
+    jobs = (latest, 0)  # 0: a rank that ended before it joined the job
     return tuple(sorted((record for record in records if record.job in jobs), key=lambda record: record.rank))
 
 
@@ -237,7 +241,7 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
         return Autopsy(("No rank has left a record.",))
     ranks = [record.ranks for record in records]
     missing = sorted(set(range(max(ranks, key=ranks.count))) - {record.rank for record in records})
-    # These come first: an MPI may end a rank for them, hang, or continue with wrong numbers.
+    # These come first: an MPI library may end a rank because of them, hang, or continue with wrong data.
     difference = _different_phase(records) or _different_operation(records)
     if difference is None and not missing and all(record.end is End.FINISHED for record in records):
         return Autopsy((f"The job finished: {named(range(len(records)))} ended normally.",))
@@ -254,17 +258,17 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
 
 
 def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the ranks that failed first, with the sentence that they failed with."""
+    """Return the ranks that failed first and their error message; None if no rank failed."""
     ended = [record for record in records if record.end not in (End.RUNNING, End.FINISHED)]
     first = min(ended, key=lambda record: record.wall_seconds(record.seen_ns), default=None)
-    if first is None or first.end is End.DEADLINE:  # a job that ends at a deadline has its ranks killed
+    if first is None or first.end is End.DEADLINE:  # the other ranks of a job that ends at a deadline are killed
         return None
     failed, how = [first.rank], f"was ended by {Signals(first.signal).name}" if first.end is End.SIGNAL else "failed"
     if first.end is End.EXITED:
         how = f"exited with code {first.signal} before the run was over"
     if first.end is End.CLOSED:
         how = "closed the descriptors of other parts of the program, as by os.closerange"
-    if first.end is End.LAUNCHER:  # all ranks of a node lose the launcher together
+    if first.end is End.LAUNCHER:  # all ranks of a node lose the launcher at the same time
         failed = [record.rank for record in ended if (record.end, record.host) == (first.end, first.host)]
         did = "was stopped" if first.signal else "had ended"
         how = f"{'was' if len(failed) == 1 else 'were'} ended as the launcher's process on {first.host} {did}"
@@ -276,7 +280,7 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _different_phase(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the first collective phase that not all ranks entered; None if all did, as far as the records reach."""
+    """Return the first collective phase in which the records differ; None if they agree as far back as they reach."""
     of_ranks = {record.rank: dict(record.phases) for record in records}
     for number in sorted(set().union(*of_ranks.values())):
         sentence, others = different_phases({rank: phases[number] for rank, phases in of_ranks.items() if number in phases})
@@ -286,7 +290,7 @@ def _different_phase(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
-    """Return a sentence on the latest phase if only some ranks have entered it: ranks may be a phase apart, but wait there."""
+    """Return a sentence about the latest phase if only some ranks entered it. Ranks may be one phase apart, where they wait."""
     latest = {record.rank: record.phases[-1] for record in records if record.phases}
     number, phase = max(latest.values(), default=(0, ""))
     entered = [rank for rank, (of_rank, _) in latest.items() if of_rank == number]
@@ -299,9 +303,10 @@ def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
 
 
 def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
-    """Return a sentence on ranks that have entered different phases of a run, and the ranks to blame: none if they have not.
+    """Return a sentence about ranks that entered different phases of a run, and the ranks to blame: the smaller groups.
 
-    The smaller groups are to blame. phases: name by rank.
+    Args:
+        phases: name of the phase, by rank. If all are equal, no ranks are returned.
     """
     largest, *smaller = _by_size(phases)
     entered = "; ".join(f"{named(ranks)} {phases[ranks[0]]}" for ranks in (largest, *smaller))
@@ -309,7 +314,7 @@ def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
 
 
 def _different_operation(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the first operation of a queue that ranks posted differently."""
+    """Return the finding for the first operation of a queue that ranks posted differently; None if there is none."""
     by_queue: dict[str, dict[int, dict[int, RecordedOperation]]] = {}
     for record in records:
         for recorded in record.operations:
@@ -325,7 +330,7 @@ def _different_operation(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _comparable(operation: RecordedOperation) -> tuple[str, str]:
-    """Return the words of an operation that must be the same on all ranks."""
+    """Return the texts of an operation that must be equal on all ranks."""
     match = _SAME_SIZES.match(operation.operation)
     return operation.purpose, match[0] if match else ""
 
@@ -333,7 +338,7 @@ def _comparable(operation: RecordedOperation) -> tuple[str, str]:
 def _operations_sentence(
     queue: str, sequence: int, posted: Mapping[int, RecordedOperation], texts: Mapping[int, tuple[str, str]]
 ) -> Autopsy:
-    """Return the finding for ranks that posted different operations. The smallest group is to blame, or the later of two."""
+    """Return the finding for ranks that posted different operations. The smaller groups are blamed."""
     ordered = _by_size(texts)
     groups = "; ".join(
         f"{named(ranks)} the {posted[ranks[0]].operation} for {posted[ranks[0]].purpose}{posted_at(posted[ranks[0]])}"
@@ -344,7 +349,7 @@ def _operations_sentence(
 
 
 def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:
-    """Return the ranks that share their words, the largest group first, the one with the lowest ranks among equals."""
+    """Return groups of ranks with equal values, the largest group first. Groups of one size are ordered by the lowest rank."""
     groups: dict[Hashable, list[int]] = {}
     for rank, text in words.items():
         groups.setdefault(text, []).append(rank)
@@ -352,7 +357,7 @@ def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the ranks whose records end before those of the others."""
+    """Return the ranks whose records end before those of the other ranks; None if there are none."""
     latest = latest_seconds(records)
     silent = {record: silent_seconds(record, latest) for record in records if record.end is End.RUNNING}
     silent = {record: seconds for record, seconds in silent.items() if seconds}
@@ -363,7 +368,7 @@ def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
-    """Return where each rank is, if no rank waits for another."""
+    """Return the phase of each rank, for the case that no rank waits for another."""
     by_phase: dict[str, list[FlightRecord]] = {}
     for record in records:
         by_phase.setdefault(record.phase, []).append(record)
@@ -390,7 +395,7 @@ _ENDS = {
     End.CLOSED: "closed",
 }
 _NAME = re.compile(re.escape(file_name(0)).replace("00000", r"(\d{5,7})"))
-#: prefix of directories, numbered from 1, with the records from before a loss of ranks
+#: prefix of directories, numbered from 1, with the records before each loss of ranks
 BEFORE_LOSS = "before-loss-"
 # Largest number of damaged records that are reported one by one; the others are counted.
 _MOST_NOTES = 8
@@ -398,11 +403,12 @@ _MOST_NOTES = 8
 
 @dataclass(frozen=True)
 class FoundRecords:
-    """The content of a directory of records.
+    """Contents of a directory of records.
 
     Attributes:
-        records: of the latest start, by rank. damaged: a sentence per record that cannot be read. others: number of entries that
-            are no records.
+        records: records of the latest start, by rank.
+        damaged: a sentence for each unreadable record.
+        others: number of entries that are not records.
     """
 
     records: tuple[FlightRecord, ...]
@@ -410,29 +416,33 @@ class FoundRecords:
     others: int = 0
 
     def notes(self) -> list[str]:
-        """Return a sentence for each of the first damaged records, and one with the number of the others."""
+        """Return a sentence for each of the first damaged records, and one with the number of the remaining ones."""
         lines = list(self.damaged[:_MOST_NOTES])
         if len(self.damaged) > _MOST_NOTES:
             lines.append(f"{len(self.damaged) - _MOST_NOTES} more records cannot be read.")
         if self.others:
-            lines.append(f"{self.others} {'entry is' if self.others == 1 else 'entries are'} no flight record, and was left out.")
+            are = "entry is not a flight record and was" if self.others == 1 else "entries are not flight records and were"
+            lines.append(f"{self.others} {are} left out.")
         return lines
 
 
 def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
-    """Return the records of the latest start in a directory, and what else it holds. operations: see `read`.
+    """Return the records of the latest start in a directory, with its damaged records and the number of other entries.
+
+    Args:
+        operations: whether to read operations; see `read`.
 
     Raises:
-        DataError: the directory or none of its records can be read.
+        DataError: the directory or all of its records are unreadable.
     """
     try:
         names = sorted(os.listdir(directory))
     except NotADirectoryError as error:
-        raise DataError(f"{directory} is no directory; give that of a run.") from error
+        raise DataError(f"{directory} is not a directory; give the directory of a run.") from error
     except FileNotFoundError as error:
-        raise DataError(f"There is no directory {directory}; give that of a run.") from error
+        raise DataError(f"There is no directory {directory}; give the directory of a run.") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{str(directory)!r} cannot be read ({error}); give the directory of a run.") from error
+        raise DataError(f"Cannot read {str(directory)!r} ({error}); give the directory of a run.") from error
     records, damaged = [], []
     ours = [(int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name))]
     for rank, path in ours:
@@ -446,11 +456,11 @@ def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
             if record.rank == rank:
                 records.append(record)
             else:
-                damaged.append(f"{path} holds the record of rank {record.rank}; delete it.")
+                damaged.append(f"{path} contains the record of rank {record.rank}; delete it.")
     if not records:
         if damaged:
             raise DataError(f"No flight record in {directory} can be read. {damaged[0]}")
-        raise DataError(f"{directory} holds no flight records (rank-*.flight); give the directory of a run that kept them.")
+        raise DataError(f"{directory} contains no flight records (rank-*.flight); give the directory of a run.")
     earlier = sum(name.startswith(BEFORE_LOSS) for name in names)
     return FoundRecords(newest(records), tuple(damaged), len(names) - len(ours) - earlier)
 
@@ -459,13 +469,13 @@ def records_in(directory: Path, *, operations: bool = True) -> tuple[FlightRecor
     """Return the records of the latest start in a directory, by rank; see `find_records`.
 
     Raises:
-        DataError: no record there can be read.
+        DataError: no record in the directory is readable.
     """
     return find_records(directory, operations=operations).records
 
 
 def explanation(directory: Path | None) -> list[str]:
-    """Return lines for the end of a job that hangs; none if no records are kept."""
+    """Return the findings as lines for the output of a job that hangs; empty without a directory of records."""
     if directory is None:
         return []
     try:
@@ -475,7 +485,7 @@ def explanation(directory: Path | None) -> list[str]:
 
 
 def rank_table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
-    """Return a table of the ranks, titles first: how each ended, its step, its phase and its wait with their seconds."""
+    """Return a table of the ranks, titles first: end, step, phase and wait of each rank, with the durations of the last two."""
     rows: list[tuple[str, ...]] = [("rank", "host", "end", "step", "phase", "for, s", "waits for", "for, s")]
     for record in records:
         waits = (record.wait, _seconds_text(record.last_ns - record.wait_since_ns)) if record.wait else ("", "")
@@ -486,10 +496,10 @@ def rank_table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
 
 
 def autopsy_json(records: Sequence[FlightRecord], notes: Sequence[str] = ()) -> dict[str, object]:
-    """Return the findings, and each rank's state with its unfinished operations.
+    """Return the findings, and each rank's state with its unfinished operations, as JSON-compatible values.
 
     Args:
-        notes: about files that were left out.
+        notes: sentences about files that were left out.
     """
     result = autopsy(records)
     return {

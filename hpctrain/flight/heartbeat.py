@@ -1,9 +1,9 @@
-"""A thread that never computes, and ends the job if nothing moves any more, as in a data read, a kernel or an evaluation.
+"""Thread that monitors progress and ends the job if nothing progresses, as in a hanging data read, kernel or evaluation.
 
-Waits among ranks have their own deadline. But if all ranks hang alike, or one hangs before it posts what the others wait for,
-then no rank waits, or only ranks that are not to blame. Time is counted in ticks of the thread: a job that a scheduler suspended
-for an hour has not been stuck for an hour. The thread also watches the keeper, because a stopped keeper could not report the end
-of this rank to the launcher.
+Waits between ranks have their own deadline. However, if all ranks hang in the same way, or if a rank hangs before it posts the
+awaited operation, no rank waits, or only ranks that are not to blame. Time is counted in ticks of this thread, so an hour in
+which a scheduler suspended the job does not count. The thread also monitors the keeper, because a stopped keeper could not report
+the end of this rank to the launcher.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from hpctrain.launch.process_end import DEADLINE, End
 
 _LONGEST_TICK_SECONDS = 1.0
 _TICKS_OF_A_DEADLINE = 20
-# A thread that hangs and holds the interpreter's lock keeps this one from running. Then the pulse stands still, and the keeper
-# ends the process, a little later than this thread would.
+# A thread that hangs while holding the GIL blocks this thread. The pulse then stops, and the keeper ends the process this many
+# seconds later than this thread would.
 _LATER_SECONDS = 5.0
 
 
 class Heartbeat:
-    """Watches signs of life of this process.
+    """Monitors the signs of life of this process.
 
     Args:
-        recorder: counts signs of life of all threads, and records what is seen.
-        deadline_seconds: without a sign of life, after which the process prints where it hangs and calls `abort`.
-        abort: ends the whole job with an exit code. rank: for messages.
-        pulse: signs of life shared with the keeper, in both directions. end_keeper: ends the keeper, and this process with it.
-        explain: returns lines that say more, from the records of all ranks.
-        stream: where the report goes; stderr by default.
+        recorder: recorder that counts the signs of life of all threads and stores the result of each tick.
+        deadline_seconds: seconds without a sign of life after which the process prints its stacks and calls `abort`.
+        abort: callback that ends the whole job with an exit code.
+        rank: number of this rank, for messages.
+        pulse: signs of life exchanged with the keeper, in both directions.
+        end_keeper: callback that ends the keeper, and this process with it.
+        explain: callback that returns further lines, from the records of all ranks.
+        stream: output of the report; default: stderr.
     """
 
     def __init__(
@@ -66,28 +68,28 @@ class Heartbeat:
         return self
 
     def close(self) -> None:
-        """End the thread. A hang is not noticed from now on."""
+        """End the thread. Hangs are not detected afterwards."""
         self._pulse.rest()
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def look(self) -> None:
-        """Run one tick: record what moved since the last one, and act if nothing has moved for too long."""
+        """Run one tick: record whether something has progressed since the last one, and act if the deadline is reached."""
         beats = self._recorder.beats
         moved = beats != self._beats
         before, self._beats = self._still_seconds, beats
         self._still_seconds = 0.0 if moved else before + self._tick_seconds
         self._recorder.looked(moved=moved)
         if self._reaches_half(before, self._still_seconds) or self._reaches_half(*self._waited()):
-            self._recorder.flush()  # other nodes may soon read the record
+            self._recorder.flush()  # other nodes may read the record soon
         if self._still_seconds >= self._deadline_seconds:
             self._give_up()
         if self._pulse.look_at_keeper(self._tick_seconds):
             self.end_keeper()
 
     def _waited(self) -> tuple[float, float]:
-        """Return the seconds of the current wait, if any, before this tick and after it."""
+        """Return the seconds of the current wait, before this tick and after it; 0 without a wait."""
         since_ns, before = self._recorder.wait_since_ns, self._waited_seconds
         same = since_ns > 0 and since_ns == self._wait_since_ns
         self._wait_since_ns, self._waited_seconds = since_ns, before + self._tick_seconds if same else 0.0
@@ -104,14 +106,14 @@ class Heartbeat:
 
     def end_keeper(self) -> None:
         """End a keeper that is stopped or hangs, and this process with it, so that the launcher notices."""
-        sentence = "the parent process of this rank was stopped, or hung; both processes are ended"
+        sentence = "the parent process of this rank was stopped or hung; both processes are ended"
         self._recorder.ended(End.FAILED, sentence)
         process_end.say_last_words(self._rank, [f"{sentence}."], self._stream, stacks=False)
         self._end_keeper()
 
     def _give_up(self) -> None:
-        """Print where the process hangs, with all stacks, then end the job."""
-        sentence = f"nothing has moved for the deadline of {self._deadline_seconds:g} s, in {self._recorder.doing}"
+        """Print the current phase and the stacks of all threads, then end the job."""
+        sentence = f"no progress within the deadline of {self._deadline_seconds:g} s, in {self._recorder.doing}"
         self._recorder.ended(End.DEADLINE, sentence)
         if self._stream is None:
             process_end.await_turn(self._rank, self._deadline_seconds)

@@ -1,6 +1,6 @@
-"""The flight recorder of a process: operations, phases and waits go into its ring as they happen, in a microsecond or so each.
+"""Flight recorder of a process: writes operations, phases and waits to the process's ring, in about a microsecond each.
 
-`FlightNotes` is what a program notes, where there is a recorder. `SourceLines` finds the line of the program that posts an
+`FlightNotes` is the interface for a program, with or without a recorder. `SourceLines` finds the source line that posts an
 operation, in a fraction of a microsecond.
 """
 
@@ -22,28 +22,31 @@ from hpctrain.core.text import spans
 from hpctrain.flight.ring import Field, RingWriter, Word, file_name, phase_at, record_at
 from hpctrain.launch.process_end import End
 
-_PACKAGE = Path(__file__).parents[1]  # as in code objects: links are not followed
-# These post on behalf of others.
+_PACKAGE = Path(__file__).parents[1]  # not resolved, because the paths in code objects are not
+# Packages that post operations for their callers.
 _INSIDE = (_PACKAGE / "comm", _PACKAGE / "flight")
-# A program that makes code while it runs has new places without end; the record has no space for them.
+# Maximum number of cached places: a program that generates code adds places without limit, and the table of names has one.
 _MOST_PLACES = 4096
 
 
 class SourceLines:
-    """Remembers the line of each place in the program: looking one up decodes tables and makes a text.
+    """Cache of source lines by place in the program. A lookup without the cache decodes tables and formats a text.
 
     Args:
-        name: returns the number that stands for a text.
+        name: function that returns the number of a text in the table of names.
     """
 
     def __init__(self, name: Callable[[str], int]) -> None:
         self._name = name
-        #: by code object and instruction; None: a place in a package that posts for others
+        #: number of the source line by (code object, instruction); None: in a package that posts for its callers
         self._known: dict[tuple[int, int], int | None] = {}
-        self._codes: dict[int, CodeType] = {}  # kept alive, so that no other object gets its id
+        self._codes: dict[int, CodeType] = {}  # kept alive, so that no other object gets the same id
 
     def place(self, frame: FrameType | None) -> int:
-        """Return the number of "file:line" of the first frame, from this one outwards, that posts for itself; 0 without one."""
+        """Return the number of "file:line" of the innermost frame outside `comm` and `flight`; 0 if there is none.
+
+        The search starts at `frame` and continues outwards.
+        """
         known = self._known
         while frame is not None:
             key = (id(frame.f_code), frame.f_lasti)
@@ -67,17 +70,17 @@ class SourceLines:
 
 
 def _text(path: Path, line: int) -> str:
-    """Return "file:line", with a file of the package relative to the package."""
+    """Return "file:line". Files of this package are relative to the package."""
     within = path.relative_to(_PACKAGE) if _PACKAGE in path.parents else path
     return f"{within}:{line}"
 
 
 class RunPhase(StrEnum):
-    """A phase of a run that all ranks enter, in the same order; its value is its name in records.
+    """Phase of a run that all ranks enter in the same order. The value is its name in records.
 
-    Ranks that enter different phases wait for each other without end, or take each other's messages for their own. So each rank
-    counts the phases that it has entered, and an autopsy compares them. What a rank does by itself, such as loading data, is no
-    such phase.
+    Ranks in different phases wait for each other without end, or receive messages meant for another phase. Therefore each rank
+    counts the phases that it has entered, and an autopsy compares them. Work of a single rank, such as loading data, is not such
+    a phase.
     """
 
     START = "the start of the run"
@@ -104,15 +107,15 @@ class RunPhase(StrEnum):
 
 
 class FlightRecorder:
-    """Records what this rank does. One thread at a time posts operations, as the engine's lock ensures; phases are the program's.
+    """Records the actions of this rank. One thread at a time posts operations, which the engine's lock ensures.
 
     Args:
-        clock_ns: returns nanoseconds since any start.
+        clock_ns: function that returns nanoseconds since any origin.
 
     Attributes:
-        directory: of its file, once there is one.
-        begun_at: its temporary file, removed once the record has another file or the process has finished; else None.
-        beats: a number that grows while the process moves, whichever thread sees that.
+        directory: directory of the record's file; None while it is in memory.
+        begun_at: temporary file, removed once the record has another file or the process has finished; otherwise None.
+        beats: counter that grows while any thread of the process makes progress.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -136,9 +139,9 @@ class FlightRecorder:
         """Record the place of the process in the job.
 
         Args:
-            job: a number that the ranks of one start share, larger than that of any earlier start.
-            deadline_seconds: without progress, after which the process gives up.
-            met_ns: the current time by the wall clock of rank 0. All records then use that clock, as the nodes' clocks differ.
+            job: number shared by the ranks of one start, larger than that of any earlier start.
+            deadline_seconds: seconds without progress after which the process gives up.
+            met_ns: current time of rank 0's wall clock. All records then use this clock, because the nodes' clocks differ.
         """
         words = self._ring.words
         words[Word.JOB], words[Word.RANK], words[Word.RANKS] = job, rank, ranks
@@ -147,14 +150,14 @@ class FlightRecorder:
             words[Word.CLOCK_AT] = self._clock_ns() - met_ns
 
     def comes_after(self, job: int) -> None:
-        """Raise the job's number above `job`, the number of an earlier start: the clock may have been set back since."""
+        """Raise the job's number above `job`, the number of an earlier start, in case the clock has been set back."""
         self._ring.words[Word.JOB] = max(self._ring.words[Word.JOB], job + 1)
 
     def keep_in(self, directory: Path) -> Path:
-        """Move the ring to a file in `directory`, which is created if it does not exist; return the file's path.
+        """Move the ring to a file in `directory`, which is created if it does not exist, and return the file's path.
 
         Raises:
-            OSError: the file cannot be made, or there is no room for it; the ring stays where it was.
+            OSError: the file cannot be created, or the disk is full. The ring is not moved.
         """
         path = directory / file_name(self._ring.words[Word.RANK])
         self._ring.move(path)
@@ -164,7 +167,7 @@ class FlightRecorder:
         return path
 
     def keep_nowhere(self) -> None:
-        """Keep the ring in memory of this process from now on."""
+        """Move the ring to this process's memory and remove its temporary file."""
         self._ring.leave_file()
         self.directory = None
         _remove(self.begun_at)
@@ -173,10 +176,12 @@ class FlightRecorder:
     # -- operations of queues ----------------------------------------------------------------------------------------------
 
     def queued(self, queue: int, purpose: str, sequence: int, depth: int = 1) -> int:
-        """Record that an operation is queued, by the calling line of the program; return its number.
+        """Record that an operation is queued, with the source line of the caller, and return its number.
 
         Args:
-            queue: from `queue_of`. depth: calls to skip up to that line; 1: this one.
+            queue: number of the queue's name, from `queue_of`.
+            sequence: number of the operation in the queue.
+            depth: number of frames from this one to the calling line; 1: the caller.
         """
         self._posted = number = self._posted + 1
         words, at = self._ring.words, record_at(number)
@@ -194,14 +199,14 @@ class FlightRecorder:
         return number
 
     def queue_of(self, name: str, ranks: Sequence[int]) -> int:
-        """Return the place of a queue's name, with the ranks of the job that its communicator has."""
+        """Return the number of a queue's name, which includes the job's ranks in its communicator."""
         return self._ring.name(f"{name} of {spans(ranks)}")
 
     def started(self, number: int, operation: str) -> None:
         """Record that an operation was posted.
 
         Args:
-            operation: its name with its size.
+            operation: name and size of the operation.
         """
         words, at = self._ring.words, record_at(number)
         if words[at] == number:
@@ -217,7 +222,7 @@ class FlightRecorder:
     # -- the program ---------------------------------------------------------------------------------------------------------
 
     def phase(self, name: str | RunPhase) -> None:
-        """Record what the program does from now on. A `RunPhase`, which all ranks enter, is counted."""
+        """Record the beginning of a phase of the program. Phases of all ranks (`RunPhase`) are counted."""
         self._phase = str(name)
         self.beats += 1
         words = self._ring.words
@@ -229,10 +234,11 @@ class FlightRecorder:
             words[Word.PHASES] = self._phases
 
     def step(self, epoch: int, step: int) -> None:
-        """Record that a step begins.
+        """Record the beginning of a step.
 
         Args:
-            epoch: from 1. step: of the whole training, from 1.
+            epoch: number of the epoch, from 1.
+            step: number of the step in the whole training, from 1.
         """
         words = self._ring.words
         words[Word.EPOCH], words[Word.STEP] = epoch, step
@@ -240,33 +246,34 @@ class FlightRecorder:
 
     @property
     def phase_name(self) -> str:
-        """Return the phase; "" before the first."""
+        """Name of the current phase; "" before the first."""
         return self._phase
 
     @property
     def step_begun(self) -> int:
-        """Return the latest step that has begun; 0: none."""
+        """Number of the latest step that has begun; 0 before the first."""
         return self._step
 
     @property
     def doing(self) -> str:
-        """Return the phase, and the step if there is one."""
+        """Current phase, and the step if there is one, in words."""
         phase = self._phase or "its start"
         return f"{phase}, step {self._step}" if self._step else phase
 
     @contextmanager
     def waiting(self, purpose: str, number: int = 0) -> Iterator[None]:
-        """Record that the program waits during the block. A wait that ends with an error stays in the record.
+        """Record that the program waits during the block. A wait that ends with an error is kept in the record.
 
         Args:
-            number: of the operation that it waits for; 0: of none that was queued.
+            purpose: reason of the wait.
+            number: number of the awaited operation; 0 if it was not queued.
         """
         self.wait(purpose, number)
         yield
         self._ring.words[Word.WAIT] = 0
 
     def wait(self, purpose: str, number: int = 0) -> None:
-        """Record that a wait begins."""
+        """Record the beginning of a wait. Args as for `waiting`."""
         words = self._ring.words
         words[Word.WAIT_RECORD] = number
         words[Word.WAIT_SINCE] = self._clock_ns()
@@ -274,16 +281,16 @@ class FlightRecorder:
 
     @property
     def wait_since_ns(self) -> int:
-        """Return when the current wait began; 0 if the program does not wait."""
+        """Beginning of the current wait, in nanoseconds of the clock; 0 if the program does not wait."""
         return self._ring.words[Word.WAIT_SINCE] if self._ring.words[Word.WAIT] else 0
 
     # -- the heartbeat, and the end ------------------------------------------------------------------------------------------
 
     def looked(self, *, moved: bool) -> None:
-        """Record a look of the heartbeat.
+        """Record a tick of the heartbeat.
 
         Args:
-            moved: whether something had moved since the look before.
+            moved: whether there was progress since the previous tick.
         """
         words, now = self._ring.words, self._clock_ns()
         words[Word.SEEN] = now
@@ -291,10 +298,11 @@ class FlightRecorder:
             words[Word.ALIVE] = now
 
     def ended(self, end: End, sentence: str = "", blamed: Sequence[int] = ()) -> None:
-        """Record how the process ends, as far as it knows. The first end stays, except that a finished run may still fail.
+        """Record the end of the process. The first recorded end is kept, except that a finished run may still fail.
 
         Args:
-            blamed: the ranks at which the cause lies, where they are known.
+            sentence: error message.
+            blamed: ranks that caused the end, if known.
         """
         words = self._ring.words
         if words[Word.ENDED] == End.RUNNING or (words[Word.ENDED] == End.FINISHED and end is End.FAILED):
@@ -308,12 +316,12 @@ class FlightRecorder:
             self.begun_at = None
 
     def flush(self) -> None:
-        """Bring the file up to date for other nodes; waits for the disk."""
+        """Write the record to the disk, where other nodes can read it, and wait for the disk."""
         self._ring.flush()
 
 
 def _remove(path: Path | None) -> None:
-    """Remove a file, if it exists, and its directory, if it is then empty."""
+    """Remove a file if it exists, and its directory if it is then empty."""
     if path is not None:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -324,10 +332,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class FlightNotes:
-    """Notes of a program for its flight record; without a recorder they cost next to nothing.
+    """Notes of a program for its flight record; almost free without a recorder.
 
     Args:
-        recorder: None ignores all notes.
+        recorder: recorder of this process; None: ignore all notes.
     """
 
     __slots__ = ("_recorder",)
@@ -336,18 +344,18 @@ class FlightNotes:
         self._recorder = recorder
 
     def alive(self) -> None:
-        """Note that the process moves, for the heartbeat. Waits count as moves: they have a deadline of their own."""
+        """Note progress of the process, for the heartbeat. Waits count as progress, because they have their own deadline."""
         if self._recorder is not None:
             self._recorder.beats += 1
 
     def phase(self, name: str | RunPhase) -> None:
-        """Note what the program does from now on."""
+        """Note the beginning of a phase of the program."""
         if self._recorder is not None:
             self._recorder.phase(name)
 
     @contextmanager
     def meanwhile(self, name: str) -> Iterator[None]:
-        """Note another phase during the block, and the earlier one after it."""
+        """Note another phase during the block, and the previous one after it."""
         before = None if self._recorder is None else self._recorder.phase_name
         self.phase(name)
         try:
@@ -357,10 +365,11 @@ class FlightNotes:
                 self.phase(before)
 
     def step(self, epoch: int, step: int) -> None:
-        """Note that a training step begins.
+        """Note the beginning of a training step.
 
         Args:
-            epoch, step: from 1; of the whole training.
+            epoch: number of the epoch, from 1.
+            step: number of the step in the whole training, from 1.
         """
         if self._recorder is not None:
             self._recorder.step(epoch, step)
@@ -370,6 +379,7 @@ class FlightNotes:
         """Note that the program waits during the block.
 
         Args:
-            number: of the operation in the record; 0: of none that was queued.
+            purpose: reason of the wait.
+            number: number of the awaited operation in the record; 0 if it was not queued.
         """
         return _NOTHING if self._recorder is None else self._recorder.waiting(purpose, number)

@@ -1,6 +1,6 @@
-"""The file of a rank's flight record: a head, a ring of operations and a table of names, in memory that the system keeps.
+"""File format of a rank's flight record: a head, a ring of operations and a table of names, in a memory-mapped file.
 
-The file is mapped, so its content survives any end of the process: the system writes it to the disk. All numbers are
+Because the file is mapped, the operating system writes its content to the disk however the process ends. All numbers are
 little-endian words of 8 bytes. The first word of an operation's record, its number, is written last, so a torn record belongs to
 no operation.
 """
@@ -29,52 +29,52 @@ MAGIC = int.from_bytes(b"hpcFLY02", "little")
 SLOTS = 2048
 
 _HEAD_WORDS = 32
-#: collective phases whose names the head keeps; ranks that part are held up by each other within a step or two
+#: number of collective phases whose names the head keeps; ranks that diverge block each other within a step or two
 PHASES_KEPT = 7
 _RECORD_WORDS = 9
 _NAME_BYTES = 1 << 18
 _SIZE = 8 * (_HEAD_WORDS + _RECORD_WORDS * SLOTS) + _NAME_BYTES
 _NAMES_AT = _SIZE - _NAME_BYTES
 _LONGEST_NAME = 4000
-#: more ranks than any job has; a larger number is a sign of damage
+#: maximum plausible number of ranks; a larger one is a sign of damage
 _MOST_RANKS = 1 << 20
-#: stands for names that do not fit
+#: replaces names that do not fit into the table
 _NO_ROOM = "(name left out: the table is full)"
 
 
 class Word(IntEnum):
-    """The words of the head. Times are nanoseconds of the process's clock; 0: never."""
+    """Words of the head. Times are nanoseconds of the process's clock; 0: never."""
 
     MAGIC = 0
     JOB = 1  # a number that all ranks of one start share
     RANK = 2
     RANKS = 3
     PROCESS = 4
-    HOST = 5  # a name's place in the table, as PHASE, WAIT, SENTENCE and BLAMED are
+    HOST = 5  # offset of a name in the table, like PHASE, WAIT, SENTENCE and BLAMED
     ENDED = 6  # an `End`
     SIGNAL = 7  # or the exit code of a process that has left
     CLOCK_AT = 8  # the clock minus the wall clock
     BEGUN = 9
-    SEEN = 10  # when the heartbeat last looked
-    ALIVE = 11  # when it last saw something move
+    SEEN = 10  # latest tick of the heartbeat
+    ALIVE = 11  # latest tick with progress
     PHASE = 12
     PHASE_SINCE = 13
     EPOCH = 14
     STEP = 15
-    WAIT = 16  # 0: does not wait
+    WAIT = 16  # 0: no wait
     WAIT_SINCE = 17
-    WAIT_RECORD = 18  # the number of the operation that is waited for; 0: one outside the queues
+    WAIT_RECORD = 18  # number of the awaited operation; 0: outside the queues
     SENTENCE = 19
     POSTED = 20  # operations so far
     NAMES = 21  # bytes of the table
     DEADLINE = 22  # nanoseconds without progress after which the process gives up
-    BLAMED = 23  # ranks, as a name: those that caused its end, as far as it knows
-    PHASES = 24  # collective phases that the process has entered
-    LATEST_PHASES = 25  # the names of the latest ones, phase n at n modulo `PHASES_KEPT` from here, up to the head's last word
+    BLAMED = 23  # name with the ranks that caused the end, if known
+    PHASES = 24  # number of collective phases that the process has entered
+    LATEST_PHASES = 25  # names of the latest phases: phase n at n modulo `PHASES_KEPT` from here, up to the head's last word
 
 
 class Field(IntEnum):
-    """The words of a record."""
+    """Words of an operation's record."""
 
     NUMBER = 0  # from 1 on
     QUEUE = 1
@@ -84,14 +84,14 @@ class Field(IntEnum):
     POSTED = 5
     STARTED = 6
     DONE = 7
-    LINE = 8  # of the program, as a name; 0: not known
+    LINE = 8  # name with the source line; 0: unknown
 
 
 class RingWriter:
-    """A ring of this process: first in its own memory, then in a file once there is a directory for it.
+    """Ring of this process, in memory at first, and in a file after `move`.
 
     Attributes:
-        words: the head and the records, as integers.
+        words: head and records, as integers.
     """
 
     def __init__(self) -> None:
@@ -99,21 +99,21 @@ class RingWriter:
         self.words = memoryview(self._map).cast("q")
         self._names: dict[str, int] = {}
         self.words[Word.MAGIC] = MAGIC
-        self.name("")  # place 0 stands for no name
+        self.name("")  # offset 0 means no name
 
     def move(self, path: Path) -> None:
         """Move the ring to a new file, which replaces the record of an earlier start.
 
-        The earlier file is never truncated: a process that still maps it would be ended by SIGBUS.
+        The earlier file is replaced, not truncated: truncating it would end a process that still maps it by SIGBUS.
 
         Raises:
-            OSError: the file cannot be made, or there is no room for it.
+            OSError: the file cannot be created, or the disk is full.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         begun = path.with_name(f".{path.name}.{processes.own_mark()}")
         descriptor = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            os.posix_fallocate(descriptor, 0, _SIZE)  # a full disk is an error now, and not a SIGBUS at some step
+            os.posix_fallocate(descriptor, 0, _SIZE)  # a full disk raises an error here, instead of SIGBUS later
             moved = mmap.mmap(descriptor, _SIZE)
             moved[:] = self._map[:]
             os.replace(begun, path)
@@ -125,7 +125,7 @@ class RingWriter:
         self._go_on_in(moved)
 
     def leave_file(self) -> None:
-        """Move the ring to this process's own memory."""
+        """Move the ring to this process's memory."""
         self._go_on_in(mmap.mmap(-1, _SIZE))
 
     def _go_on_in(self, moved: mmap.mmap) -> None:
@@ -136,7 +136,7 @@ class RingWriter:
         earlier.close()
 
     def name(self, text: str) -> int:
-        """Return the place of a text in the table of names; add it if it is new."""
+        """Return the offset of a text in the table of names, and add the text if it is new."""
         place = self._names.get(text)
         return self._add(text) if place is None else place
 
@@ -154,26 +154,26 @@ class RingWriter:
         return begin
 
     def flush(self) -> None:
-        """Have the system write what is new to the disk, where other nodes can read it; waits for the disk.
+        """Write changes to the disk, where other nodes can read them, and wait for the disk.
 
-        Errors of the disk are ignored: the caller has something worse to report, or continues.
+        Errors of the disk are ignored: the caller has a more serious error to report, or continues.
         """
         with contextlib.suppress(OSError):
             self._map.flush()
 
 
 def record_at(number: int) -> int:
-    """Return the index of the first word of an operation's record; operations are counted from 1."""
+    """Return the index of the first word of an operation's record. Operations are numbered from 1."""
     return _HEAD_WORDS + _RECORD_WORDS * ((number - 1) % SLOTS)
 
 
 def phase_at(number: int) -> int:
-    """Return the index of the word with the name of a collective phase, counted from 1 on."""
+    """Return the index of the word with the name of a collective phase. Phases are numbered from 1."""
     return Word.LATEST_PHASES + number % PHASES_KEPT
 
 
 def _latest(phases: int) -> range:
-    """Return the numbers of the collective phases whose names are kept, after so many."""
+    """Return the numbers of the phases whose names are kept after `phases` phases."""
     return range(max(1, phases - PHASES_KEPT + 1), phases + 1)
 
 
@@ -184,12 +184,14 @@ def file_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class RecordedOperation:
-    """An operation of a queue. Times are nanoseconds of its process's clock; 0: not yet.
+    """Operation of a queue. Times are nanoseconds of the process's clock; 0: not yet.
 
     Attributes:
-        number: among all of its process. queue: with its ranks. sequence: in its queue. operation: what was posted; "" before
-            that.
-        line: of the program that queued it, "file:number"; "": unknown.
+        number: number of the operation in its process.
+        queue: name of the queue, with its ranks.
+        sequence: number of the operation in its queue.
+        operation: name and size of the posted operation; "" before it is posted.
+        line: source line that queued it, "file:number"; "": unknown.
     """
 
     number: int
@@ -205,10 +207,11 @@ class RecordedOperation:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The content of one rank's ring. Times are nanoseconds of its clock, see `Word`.
+    """Content of one rank's ring. Times are nanoseconds of its clock, see `Word`.
 
     Attributes:
-        operations: the latest ones, in the order of queueing. wall_offset_ns: subtract it from the clock to get the wall clock.
+        operations: latest operations, in the order of queueing.
+        wall_offset_ns: difference between the process's clock and the wall clock.
         phases: (number, name) of the latest collective phases, numbered from 1.
     """
 
@@ -238,35 +241,35 @@ class FlightRecord:
 
     @property
     def last_ns(self) -> int:
-        """Return the last instant at which the process is known to have lived."""
+        """Last time at which the process is known to have been alive."""
         return max(self.moved_ns, self.seen_ns)
 
     @property
     def moved_ns(self) -> int:
-        """Return the last instant at which the process is known to have moved. A wait counts as a move."""
+        """Last time at which the process is known to have made progress. A wait counts as progress."""
         times = [self.begun_ns, self.alive_ns, self.phase_since_ns, self.wait_since_ns]
         times += [max(recorded.posted_ns, recorded.started_ns, recorded.done_ns) for recorded in self.operations]
         return max(times)
 
     def wall_seconds(self, clock_ns: int) -> float:
-        """Return an instant of its clock in seconds of the wall clock."""
+        """Convert a time of the process's clock to seconds of the wall clock."""
         return (clock_ns - self.wall_offset_ns) * 1e-9
 
 
 def read(path: Path, *, operations: bool = True) -> FlightRecord:
-    """Return a rank's record, which may still be written to.
+    """Return a rank's record. The rank may still be writing to it.
 
     Args:
-        operations: False leaves them out, for callers that read many records repeatedly.
+        operations: whether to read the operations. Callers that read many records repeatedly leave them out.
 
     Raises:
-        DataError: the file is no record, is truncated, or holds impossible numbers.
+        DataError: the file is not a record, is truncated, or holds impossible numbers.
         OSError: the file cannot be read.
     """
     data = _content(path)
     words = memoryview(data)[: _SIZE - _NAME_BYTES].cast("q")
     if sys.byteorder != "little":
-        raise DataError(f"{path} was written on a little-endian machine; read it on one.")
+        raise DataError(f"Cannot read {path} on this big-endian machine; read it on a little-endian one.")
     fault = _fault(words)
     if fault:
         raise DataError(f"{path} is a damaged flight record: {fault}; delete it.")
@@ -303,7 +306,7 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a record's file. Reads no more than a record's size, and never from a pipe or a device."""
+    """Return the content of a record's file. Reads at most the size of a record, and nothing from pipes or devices."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -311,17 +314,15 @@ def _content(path: Path) -> bytes:
     finally:
         os.close(descriptor)
     if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:
-        raise DataError(
-            f"{path} is no flight record of this version: it has {status.st_size} bytes; give a directory of rank-*.flight."
-        )
+        raise DataError(f"{path} is not a flight record of this version: it has {status.st_size} bytes; give a run directory.")
     return data
 
 
 def _fault(words: memoryview) -> str:
-    """Return what is impossible in the head of a record; empty if nothing is."""
+    """Return the impossible value in the head of a record, in words; empty if there is none."""
     rank, ranks, end, number = (words[word] for word in (Word.RANK, Word.RANKS, Word.ENDED, Word.SIGNAL))
     if not 0 <= rank < (ranks or _MOST_RANKS) <= _MOST_RANKS:
-        return f"it is of rank {rank} of {ranks}"
+        return f"it belongs to rank {rank} of {ranks}"
     if end not in End.__members__.values():
         return f"it has the unknown end {end}"
     if end == End.SIGNAL and number not in signal.Signals.__members__.values():
@@ -330,14 +331,15 @@ def _fault(words: memoryview) -> str:
 
 
 def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None = None) -> bool:
-    """Write into the record of another process how it ended, and return whether it was written.
+    """Write the end of another process into its record, and return whether it was written.
 
-    Call it on the same machine, as both processes must have the same clock. An end that the process wrote itself stays, except
-    that a process which finished its run may still end by a signal, with an exit code of a failure, or without a launcher.
+    Call it on the same machine, because both processes must use the same clock. An end that the process wrote itself is kept,
+    except that a finished run may still end by a signal, with an exit code of a failure, or without a launcher.
 
     Args:
-        number: of the signal; for End.EXITED, the exit code; for End.LAUNCHER, SIGSTOP if the launcher was stopped, else 0.
-        process: whose record is meant; the record of any other process stays as it is. None: any process.
+        number: number of the signal; for End.EXITED, the exit code; for End.LAUNCHER, SIGSTOP if the launcher was stopped,
+            otherwise 0.
+        process: process whose record is changed; the record of another process is not. None: any process.
 
     Raises:
         OSError: the file cannot be written.
@@ -349,7 +351,7 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None
         ended_well = end is End.DEADLINE or (end is End.EXITED and number in (FINISHED, STOPPED))
         if head[0] != MAGIC or head[1] not in ((End.RUNNING,) if ended_well else (End.RUNNING, End.FINISHED)):
             return False
-        if process not in (None, head[2]):  # another process's record has replaced the one that is meant
+        if process not in (None, head[2]):  # the record of another process has replaced it
             return False
         for word, value in ((Word.SIGNAL, number), (Word.SEEN, time.perf_counter_ns()), (Word.ENDED, end)):
             os.pwrite(descriptor, value.to_bytes(8, "little"), 8 * word)
@@ -359,7 +361,7 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks in a name; empty if the table had no room for it, or if it is damaged."""
+    """Return the ranks in a text; empty if the table of names was full, or the text is damaged."""
     try:
         return ranks_of(text, _MOST_RANKS)
     except ValueError:
@@ -376,7 +378,7 @@ def _names(data: bytes, length: int) -> Iterator[tuple[int, str]]:
 
 
 def _shown(name: str) -> str:
-    """Return a name with its control characters replaced, which would affect a terminal."""
+    """Return a name with its control characters replaced, because they would affect a terminal."""
     if name.isprintable():
         return name
     return "".join(character if character.isprintable() or character == "\n" else "?" for character in name)

@@ -1,8 +1,8 @@
-"""The flight record of a process until the run has a directory, in a directory shared by the ranks of one start.
+"""Flight record of a process before the run has a directory, in a directory shared by the ranks of one start.
 
-HPCTRAIN_RECORDS may name a directory, which nodes may share. By default it is on the node's own disk and is named after the
-launcher's process there, so that the ranks of a node share it. The run directory takes over the record. Records of starts without
-a run directory are kept for `hpctrain autopsy`, those of the latest starts only.
+The environment variable HPCTRAIN_RECORDS may name a directory, which nodes may share. By default the directory is on the node's
+local disk and is named after the launcher's process, so that the ranks of a node share it. Later the record moves to the run
+directory. Records of starts without a run directory are kept for `hpctrain autopsy`, for the latest starts only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
 from hpctrain.launch.processes import launcher_process, status_of
 
-#: environment variable: the directory for the records of a start
+#: environment variable with the directory for the records of a start
 RECORDS = "HPCTRAIN_RECORDS"
 #: number of latest starts whose records are kept
 KEPT = 8
 
 _START = "start-"
-# The record that this process has begun, and the same record until `taken` returns it.
+# The record that this process began; `_TO_TAKE` holds it until `taken` returns it.
 _BEGUN: list[FlightRecorder] = []
 _TO_TAKE: list[FlightRecorder] = []
 
@@ -40,7 +40,7 @@ def place_of_start(environ: Mapping[str, str], launcher: Launcher) -> Path:
 
 
 def begin(path: Path, launcher: Launcher) -> FlightRecorder:
-    """Begin the record of this process, in a file if possible, else in memory; `taken` returns it later."""
+    """Begin the record of this process, in a file if possible, otherwise in memory. `taken` returns it later."""
     recorder = FlightRecorder()
     recorder.join(launcher.rank or 0, launcher.expected_size or 1, 0, 0.0)
     with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def begin(path: Path, launcher: Launcher) -> FlightRecorder:
 
 @contextlib.contextmanager
 def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
-    """Keep a record of this process during the block, and record the end of the block unless an end was recorded before."""
+    """Keep a record of this process during the block, and record the end of the block unless an end was already recorded."""
     recorder = begin(path, launcher)
     try:
         yield
@@ -66,7 +66,7 @@ def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
         if left.code in (0, None):
             recorder.ended(End.FINISHED)
         else:
-            recorder.ended(End.FAILED, f"the program left with {left.code!r}")
+            recorder.ended(End.FAILED, f"the program exited with {left.code!r}")
         raise
     except BaseException as error:
         recorder.ended(End.FAILED, f"{type(error).__name__}: {error}")
@@ -75,19 +75,23 @@ def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
 
 
 def hint() -> list[str]:
-    """Return a line with the place of this process's record, as long as the record is in no run directory; else none."""
+    """Return a line with the place of this process's record; empty once the record is in a run directory."""
     path = _BEGUN[-1].begun_at if _BEGUN else None
     return [] if path is None else [f"`hpctrain autopsy {path.parent}` has the records of this start"]
 
 
 def failed(sentence: str, ranks: Sequence[int]) -> None:
-    """Write an error to the record that this process has begun, if any. ranks: those that caused it."""
+    """Write an error to the record of this process, if there is one.
+
+    Args:
+        ranks: ranks that caused the error.
+    """
     if _BEGUN:
         _BEGUN[-1].ended(End.FAILED, sentence, ranks)
 
 
 def taken() -> FlightRecorder:
-    """Return the record that this process has begun, at the first call; a new recorder at later calls, or if there is none."""
+    """Return the record that this process began; at later calls, or without such a record, a new recorder."""
     return _TO_TAKE.pop() if _TO_TAKE else FlightRecorder()
 
 
@@ -118,7 +122,7 @@ def _starts(own: Path) -> list[Path]:
 
 
 def _prune(new: Path) -> None:
-    """Remove the records of all but the latest starts, except those whose launcher is alive."""
+    """Remove the records of all starts except the latest ones and those whose launcher is alive."""
     for directory in _starts(new.parent)[KEPT:] if new.name.startswith(_START) else ():
         number, _, begun = directory.name.removeprefix(_START).partition("-")
         status = status_of(int(number)) if number.isdecimal() else None

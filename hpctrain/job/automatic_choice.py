@@ -106,7 +106,7 @@ class AutomaticChoice:
         reason = "layers or parameters of the model have changed"
         try:
             config = self.applied(task.config)
-            graph = task.graph_of(1)
+            graph = task.job.graph_of(1)
             grid.parallel_plan(config, max(1, self.ranks // config.grid.rows)).check([node.name for node in graph.nodes])
         except ConfigError as error:
             reason = str(error).rstrip(".")
@@ -168,6 +168,6 @@ def machine_digest(machine: Machine) -> str:
 
 def model_digest(task: PlannedRun) -> str:
     """Return the SHA-256 hash of the names of all layers and the shapes of all parameters."""
-    lines = [node.name for node in task.graph_of(1).nodes]
-    lines += [f"{name} {tuple(spec.shape)}" for name, spec in task.specs.items()]
+    lines = [node.name for node in task.job.graph_of(1).nodes]
+    lines += [f"{name} {tuple(spec.shape)}" for name, spec in task.job.specs.items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

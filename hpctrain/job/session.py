@@ -15,7 +15,8 @@ from typing import TypeVar
 from hpctrain.backend.choice import NodePlace
 from hpctrain.comm.base import Communicator, SingleCommunicator, raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid, check_grid
-from hpctrain.comm.progress import MORE_RANKS_THAN_CORES, ProgressEngine, WaitPolicy, guard
+from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy, guard
 from hpctrain.config.grid import check_batch, columns
 from hpctrain.config.schema import Config
 from hpctrain.core import log

@@ -1,7 +1,7 @@
-"""All models by name: each module of `families` is one, and its VARIANTS have names of their own.
+"""All models by name. Each module of `families` is a model family; its VARIANTS are further names.
 
-A new model is one new file; no list is edited. Family names are module names ("vgg"); variants fix some of a family's options
-("vgg16_bn").
+A new family is one new file; no list needs a change. Family names are module names ("vgg"); variants fix some of a family's
+options ("vgg16_bn").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _A_MODEL = (
     "a model must be a class derived from hpctrain.nn.layers.Layer, or a function that returns a layer (such as Sequential)"
 )
 
-#: values of options that follow from the data or from other keys, to build a model that has no defaults for them without these
+#: values for options that normally follow from the data or from other keys, to build a model without these
 _PLACEHOLDERS: Mapping[str, object] = {
     "classes": 10,
     "channels_in": 3,
@@ -37,8 +37,11 @@ _PLACEHOLDERS: Mapping[str, object] = {
 class Entry:
     """One name of the catalogue.
 
-    family: the module. builder: its `build`. fixed: options that the name stands for.
-    image_shape: (H, W, C) that the model is meant for; None if code of the user's has no IMAGE_SHAPE.
+    Attributes:
+        family: name of the module.
+        builder: function or class that builds the model.
+        fixed: options that the name fixes.
+        image_shape: (H, W, C) of the images that the model is designed for; None if the user's code has no IMAGE_SHAPE.
     """
 
     family: str
@@ -53,13 +56,13 @@ def names() -> tuple[str, ...]:
 
 
 def entry(name: str) -> Entry:
-    """Return the family of a name, and the options that the name fixes. Code of the user's is a family of its own.
+    """Return the entry of a model name. A model in the user's code is a family with one name.
 
     Raises:
-        ConfigError: no model of this name, or code of the user's that is none.
+        ConfigError: there is no model of this name, or the user's code is not a model.
     """
     families = FAMILIES.names()
-    entries = _entries([name] if name in families else families)  # a family's name needs no other family
+    entries = _entries([name] if name in families else families)  # the name of a family needs no import of other families
     builder = FAMILIES.find_outside(name, entries)
     if builder is None:
         return entries[name]
@@ -69,10 +72,10 @@ def entry(name: str) -> Entry:
 
 
 def options(name: str) -> dict[str, object]:
-    """Return the options that the model takes, with their defaults.
+    """Return the model's options with their defaults.
 
     Raises:
-        ConfigError: no model of this name.
+        ConfigError: there is no model of this name.
     """
     known = entry(name)
     defaults = {option: parameter.default for option, parameter in parameters_of(known.builder).items()}
@@ -80,15 +83,15 @@ def options(name: str) -> dict[str, object]:
 
 
 def image_shape(name: str) -> tuple[int, int, int]:
-    """Return the (H, W, C) that the model is meant for.
+    """Return the (H, W, C) of the images that the model is designed for.
 
     Raises:
-        ConfigError: no model of this name, or one without an IMAGE_SHAPE.
+        ConfigError: there is no model of this name, or its module has no IMAGE_SHAPE.
     """
     shape = entry(name).image_shape
     if shape is None:
         raise ConfigError(
-            f'The code of the model "{name}" does not say for which images it is meant; add a line such as '
+            f'The code of model "{name}" does not declare the size of its images; add a line such as '
             f"IMAGE_SHAPE = (32, 32, 3), height, width and channels, to its module."
         )
     return shape
@@ -98,23 +101,25 @@ def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
     """Return all options of the model, with values of the right types: defaults, options that the name fixes, and `given`.
 
     Raises:
-        ConfigError: no model of this name. OptionError: an option it does not take, a value of another type, or one that the
-            name fixes otherwise.
+        ConfigError: there is no model of this name.
+        OptionError: an option is unknown, has a value of a wrong type, or differs from the value that the name fixes.
     """
     known = entry(name)
     converted = check_options(known.builder, f'model "{name}"', {**_placeholders(known), **given})
     meant = check_options(known.builder, f'model "{name}"', {**_placeholders(known), **known.fixed})
     for option, value in known.fixed.items():
         if converted.get(option, meant[option]) != meant[option]:
-            raise OptionError(f'Model "{name}" means {option} = {value}, not {given[option]}; leave the option out.', option)
+            raise OptionError(f'Model "{name}" fixes {option} = {value}, not {given[option]}; remove the option.', option)
     return {**options(name), **converted}
 
 
 def build(name: str, given: Mapping[str, object]) -> Layer:
-    """Build the model.
+    """Build the model with the options `given`.
 
     Raises:
-        ConfigError: as `check`, or options that the family refuses. ShapeError: sizes that do not fit together.
+        ConfigError: there is no model of this name, or the family refuses the options.
+        OptionError: see `check`.
+        ShapeError: the sizes do not fit together.
     """
     builder = entry(name).builder
     with FAMILIES.refusals(name):
@@ -125,7 +130,7 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
 
 
 def _placeholders(known: Entry) -> dict[str, object]:
-    """Return values for the options that follow from the rest of a configuration and have no default."""
+    """Return values for the options without a default that follow from other parts of a configuration."""
     values = _PLACEHOLDERS if known.image_shape is None else {**_PLACEHOLDERS, "channels_in": known.image_shape[2]}
     parameters = parameters_of(known.builder)
     return {

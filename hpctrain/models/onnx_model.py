@@ -1,6 +1,6 @@
-"""A model with its weights as an ONNX model: images (N, C, H, W) in, logits (N, classes) out, for any N.
+"""Conversion of a model with its weights to ONNX: images (N, C, H, W) in, logits (N, classes) out, for any N.
 
-Needs the package onnx, which the extra `onnx` installs.
+It needs the package onnx, which the extra `onnx` installs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from hpctrain.core.errors import BackendError, CheckpointError
 from hpctrain.models.state_dict import StateEntry, declared_state
 from hpctrain.nn.layers import Layer, PadChannelsSpec
 
-#: operator set: the newest that runtimes of the last two years know; it defines all operators that are used here
+#: newest operator set that the runtimes of the last two years support; it defines all operators used here
 OPSET = 21
-_MOST_BYTES = 2_000_000_000  # one protocol buffer holds 2 GiB
+_MOST_BYTES = 2_000_000_000  # a protocol buffer holds at most 2 GiB
 
 
 def onnx_package() -> Any:
-    """Import the package onnx.
+    """Import and return the package onnx.
 
     Raises:
-        BackendError: it is not installed.
+        BackendError: onnx is not installed.
     """
     try:
         import onnx
@@ -52,17 +52,20 @@ def onnx_model(
     """Return the checked `onnx.ModelProto`.
 
     Args:
-        image_shape: (H, W, C) of one image. state: float32, in torchvision's names and layouts. metadata: kept in the model.
+        model: root layer.
+        image_shape: (H, W, C) of one image.
+        state: float32 weights with torchvision's names and layouts.
+        metadata: properties that are stored in the model.
 
     Raises:
         BackendError: onnx is not installed, or a layer has no counterpart in ONNX.
-        CheckpointError: more weights than a file holds.
+        CheckpointError: the weights exceed the maximum size of a file.
     """
     onnx = onnx_package()
     size_bytes = sum(array.nbytes for array in state.values())
     if size_bytes > _MOST_BYTES:
         raise CheckpointError(
-            f"The weights have {size_bytes / 1e9:.1f} GB, and an ONNX file holds {_MOST_BYTES / 1e9:g} GB at most; export "
+            f"The weights have {size_bytes / 1e9:.1f} GB, but an ONNX file holds at most {_MOST_BYTES / 1e9:g} GB; export "
             f"them as safetensors."
         )
     builder = GraphBuilder(TensorSpec((1, *image_shape)))
@@ -87,7 +90,10 @@ def onnx_model(
 
 
 class _Translator:
-    """Translates node by node: `_names[t]` is the ONNX value of tensor t; `constants` are the arrays that nodes read."""
+    """Translates a graph node by node.
+
+    `_names[t]` is the ONNX value of tensor t; `constants` are the arrays that nodes read.
+    """
 
     def __init__(self, onnx: Any, graph: Graph, entries: Mapping[str, StateEntry], state: Mapping[str, np.ndarray]) -> None:
         self._make = onnx.helper.make_node
@@ -110,10 +116,10 @@ class _Translator:
         }
 
     def nodes(self) -> list[Any]:
-        """Return all nodes, in order; the output of the last one is "logits".
+        """Return all nodes, in order. The output of the last one is "logits".
 
         Raises:
-            BackendError: a layer that ONNX has no operator for.
+            BackendError: a layer has no counterpart in ONNX.
         """
         for node in self._graph.nodes:
             rule = self._rules.get(type(node.spec))
@@ -138,7 +144,7 @@ class _Translator:
         self._names[node.output] = self._names[node.inputs[0]]
 
     def _parameters(self, node: Node) -> list[str]:
-        """Return the names of a node's parameters, weight first, after adding them as constants."""
+        """Add a node's parameters as constants, and return their names, weight first."""
         return [self._constant(name, self._state[name]) for name in node.parameters.values()]
 
     def _constant(self, name: str, array: np.ndarray) -> str:
@@ -149,7 +155,7 @@ class _Translator:
         self._add("Conv", node, *self._parameters(node), **_window(spec.window), group=spec.groups)
 
     def _flatten(self, node: Node, spec: FlattenSpec) -> None:
-        """Flatten channels last, as hpctrain does: then the next linear layer needs no order of an image."""
+        """Flatten with channels last, as hpctrain does, so that the next linear layer's weight needs no reordering."""
         inner = self._names[node.inputs[0]]
         if len(self._graph.tensors[node.inputs[0]].shape) == 4:
             inner = self._emit("Transpose", f"{node.name}.nhwc", [inner], perm=[0, 2, 3, 1])
@@ -173,7 +179,7 @@ class _Translator:
             self._add("AveragePool", node, **window, count_include_pad=int(spec.count_include_pad))
 
     def _adaptive_pool(self, node: Node, spec: AdaptiveAveragePoolSpec) -> None:
-        """Multiply by two matrices of means, as ONNX has no operator for windows of changing size."""
+        """Multiply by two matrices of means, because ONNX has no operator for windows of varying size."""
         _, height, width, _ = self._graph.tensors[node.inputs[0]].shape
         if (height, width) == spec.size:
             self._same(node)
@@ -201,7 +207,7 @@ def _window(window: Window) -> dict[str, list[int]]:
 
 
 def _means(size: int, pooled: int) -> np.ndarray:
-    """Return (pooled, size): row i has the weights of the mean over [floor(i size / pooled), ceil((i + 1) size / pooled))."""
+    """Return a matrix (pooled, size) whose row i is the mean over [floor(i size / pooled), ceil((i + 1) size / pooled))."""
     matrix = np.zeros((pooled, size), np.float32)
     for i in range(pooled):
         start, stop = i * size // pooled, -(-(i + 1) * size // pooled)

@@ -9,7 +9,7 @@ from hpctrain.core.errors import OptionError
 from hpctrain.nn import initialise
 from hpctrain.nn.layers import BatchNorm, Conv2d, Layer, Linear, ReLU, Residual, Sequential, StochasticDepth
 
-MOST_CHANNELS = 1_000_000  # far beyond any network: a larger number is a typing error
+MOST_CHANNELS = 1_000_000  # far more than any network has; a larger number is a typing error
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Norm:
     epsilon: float = 1e-5
     momentum: float = 0.1
     synchronised: bool = False
-    zero_last: bool = False  # the last one of each residual block starts at 0, so that the block starts as its shortcut
+    zero_last: bool = False  # last batch norms of residual blocks start at 0, so blocks start as their shortcuts
 
     def layer(self, channels: int, *, last: bool = False) -> BatchNorm:
-        """Return a batch norm; `last`: it is the one before a residual sum."""
+        """Return a batch norm. last: whether it is the last one before a residual sum."""
         weight = 0.0 if last and self.zero_last else 1.0
         return BatchNorm(channels, self.epsilon, self.momentum, self.synchronised, weight=weight)
 
@@ -31,10 +31,12 @@ def scaled(channels: int, width: float, option: str = "channels") -> int:
     """Return `channels` times `width`, rounded, at least 1.
 
     Args:
-        option: the name of the option that `channels` comes from, for the error.
+        channels: channels of the published network.
+        width: factor on the channels.
+        option: name of the option that `channels` comes from, for the error.
 
     Raises:
-        OptionError: no channels, a width that is not positive, or so large that a layer would have more than a million channels.
+        OptionError: channels is below 1, width is not positive, or the layer would have more than a million channels.
     """
     if channels < 1:
         raise OptionError(f"A layer cannot have {channels} channels; it must have at least 1.", option)
@@ -44,7 +46,7 @@ def scaled(channels: int, width: float, option: str = "channels") -> int:
     largest = MOST_CHANNELS / channels
     if width > largest:
         raise OptionError(
-            f"A width of {width:g} makes more than {MOST_CHANNELS:,} channels of {channels}, and no layer may have more; "
+            f"A width of {width:g} turns {channels} channels into more than {MOST_CHANNELS:,}, the maximum of a layer; "
             f"the largest width for this layer is {largest:g}.",
             "width",
         )
@@ -55,7 +57,7 @@ def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
     """Raise unless the family has a network of this depth.
 
     Raises:
-        OptionError: it has none.
+        OptionError: there is none.
     """
     depths = sorted(known)
     if depth not in depths:
@@ -67,20 +69,20 @@ def check_dropout(dropout: float) -> None:
     """Raise unless the option `dropout` is a probability below 1.
 
     Raises:
-        OptionError: it is not.
+        OptionError: it is outside [0, 1).
     """
     if not 0.0 <= dropout < 1.0:
         raise OptionError(f"A dropout rate of {dropout} is outside [0, 1); 0 switches dropout off.", "dropout")
 
 
 def stochastic_depths(last: float, blocks: int, seed: int) -> Iterator[Mapping[str, Layer]]:
-    """Return, for each residual block in order, the layers that end its body, by name; none if the block is never dropped.
+    """Return for each residual block in order the layers at the end of its body, by name; empty if the block is never dropped.
 
-    The chance rises linearly from 0 for the first block to `last` for the last one: block i of n has last * i / (n - 1), as in
-    timm.
+    The probability rises linearly from 0 for the first block to `last` for the last one: block i of n has last * i / (n - 1), as
+    in timm.
 
     Raises:
-        OptionError: `last` is no probability below 1.
+        OptionError: `last` is outside [0, 1).
     """
     if not 0.0 <= last < 1.0:
         sentence = f"A stochastic depth of {last} is outside [0, 1); 0 switches it off, and 0.2 is usual for deep networks."
@@ -92,9 +94,13 @@ def stochastic_depths(last: float, blocks: int, seed: int) -> Iterator[Mapping[s
 def basic_block(
     channels_in: int, channels: int, stride: int, norm: Norm, shortcut: Layer | None, end: Mapping[str, Layer]
 ) -> Residual:
-    """Return a block of two 3x3 convolutions (He et al. 2016, figure 5 left); the first one has the stride.
+    """Return a block of two 3x3 convolutions (He et al. 2016, figure 5 left). The first one has the stride.
 
     Args:
+        channels_in, channels: channels of the input and of the output.
+        stride: stride of the first convolution.
+        norm: maker of batch norms.
+        shortcut: other summand; None: the identity.
         end: further layers at the end of the body.
     """
     body: Mapping[str, Layer] = {
@@ -111,10 +117,16 @@ def basic_block(
 def bottleneck_block(
     channels: tuple[int, int, int], stride: int, groups: int, norm: Norm, shortcut: Layer | None, end: Mapping[str, Layer]
 ) -> Residual:
-    """Return a block of 1x1, 3x3, 1x1 convolutions (He et al. 2016, figure 5 right); the 3x3 one has the stride (version 1.5).
+    """Return a block of 1x1, 3x3, 1x1 convolutions (He et al. 2016, figure 5 right).
+
+    The 3x3 convolution has the stride (version 1.5).
 
     Args:
-        channels: of the input, of the 3x3 convolution, and of the output. groups: of the 3x3 convolution (Xie et al. 2017).
+        channels: channels of the input, of the 3x3 convolution and of the output.
+        stride: stride of the 3x3 convolution.
+        groups: groups of the 3x3 convolution (Xie et al. 2017).
+        norm: maker of batch norms.
+        shortcut: other summand; None: the identity.
         end: further layers at the end of the body.
     """
     channels_in, inside, channels_out = channels
@@ -133,7 +145,7 @@ def bottleneck_block(
 
 
 def projection(channels_in: int, channels_out: int, stride: int, norm: Norm) -> Layer | None:
-    """Return the shortcut of a block: a 1x1 convolution with batch norm if its shape changes (option B), else None."""
+    """Return the shortcut of a block: a 1x1 convolution with batch norm (option B), or None if the shape stays the same."""
     if stride == 1 and channels_in == channels_out:
         return None
     return Sequential([Conv2d(channels_in, channels_out, 1, stride, bias=False), norm.layer(channels_out)])
@@ -147,11 +159,15 @@ def basic_stage(
     shortcut: Callable[[int, int, int], Layer | None],
     ends: Iterator[Mapping[str, Layer]],
 ) -> Layer:
-    """Return `count` blocks of two convolutions, the first block with the stride.
+    """Return `count` blocks of two convolutions. The first block has the stride.
 
     Args:
-        channels: of the input and of the output. shortcut: makes that of a block from channels in, channels out and stride.
-        ends: as `stochastic_depths` returns them.
+        count: number of blocks.
+        channels: channels of the input and of the output.
+        stride: stride of the first block.
+        norm: maker of batch norms.
+        shortcut: function that returns a block's shortcut for (channels in, channels out, stride).
+        ends: result of `stochastic_depths`.
     """
     channels_in, channels_out = channels
     blocks: list[Layer] = []
@@ -165,6 +181,11 @@ def basic_stage(
 def normal_linear(
     features_in: int, features_out: int, image_shape: tuple[int, int, int] | None = None, *, bias: float = 0.0
 ) -> Linear:
-    """Return a linear layer of AlexNet or VGG: weights from N(0, 0.01^2), every bias the same. image_shape: see `Linear`."""
+    """Return a linear layer of AlexNet or VGG, with weights from N(0, 0.01^2) and equal biases.
+
+    Args:
+        features_in, features_out, image_shape: see `Linear`.
+        bias: initial value of all biases.
+    """
     weight, biases = initialise.normal(0.01), initialise.constant(bias)
     return Linear(features_in, features_out, image_shape=image_shape, weight_values=weight, bias_values=biases)

@@ -1,6 +1,6 @@
-"""State dictionaries in torchvision's names, shapes and order, and how those of files differ from a model's.
+"""State dictionaries with torchvision's names, shapes and order, and the check that a file's state fits a model.
 
-Weights so travel to and from other frameworks. Only `export` needs a network: all else follows from the declarations of the
+They exchange weights with other frameworks. Only `export` needs a network; all other functions use the declarations of the
 layers, without an image size or memory for parameters.
 """
 
@@ -20,7 +20,7 @@ from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 
-#: torch's counter next to the running statistics of each batch norm: nothing depends on it here, and files may lack it
+#: torch's batch counter next to the running statistics of each batch norm; hpctrain does not use it, and files may lack it
 COUNTER = "num_batches_tracked"
 _STATISTIC_WITH_COUNTER = "running_mean"
 _MOST_REPORTED = 8
@@ -28,17 +28,22 @@ _MOST_REPORTED = 8
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One array of a state dictionary. shape: in torchvision's layout. spec: of a parameter; None: it is a running statistic."""
+    """One array of a state dictionary.
+
+    Attributes:
+        shape: shape in torchvision's layout.
+        spec: declaration of a parameter; None: the array is a running statistic.
+    """
 
     shape: tuple[int, ...]
     spec: ParameterSpec | None = None
 
     def export(self, array: np.ndarray) -> np.ndarray:
-        """Return an array of hpctrain in torchvision's layout, contiguous."""
+        """Return a contiguous array in torchvision's layout."""
         return np.ascontiguousarray(array) if self.spec is None else self.spec.interchange.export(array)
 
     def restore(self, array: np.ndarray) -> np.ndarray:
-        """Return an array of torchvision in hpctrain's layout, contiguous."""
+        """Return a contiguous array in hpctrain's layout."""
         return np.ascontiguousarray(array) if self.spec is None else self.spec.interchange.restore(array, self.spec.shape)
 
 
@@ -66,7 +71,12 @@ def export(network: Network) -> dict[str, np.ndarray]:
 
 
 def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np.ndarray]:
-    """Return the same state with the counter of each batch norm after its statistics. batches: seen in training."""
+    """Return the state with torch's batch counter after the statistics of each batch norm.
+
+    Args:
+        state: arrays by name.
+        batches: number of training batches.
+    """
     counted: dict[str, np.ndarray] = {}
     for name, array in state.items():
         counted[name] = array
@@ -77,12 +87,12 @@ def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np
 
 
 def is_counter(name: str) -> bool:
-    """Return whether an array is torch's counter, which is ignored."""
+    """Return whether an array is torch's batch counter, which hpctrain ignores."""
     return name.rpartition(".")[2] == COUNTER
 
 
 def classes_in(model: Layer, given: Mapping[str, np.ndarray]) -> int | None:
-    """Return the number of classes of a state: the rows of the model's last parameter; None if the state lacks it."""
+    """Return the number of classes of a state; None if the state lacks the model's last parameter, whose rows are the classes."""
     last = next((name for name, entry in reversed(declared_state(model).items()) if entry.spec is not None), None)
     array = None if last is None else given.get(last)
     return None if array is None or not array.ndim else int(array.shape[0])
@@ -97,22 +107,25 @@ def check_fits(
     ignore: Sequence[str] = (),
     hint: str = "",
 ) -> frozenset[str]:
-    """Raise unless a state fits a model; return the names that are ignored.
+    """Raise unless a state fits a model, and return the ignored names.
 
     Args:
-        expected: see `declared_state`. given: of a file. source, model: the names of both in messages.
-        ignore: patterns of names that need not be there, nor fit. hint: a sentence that follows all others if something differs.
+        expected: result of `declared_state`.
+        given: arrays of a file by name.
+        source, model: names of the file and of the model in messages.
+        ignore: patterns of names that may be missing or differ.
+        hint: sentence that follows all others if the state does not fit.
 
     Raises:
-        CheckpointError: a sentence for each name that is missing or unknown, or whose array has another shape, no numbers or
-            numbers that are not finite; and for each pattern that matches nothing.
+        CheckpointError: a name is missing or unknown, an array has another shape or is not of finite floating-point numbers, or a
+            pattern matches nothing. The message has one sentence per fault.
     """
     ignored = frozenset(name for name in (*expected, *given) if any(fnmatchcase(name, pattern) for pattern in ignore))
     faults = chain(_idle_patterns(ignore, ignored, expected, source), _differences(expected, given, ignored, source, model))
-    # Lazily: finding the nearest name takes time, and is done for the sentences that are printed only.
+    # Lazy, because finding the nearest name takes time: only for sentences that are printed.
     sentences = list(islice(faults, _MOST_REPORTED))
     if sentences and next(faults, None) is not None:
-        sentences.append(f"There are more such differences between {source} and the model {model}.")
+        sentences.append(f"There are further differences between {source} and the model {model}.")
     if sentences:
         raise CheckpointError("\n".join([*sentences, *([hint] if hint else [])]))
     check_finite({name: given[name] for name in expected if name not in ignored}, source)
@@ -123,10 +136,12 @@ def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike 
     """Raise if an array of floating-point numbers holds NaN or an infinity.
 
     Args:
-        source: the name of the file or checkpoint in messages. dtype: that the numbers will be converted to; None: their own.
+        state: arrays by name.
+        source: name of the file or checkpoint in messages.
+        dtype: dtype that the numbers will be converted to; None: no conversion.
 
     Raises:
-        CheckpointError: a sentence for each such array.
+        CheckpointError: an array is not finite. The message has one sentence per array.
     """
     sentences = list(
         islice((sentence for name in state if (sentence := _not_finite(name, state[name], source, dtype))), _MOST_REPORTED)
@@ -136,7 +151,7 @@ def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike 
 
 
 def _not_finite(name: str, array: np.ndarray, source: str, dtype: DTypeLike | None) -> str | None:
-    """Return a sentence about an array that holds NaN or an infinity; None if it holds none."""
+    """Return a sentence about an array that holds NaN or an infinity; None if it holds neither."""
     if array.dtype.kind != "f":
         return None
     with np.errstate(over="ignore"):
@@ -147,7 +162,7 @@ def _not_finite(name: str, array: np.ndarray, source: str, dtype: DTypeLike | No
     kind = "" if dtype is None or not np.isfinite(array[place]) else f" in {dtype}"
     return (
         f"{name} of {source} holds {int((~finite).sum()):,} of {array.size:,} numbers that are not finite{kind}, the first at "
-        f"{list(place)} ({array[place]:g}); take weights from before the training diverged."
+        f"{list(place)} ({array[place]:g}); use weights from before the training diverged."
     )
 
 
@@ -175,12 +190,12 @@ def _differences(
         if name not in given:
             continue
         if given[name].shape != expected[name].shape:
-            yield f"{name} of {source} has shape {given[name].shape}, that of the model {model} has {expected[name].shape}."
+            yield f"{name} has shape {given[name].shape} in {source}, but {expected[name].shape} in the model {model}."
         elif given[name].dtype.kind != "f":
             yield f"{name} of {source} holds {given[name].dtype} numbers, but weights must be floating-point numbers."
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    """Return the end of a sentence about a name: the nearest name, if there is one."""
+    """Return a clause for the end of a sentence that names the nearest name; empty if there is none."""
     near = nearest(name, names)
     return "" if near is None else f"; the nearest name is {near}"

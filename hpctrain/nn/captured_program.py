@@ -1,10 +1,10 @@
-"""A program whose work is captured span by span, and then launched a span at a time: for kernel sets that can (CUDA graphs).
+"""Programs whose work is captured in spans and launched one span at a time, for kernel sets that support it (CUDA graphs).
 
-A launch of a captured span costs the host about as much as that of one kernel, so small batches are no longer bound by launches.
-The work is the same in the same order, and so are the bits.
+Launching a captured span costs the host about as much as launching one kernel, so small batches are no longer bound by launches.
+The same work runs in the same order, so the results are bit-identical.
 
-Hooks are called between spans, never inside one: forward waits for parameters before a span, and gradients are announced after
-it. So spans end where the messages of a step begin or are waited for, and nowhere else.
+Hooks are called between spans, never inside one. Forward waits for parameters before a span, and gradients are announced after
+it. A span therefore ends only where the messages of a step begin or are waited for.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan
 from hpctrain.nn.parameter import Parameter
 from hpctrain.nn.program import Program, StepHooks
 
-#: by parameter, the slices that hold some of it; parameters that no message carries are left out
+#: slices that hold a part of each parameter, by name; parameters that no message carries are absent
 Slices = Mapping[str, Sequence[int]]
 
 
 def forward_spans(needs: Sequence[Iterable[str]], slices: Slices) -> list[range]:
-    """Return the spans of forward's actions: a new one begins where an action needs a slice that no action before it needed.
+    """Return the spans of forward's actions; an action begins a new span if it needs a slice that no action before it needed.
 
-    Actions before the first that needs a slice join its span.
+    Actions before the first that needs a slice belong to its span.
 
     Args:
-        needs: by action, the parameters that it reads.
+        needs: names of the parameters that each action reads.
+        slices: slices that hold each parameter.
     """
     starts = [0]
     needed: set[int] = set()
@@ -41,10 +42,11 @@ def forward_spans(needs: Sequence[Iterable[str]], slices: Slices) -> list[range]
 
 
 def backward_spans(announced: Sequence[Iterable[str]], slices: Slices) -> list[range]:
-    """Return the spans of backward's actions: a span ends after the action that makes the last gradient of a slice.
+    """Return the spans of backward's actions; a span ends after an action that completes the gradients of a slice.
 
     Args:
-        announced: by action, the parameters whose gradients are final after it.
+        announced: names of the parameters whose gradients are final after each action.
+        slices: slices that hold each parameter.
     """
     missing: dict[int, set[str]] = {}
     for name, held in slices.items():
@@ -63,7 +65,7 @@ def backward_spans(announced: Sequence[Iterable[str]], slices: Slices) -> list[r
 
 
 def _ranges(starts: Sequence[int], stop: int) -> list[range]:
-    """Return the spans between the starts, empty ones left out."""
+    """Return the spans between the starts, without empty ones."""
     ends = [*starts[1:], stop]
     return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
@@ -73,7 +75,13 @@ _SILENT = StepHooks()
 
 @dataclass
 class _Unit:
-    """A span of one pass, captured once. name: the names of its first and last operator."""
+    """A captured span of one pass.
+
+    Attributes:
+        span: positions of its actions.
+        name: names of its first and last operator.
+        work: captured work; None before the first run.
+    """
 
     span: range
     name: str
@@ -81,13 +89,15 @@ class _Unit:
 
 
 class CapturedProgram(Program):
-    """Runs action by action the first time (kernels are loaded then, which cannot be captured), and by captured spans later.
+    """A program that runs its first pass action by action and later passes as captured spans.
 
-    Hooks are called between spans only: before a span for all parameters that it reads, after it for all gradients that it makes.
+    The first pass loads the kernels, which cannot be captured. Hooks are called between spans only: before a span for all
+    parameters that it reads, after it for all gradients that it computes.
 
     Args:
-        plan: of a kernel set that is also `CapturesWork`. slices: returns the current slices; called once, when the first span is
-            captured. others: as of `Program`.
+        plan: plan of a kernel set that is also `CapturesWork`.
+        slices: function that returns the slices of the messages; called when the spans of each pass are made.
+        others: other arguments of `Program`.
     """
 
     def __init__(self, plan: ExecutionPlan, *, kernels: KernelSet, slices: Callable[[], Slices], **others: Any) -> None:
@@ -138,7 +148,7 @@ class CapturedProgram(Program):
                 self._announce(position, hooks)
 
     def _announce(self, position: int, hooks: StepHooks) -> None:
-        """Call the hooks for gradients that an action of backward has made, and for parameters that it was the last to read."""
+        """Announce the gradients that an action of backward has completed, and the parameters that it was the last to read."""
         action, k = self.plan.backward[position]
         if action is Action.FREE:
             for parameter in self.steps[k].parameters:

@@ -1,7 +1,7 @@
-"""A layer of one's own in one file, in plain array code: no kernel set needs to know it.
+"""User-defined layers in one file of plain array code, without a change to any kernel set.
 
-Subclass `ArrayLayer`, return the output's shape, and write forward and backward. If a neighbour keeps another layout, a reorder
-is inserted in between; averaging, checkpoints and the gradient check work as for any layer.
+Subclass `ArrayLayer`, return the output's shape, and write forward and backward. If a neighbouring layer uses another memory
+layout, a reorder is inserted in between. Averaging, checkpoints and the gradient check work as for any layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from hpctrain.nn.layers import Leaf
 
 
 class ArrayLayer(Leaf):
-    """A user's layer. `saved` is a dict of each operator that lives from forward to backward."""
+    """Base of user-defined layers; subclasses compute with NumPy arrays.
+
+    `saved`, an argument of forward and backward, is a dict of one operator. It keeps its content from forward to backward.
+    """
 
     @abstractmethod
     def output_shape(self, shape: Shape) -> Shape:
@@ -27,19 +30,19 @@ class ArrayLayer(Leaf):
 
     @abstractmethod
     def forward(self, x: Array, parameters: Mapping[str, Array], context: StepContext, saved: dict[str, Any]) -> Array:
-        """Return y for x. Must not write x."""
+        """Return y for x. Must not write to x."""
 
     @abstractmethod
     def backward(
         self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Return (dx, gradients by role). Must not write x or dy."""
+        """Return dx and the gradients of the parameters by role. Must not write to x or dy."""
 
     def with_window(self, window: Window) -> ArrayLayer:
-        """Return this layer with another window: the same kernel and stride, other padding.
+        """Return this layer with another window, which has the same kernel and stride but other padding.
 
-        The padding differs because a part of an image is padded only at the edges of the image. Forward and backward must read it
-        from `self.window`.
+        The padding differs because a part of an image is padded only at the edges of the whole image. Forward and backward must
+        read the padding from `self.window`.
         """
         other = copy.copy(self)
         other.window = window
@@ -51,14 +54,14 @@ class ArrayLayer(Leaf):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The operation of one `ArrayLayer`."""
+    """Operation of one `ArrayLayer`."""
 
     layer: ArrayLayer
     name: str
 
     @property
     def window(self) -> Window | None:
-        """The layer's spatial reach; None: unknown, so its images are never split."""
+        """Spatial window of the layer; None if it is unknown, in which case its images are never split."""
         return self.layer.window
 
     def with_window(self, window: Window) -> ArraySpec:
@@ -76,7 +79,7 @@ class ArraySpec:
 
 
 class ArrayOperator(Operator):
-    """Runs an `ArrayLayer` on plain memory."""
+    """Operator that runs an `ArrayLayer` on plain memory."""
 
     needs_inputs = (True,)
 

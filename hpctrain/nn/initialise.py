@@ -1,8 +1,8 @@
-"""First values of parameters: each drawn from a generator of its own, keyed by (seed, name).
+"""Initial values of parameters, each drawn from its own generator, keyed by (seed, name).
 
-So a parameter's values depend on nothing but the seed, its name and its shape: neither on the order of the layers, nor on the
-rank or the partition that holds it. They are drawn in float32 and then cast, so that a float64 run starts at the same point.
-The functions that return an `Initializer` are named by the distribution.
+The values of a parameter depend only on the seed, its name and its shape. They do not depend on the order of the layers, the rank
+or the partition. They are drawn in float32 and then cast, so a float64 run starts at the same point. The functions that return an
+`Initializer` are named after the distribution.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def generator(seed: int, name: str) -> np.random.Generator:
 
 
 def first_value(spec: ParameterSpec, name: str, seed: int, dtype: str = "float32") -> np.ndarray:
-    """Return the first value of the parameter `name`, of `spec.shape`: drawn in float32, cast to `dtype`."""
+    """Return the initial value of the parameter `name`, with shape `spec.shape`, drawn in float32 and cast to `dtype`."""
     return spec.initialise(generator(seed, name), spec.shape).astype(dtype, copy=False)
 
 
 def constant(value: float) -> Initializer:
-    """Set every element to `value`."""
+    """Return an initializer that sets every element to `value`."""
 
     def draw(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         return np.full(shape, value, np.float32)
@@ -36,7 +36,7 @@ def constant(value: float) -> Initializer:
 
 
 def normal(deviation: float) -> Initializer:
-    """Draw from N(0, deviation^2)."""
+    """Return an initializer that draws from N(0, deviation^2)."""
 
     def draw(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         values = random.standard_normal(shape, np.float32)
@@ -47,7 +47,7 @@ def normal(deviation: float) -> Initializer:
 
 
 def uniform(bound: float) -> Initializer:
-    """Draw uniformly from [-bound, bound)."""
+    """Return an initializer that draws uniformly from [-bound, bound)."""
 
     def draw(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         values = random.random(shape, np.float32)
@@ -59,7 +59,7 @@ def uniform(bound: float) -> Initializer:
 
 
 def kaiming_normal(fan: int) -> Initializer:
-    """Draw from N(0, 2 / fan), which keeps the variance through ReLU layers.
+    """Return an initializer that draws from N(0, 2 / fan), which preserves the variance through ReLU layers.
 
     He et al. 2015, eq. 10 for fan in, eq. 14 for fan out.
     """

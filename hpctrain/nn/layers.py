@@ -1,10 +1,10 @@
 """Layers: single-process descriptions of a model, lowered into a graph of specs.
 
-A layer declares its parameters and says which operation it is; it holds no arrays and knows no rank. A `Program` runs it, with
-operators of the chosen kernel set. Parallelism, fusion and layouts work on the graph and leave layers alone.
+A layer declares its parameters and its operation; it holds no arrays and does not depend on ranks. A `Program` runs it with
+operators of the chosen kernel set. Parallelism, fusion and memory layouts change the graph and never the layers.
 
-The bases come first (`Layer`, `Leaf`), then the short forms of windows, then one class for each layer, and the containers last.
-A layer of one's own derives from `hpctrain.nn.custom.ArrayLayer`.
+The bases come first (`Layer`, `Leaf`), then the helpers for windows, then one class per layer, then the containers. User-defined
+layers derive from `hpctrain.nn.custom.ArrayLayer`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ from hpctrain.nn.parameter import Initializer, Interchange, ParameterSpec, Stati
 
 
 def join(prefix: str, name: str) -> str:
-    """Return the dotted name of a child; the root's name is empty."""
+    """Return the dotted name of a child. The name of the root is empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
 class Layer(ABC):
-    """A differentiable map. Leaves implement `spec`; containers implement `children` and `lower`."""
+    """A differentiable function with parameters.
 
-    #: spatial reach, set by windowed leaves; None: pointwise or not spatial
+    Leaves implement `spec`; containers implement `children` and `lower`.
+    """
+
+    #: spatial window of the layer; None: pointwise or not spatial
     window: Window | None = None
 
     def parameters(self) -> Mapping[str, ParameterSpec]:
@@ -64,25 +67,25 @@ class Layer(ABC):
 
     @abstractmethod
     def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
-        """Append this layer's nodes for input tensor `x`; return the number of the output tensor.
+        """Append this layer's nodes for input tensor `x` and return the number of the output tensor.
 
         Raises:
-            ShapeError: the input does not fit; the message names the layer.
+            ShapeError: the input does not fit the layer; the message names the layer.
         """
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
-        """Yield (dotted name, layer) of this layer and all below it, parents first, in forward order."""
+        """Yield (dotted name, layer) of this layer and all layers below it, parents first, in forward order."""
         yield prefix, self
         for name, child in self.children().items():
             yield from child.walk(join(prefix, name))
 
     def output(self, x: TensorSpec) -> TensorSpec:
-        """Return the spec of the output for an input."""
+        """Return the spec of the output for an input with spec `x`."""
         graph = GraphBuilder(x)
         return graph.tensor(self.lower(graph, 0, type(self).__name__.lower()))
 
     def flops(self, x: TensorSpec) -> int:
-        """Return the floating-point operations of one forward pass at this input."""
+        """Return the number of floating-point operations of one forward pass for an input with spec `x`."""
         builder = GraphBuilder(x)
         graph = builder.build(self.lower(builder, 0, type(self).__name__.lower()))
         return sum(node.spec.flops(*(graph.tensors[i] for i in node.inputs)) for node in graph.nodes)
@@ -93,7 +96,7 @@ class Leaf(Layer):
 
     @abstractmethod
     def spec(self, name: str) -> Spec:
-        """Return the operation; `name` is the layer's dotted name."""
+        """Return the operation of the layer with the dotted name `name`."""
 
     def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
         return graph.emit(
@@ -112,8 +115,12 @@ EdgesLike = int | Pair | Edges
 def pair(value: PairLike, noun: str) -> Pair:
     """Return (rows, columns) from one number or a pair.
 
+    Args:
+        value: one number for both, or (rows, columns).
+        noun: name of the value in the error message.
+
     Raises:
-        ShapeError: a value below 1; the message calls it `noun`.
+        ShapeError: a value is below 1.
     """
     rows, columns = (value, value) if isinstance(value, int) else value
     if min(rows, columns) < 1:
@@ -122,17 +129,17 @@ def pair(value: PairLike, noun: str) -> Pair:
 
 
 def edges(padding: EdgesLike) -> Edges:
-    """Return (top, bottom, left, right) from one number, (rows, columns) as torch has it, or the four edges.
+    """Return (top, bottom, left, right) from one number, from (rows, columns) as in torch, or from four edges.
 
     Raises:
-        ShapeError: a negative edge, or another number of values.
+        ShapeError: an edge is negative, or the number of values is not 1, 2 or 4.
     """
     values = (padding, padding) if isinstance(padding, int) else tuple(padding)
     if len(values) == 2:
         values = (values[0], values[0], values[1], values[1])
     if len(values) != 4:
         raise ShapeError(
-            f"A padding {values} of {len(values)} values is none of one number, (rows, columns) and (top, bottom, left, right)."
+            f"Padding {values} has {len(values)} values; use one number, (rows, columns) or (top, bottom, left, right)."
         )
     if min(values) < 0:
         nearest = tuple(max(0, value) for value in values)
@@ -144,24 +151,24 @@ def window(kernel: PairLike, stride: PairLike, padding: EdgesLike, dilation: Pai
     """Return the window of a convolution or pool.
 
     Raises:
-        ShapeError: a kernel, stride or dilation below 1, or a negative padding.
+        ShapeError: a kernel, stride or dilation is below 1, or the padding is negative.
     """
     return Window(pair(kernel, "kernel"), pair(stride, "stride"), edges(padding), pair(dilation, "dilation"))
 
 
 class Conv2d(Leaf):
-    """y (N, Ho, Wo, K) from x (N, H, W, C) with weight (K, R, S, C / groups) and bias (K).
+    """2-D convolution: y (N, Ho, Wo, K) from x (N, H, W, C) with weight (K, R, S, C / groups) and bias (K).
 
     Args:
         channels_in, channels_out: C and K.
         kernel, stride, dilation: one number or (rows, columns).
         padding: zeros around the image: one number, (rows, columns) or (top, bottom, left, right).
-        groups: divides C and K; C for a depthwise convolution.
+        groups: number of groups, which divides C and K; C for a depthwise convolution.
         bias: whether a bias is added; leave it out before a batch norm, which cancels it.
-        weight_values, bias_values: first values; by default He's normal distribution with fan out, and 0.
+        weight_values, bias_values: initial values; default: He's normal distribution with fan out, and 0.
 
     Raises:
-        ShapeError: sizes below 1, a negative padding, groups that do not divide the channels.
+        ShapeError: a size is below 1, the padding is negative, or the groups do not divide the channels.
     """
 
     def __init__(
@@ -196,17 +203,17 @@ class Conv2d(Leaf):
 
 
 class Linear(Leaf):
-    """y (N, out) = x (N, in) @ weight (in, out) + bias (out).
+    """Linear layer: y (N, out) = x (N, in) @ weight (in, out) + bias (out).
 
     Args:
         features_in, features_out: sizes of one sample.
         bias: whether a bias is added.
-        image_shape: (H, W, C) of the image whose flattening is the input, if it is one: torchvision flattens (C, H, W), so its
-            rows are in another order, which matters for interchange only.
-        weight_values, bias_values: first values; by default uniform in +-1/sqrt(in).
+        image_shape: (H, W, C) of the image if the input is a flattened image. torchvision flattens (C, H, W), so the weight's
+            rows are reordered when they are exported or imported.
+        weight_values, bias_values: initial values; default: uniform in +-1/sqrt(in).
 
     Raises:
-        ShapeError: sizes below 1, or an image of another size than the input.
+        ShapeError: a size is below 1, or the image has another size than the input.
     """
 
     def __init__(
@@ -223,7 +230,7 @@ class Linear(Leaf):
             raise ShapeError(f"A linear layer from {features_in} to {features_out} features is empty; both must be at least 1.")
         if image_shape is not None and math.prod(image_shape) != features_in:
             raise ShapeError(
-                f"An image of shape {image_shape} has {math.prod(image_shape)} elements, the linear layer takes {features_in}."
+                f"An image of shape {image_shape} has {math.prod(image_shape)} elements, but the layer has {features_in} inputs."
             )
         self._spec = LinearSpec(features_in, features_out, bias)
         default = initialise.uniform(1.0 / math.sqrt(features_in))
@@ -250,20 +257,20 @@ class Linear(Leaf):
 
 
 class BatchNorm(Leaf):
-    """y = weight * (x - mean) / sqrt(var + epsilon) + bias per channel, the last dim (Ioffe and Szegedy 2015, algorithm 1).
+    """Batch norm: y = weight * (x - mean) / sqrt(var + epsilon) + bias for each channel, the last dimension.
 
-    The number of batches seen, which torchvision stores next to the running statistics, is not kept: with a fixed momentum
-    nothing depends on it.
+    Ioffe and Szegedy 2015, algorithm 1. The number of batches, which torchvision stores next to the running statistics, is not
+    kept, because nothing depends on it with a fixed momentum.
 
     Args:
-        channels: C.
-        epsilon: added to the variance.
+        channels: number of channels C.
+        epsilon: number added to the variance.
         momentum: weight of the newest batch in the running mean and variance, in [0, 1].
-        synchronised: statistics are those of all ranks that share the step, instead of this rank's samples only.
-        weight: first value of every element of the weight (gamma); 0 makes a residual block start as the identity.
+        synchronised: whether the statistics are computed over all ranks of the step instead of this rank's samples.
+        weight: initial value of every element of the weight (gamma); 0 makes a residual block start as the identity.
 
     Raises:
-        ShapeError: channels below 1, a momentum outside [0, 1], an epsilon that is not positive.
+        ShapeError: channels is below 1, momentum is outside [0, 1], or epsilon is not positive.
     """
 
     def __init__(
@@ -304,23 +311,23 @@ class BatchNorm(Leaf):
 
 
 class ReLU(Leaf):
-    """y = max(x, 0), element by element; the gradient at 0 is 0."""
+    """Rectifier: y = max(x, 0) for each element; the gradient at 0 is 0."""
 
     def spec(self, name: str) -> ReluSpec:
         return ReluSpec()
 
 
 class MaxPool(Leaf):
-    """y (N, Ho, Wo, C): the largest value of each window of x (N, H, W, C); padding counts as -inf.
+    """Max pooling: y (N, Ho, Wo, C) is the maximum of each window of x (N, H, W, C). Padding counts as -inf.
 
     Args:
         kernel, dilation: one number or (rows, columns).
-        stride: the kernel by default.
+        stride: one number or (rows, columns); default: the kernel.
         padding: one number, (rows, columns) or (top, bottom, left, right); at most half the kernel.
-        ceil_mode: a last window that only partly covers the image counts too.
+        ceil_mode: whether a last window that only partly covers the image also counts.
 
     Raises:
-        ShapeError: sizes below 1, or a padding of more than half the kernel.
+        ShapeError: a size is below 1, or the padding is more than half the kernel.
     """
 
     def __init__(
@@ -339,17 +346,17 @@ class MaxPool(Leaf):
 
 
 class AveragePool(Leaf):
-    """y (N, Ho, Wo, C): the mean of each window of x (N, H, W, C).
+    """Average pooling: y (N, Ho, Wo, C) is the mean of each window of x (N, H, W, C).
 
     Args:
         kernel: one number or (rows, columns).
-        stride: the kernel by default.
+        stride: one number or (rows, columns); default: the kernel.
         padding: one number, (rows, columns) or (top, bottom, left, right); at most half the kernel.
-        ceil_mode: a last window that only partly covers the image counts too.
-        count_include_pad: the mean divides by the padding's elements too, as torch does by default.
+        ceil_mode: whether a last window that only partly covers the image also counts.
+        count_include_pad: whether the mean also divides by the number of padding elements, the default of torch.
 
     Raises:
-        ShapeError: sizes below 1, or a padding of more than half the kernel.
+        ShapeError: a size is below 1, or the padding is more than half the kernel.
     """
 
     def __init__(
@@ -368,13 +375,15 @@ class AveragePool(Leaf):
 
 
 class AdaptiveAveragePool(Leaf):
-    """y (N, Ho, Wo, C): output (i, j) is the mean of rows [floor(i H / Ho), ceil((i + 1) H / Ho)) and columns alike.
+    """Adaptive average pooling to a fixed output size: y (N, Ho, Wo, C) from x (N, H, W, C).
+
+    Output (i, j) is the mean of rows [floor(i H / Ho), ceil((i + 1) H / Ho)), and of columns by the same rule.
 
     Args:
-        size: (Ho, Wo) or one number for both; 1 is global pooling. May exceed the image's size.
+        size: (Ho, Wo), or one number for both; 1 is global pooling. It may exceed the image's size.
 
     Raises:
-        ShapeError: a size below 1.
+        ShapeError: a size is below 1.
     """
 
     def __init__(self, size: PairLike = 1) -> None:
@@ -385,23 +394,24 @@ class AdaptiveAveragePool(Leaf):
 
 
 class Flatten(Leaf):
-    """(N, H, W, C) -> (N, H*W*C), in that order; no data moves."""
+    """Flatten (N, H, W, C) to (N, H*W*C), in that order, without moving data."""
 
     def spec(self, name: str) -> FlattenSpec:
         return FlattenSpec()
 
 
 class Dropout(Leaf):
-    """y = x * keep / (1 - rate) in training, y = x in evaluation (Srivastava et al. 2014, inverted form).
+    """Dropout: y = x * keep / (1 - rate) in training, y = x in evaluation (Srivastava et al. 2014, inverted form).
 
-    keep is a pure function of (seed, step, layer name, sample id, index in the sample), the same for any grid of ranks.
+    The mask `keep` is a pure function of (seed, step, layer name, sample id, index in the sample), so it is the same on any grid
+    of ranks.
 
     Args:
-        rate: chance that an element is dropped, in [0, 1).
-        seed: of the masks.
+        rate: probability that an element is dropped, in [0, 1).
+        seed: seed of the masks.
 
     Raises:
-        ShapeError: a rate outside [0, 1).
+        ShapeError: the rate is outside [0, 1).
     """
 
     def __init__(self, rate: float = 0.5, seed: int = 0) -> None:
@@ -414,17 +424,18 @@ class Dropout(Leaf):
 
 
 class StochasticDepth(Leaf):
-    """y = x * keep / (1 - rate) with one keep for all of a sample in training, y = x in evaluation (Huang et al., ECCV 2016).
+    """Stochastic depth: y = x * keep / (1 - rate) with one keep per sample in training, y = x in evaluation.
 
-    At the end of a residual block's body it drops the whole body, sample by sample: torchvision.ops.StochasticDepth in the mode
-    "row". keep is a pure function of (seed, step, layer name, sample id), the same for any grid of ranks.
+    Huang et al., ECCV 2016; torchvision.ops.StochasticDepth in mode "row". At the end of a residual block's body it drops the
+    whole body of a sample. `keep` is a pure function of (seed, step, layer name, sample id), so it is the same on any grid of
+    ranks.
 
     Args:
-        rate: chance that a sample is dropped, in [0, 1).
-        seed: of the masks.
+        rate: probability that a sample is dropped, in [0, 1).
+        seed: seed of the masks.
 
     Raises:
-        ShapeError: a rate outside [0, 1).
+        ShapeError: the rate is outside [0, 1).
     """
 
     def __init__(self, rate: float, seed: int = 0) -> None:
@@ -437,13 +448,13 @@ class StochasticDepth(Leaf):
 
 
 class PadChannels(Leaf):
-    """y (N, H, W, before + C + after) from x (N, H, W, C): x between channels of zeros (He et al. 2016, option A).
+    """Pad x (N, H, W, C) with channels of zeros to y (N, H, W, before + C + after) (He et al. 2016, option A).
 
     Args:
-        before, after: channels of zeros, at least 0 each.
+        before, after: number of zero channels on each side, at least 0.
 
     Raises:
-        ShapeError: a negative number of channels.
+        ShapeError: a number of channels is negative.
     """
 
     def __init__(self, before: int, after: int) -> None:
@@ -458,14 +469,14 @@ class PadChannels(Leaf):
 
 @dataclass(frozen=True)
 class PadChannelsSpec:
-    """The operation of `PadChannels`. It brings its own operator, which computes by the arithmetic service of any kernel set."""
+    """Operation of `PadChannels`. Its operator computes with the arithmetic service of any kernel set."""
 
     before: int
     after: int
-    window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # every pixel by itself
+    window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # each pixel separately
 
     def with_window(self, window: Window) -> PadChannelsSpec:
-        """Return the same spec: a window of one pixel has no padding to change."""
+        """Return this spec, because a window of one pixel has no padding that could change."""
         return self
 
     def output(self, *inputs: TensorSpec) -> TensorSpec:
@@ -480,7 +491,7 @@ class PadChannelsSpec:
 
 
 class PadChannelsOperator(AnyArrays, Operator):
-    """Copies the input into the middle channels; backward copies out of them."""
+    """Operator that copies the input into the middle channels; backward copies the gradient out of them."""
 
     def __init__(self, spec: PadChannelsSpec, x: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
@@ -499,7 +510,7 @@ class PadChannelsOperator(AnyArrays, Operator):
 
 
 def _chain(layers: Mapping[str, Layer], graph: GraphBuilder, x: int, name: str) -> int:
-    """Lower layers one after another; return the number of the output tensor."""
+    """Lower layers one after another and return the number of the output tensor."""
     for child_name, child in layers.items():
         x = child.lower(graph, x, join(name, child_name))
     return x
@@ -509,10 +520,10 @@ class Sequential(Layer):
     """The composition of its children, first to last.
 
     Args:
-        layers: name -> layer; a plain sequence is named "0", "1", ... . Empty: the identity.
+        layers: layers by name; the layers of a plain sequence are named "0", "1", ... An empty sequence is the identity.
 
     Raises:
-        ConfigError: a name that is empty or contains a dot.
+        ConfigError: a name is empty or contains a dot.
     """
 
     def __init__(self, layers: Mapping[str, Layer] | Sequence[Layer]) -> None:
@@ -528,34 +539,34 @@ class Sequential(Layer):
 
 
 def check_names(layers: Mapping[str, Layer]) -> None:
-    """Raise unless the names can be parts of dotted names.
+    """Raise unless all names can be parts of dotted names.
 
     Raises:
-        ConfigError: a name that is empty or contains a dot.
+        ConfigError: a name is empty or contains a dot.
     """
     for name in layers:
         if not name or "." in name:
             nearest = name.replace(".", "_") or "0"
-            raise ConfigError(f"A layer cannot be named {name!r}: a name is not empty and has no dot, such as {nearest!r}.")
+            raise ConfigError(f"A layer cannot be named {name!r}: a name must not be empty or contain a dot; use {nearest!r}.")
 
 
 _SUM = "add"
 
 
 class Residual(Layer):
-    """y = activation(body(x) + shortcut(x)) (He et al. 2016, eq. 1 and 2).
+    """Residual block: y = activation(body(x) + shortcut(x)) (He et al. 2016, eq. 1 and 2).
 
-    Children are the body's layers under their own names, then the shortcut and the activation under theirs.
+    Its children are the layers of the body, the shortcut and the activation.
 
     Args:
-        body: name -> layer, one after another.
-        shortcut: the other summand; None: the identity.
-        shortcut_name: the shortcut's child name; torchvision's is "downsample".
-        activation: applied to the sum; None: none.
-        activation_name: the activation's child name.
+        body: layers by name, applied one after another.
+        shortcut: other summand; None: the identity.
+        shortcut_name: name of the shortcut; torchvision's is "downsample".
+        activation: layer applied to the sum; None: none.
+        activation_name: name of the activation.
 
     Raises:
-        ConfigError: a name that is empty, has a dot, or occurs twice ("add" is the sum's).
+        ConfigError: a name is empty, contains a dot, occurs twice, or is "add", the name of the sum.
     """
 
     def __init__(

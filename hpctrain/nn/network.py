@@ -1,10 +1,10 @@
-"""A model with its parameters, statistics and programs: what a rank trains.
+"""A model with its parameters, statistics and programs: the network that a rank trains.
 
-`Distribution` is the seam to the ranks: through it the engine, which knows no rank, obtains one rank's graph and shards.
+The engine contains no ranks. It gets one rank's graph and shards through `Distribution`.
 
-Frozen layers keep their parameters, and the running statistics of their batch norms. They have no gradients, so nothing of them
-is averaged and no optimiser keeps state for them; their batch norms compute as in evaluation. If no layer before a frozen one is
-trained, nothing goes back through it at all, and its activations are not kept.
+Frozen layers keep their parameters and the running statistics of their batch norms. They have no gradients, so they are not
+averaged and have no optimiser state; their batch norms compute as in evaluation. If no layer before a frozen one is trained,
+backward skips that layer, and its activations are not kept.
 """
 
 from __future__ import annotations
@@ -34,42 +34,47 @@ from hpctrain.nn.program import Program, SideBySide, alike
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a split parameter or statistic: elements [start, stop) of one dim."""
+    """A rank's part of a split parameter or statistic: elements [start, stop) of one dimension."""
 
     dim: int
     interval: tuple[int, int]
 
     @property
     def index(self) -> tuple[slice | type(Ellipsis), ...]:  # type: ignore[valid-type]
-        """The index of this part in an array that holds the whole tensor."""
+        """Index of this part in an array that holds the whole tensor."""
         interval = slice(*self.interval)
         return (interval,) if self.dim == 0 else (Ellipsis, interval)
 
 
 class Distribution(Protocol):
-    """The share of a model that one rank computes.
+    """The part of a model that one rank computes.
 
     Attributes:
-        ranks: the number of ranks that share samples, a split group.
+        ranks: number of ranks that share samples (the size of a split group).
     """
 
     @property
     def ranks(self) -> int: ...
 
     def prepare(self, graph: Graph) -> None:
-        """Take the model, lowered for one sample. Called first of all, and again for images of each other shape."""
+        """Read the model, lowered for one sample. Called before all other methods, and again for each other image shape."""
         ...
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
-        """Return this rank's graph, if the ranks of its split group hold `counts` samples of `graph`."""
+        """Return this rank's part of `graph`.
+
+        Args:
+            graph: model lowered for the samples of the whole split group.
+            counts: number of samples of each rank of the split group.
+        """
         ...
 
     def message_bytes(self, operators: Sequence[Operator]) -> int:
-        """Return the memory that these operators of one program take for messages inside the split group, next to the arena."""
+        """Return the memory that the operators of one program need for messages in the split group, next to the arena."""
         ...
 
     def shard(self, name: str) -> Shard | None:
-        """Return this rank's part of a parameter or statistic, by full name; None if it holds all of it."""
+        """Return this rank's part of the parameter or statistic with the full name `name`; None if this rank holds all of it."""
         ...
 
     def contributes(self, name: str) -> tuple[bool, bool]:
@@ -78,7 +83,7 @@ class Distribution(Protocol):
 
 
 class Undistributed:
-    """A rank that computes whole layers on its own samples."""
+    """Distribution of a rank that computes whole layers on its own samples."""
 
     ranks: int = 1
 
@@ -99,12 +104,12 @@ class Undistributed:
 
 
 def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
-    """Return the dotted names of the layers with parameters that one of the patterns matches. "*" matches dots, too.
+    """Return the dotted names of the layers with parameters that match one of the patterns. "*" also matches dots.
 
-    A layer is frozen as a whole: a pattern that matches its name, or that of one of its parameters, freezes them all.
+    A layer is frozen as a whole: a pattern that matches its name or the name of one of its parameters freezes all of them.
 
     Raises:
-        ConfigError: a pattern that matches nothing, or patterns that leave no layer to train.
+        ConfigError: a pattern matches nothing, or the patterns leave no layer to train.
     """
     names = {
         name: [name, *(f"{name}.{role}" for role in layer.parameters())] for name, layer in model.walk() if layer.parameters()
@@ -119,36 +124,36 @@ def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
         frozen |= matching
     if frozen and frozen == names.keys():
         raise ConfigError(
-            f"The patterns of frozen layers {list(patterns)} match all {len(names)} layers with parameters, so that nothing is "
-            f"trained; leave {list(names)[-1]} to be trained, at least."
+            f"The patterns of frozen layers {list(patterns)} match all {len(names)} layers with parameters, so nothing would be "
+            f"trained; exclude at least {list(names)[-1]}."
         )
     return frozenset(frozen)
 
 
 def with_frozen(graph: Graph, layers: frozenset[str]) -> Graph:
-    """Return the same graph in which these layers are not trained."""
+    """Return the graph with the layers `layers` frozen."""
     if not layers:
         return graph
     return replace(graph, nodes=tuple(_frozen(node) if node.name in layers else node for node in graph.nodes))
 
 
 def layer_of(name: str) -> str:
-    """Return the name of the layer of a parameter or running statistic."""
+    """Return the name of the layer that has the parameter or running statistic `name`."""
     return name.rpartition(".")[0]
 
 
 def _frozen(node: Node) -> Node:
     spec = node.spec
     if isinstance(spec, BatchNormSpec):
-        spec = replace(spec, fixed=True, synchronised=False)  # it uses its running statistics, so there is nothing to merge
+        spec = replace(spec, fixed=True, synchronised=False)  # running statistics need no merge
     return replace(node, spec=spec, frozen=True)
 
 
-ALL, MODEL = "all", "model"  # parameters that are whole on every rank, and those that are split
+ALL, MODEL = "all", "model"  # names of the groups of parameters that are whole on every rank, and of split ones
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
 #: (H, W, C) of one sample
 ImageShape = tuple[int, int, int]
-#: (parameter, place of a program among those side by side) -> where this program writes the gradient, in the parameter's shape
+#: (parameter, index of a program among those side by side) -> array for the gradient, in the parameter's shape
 GradientBuffers = Callable[[Parameter, int], Array]
 _ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool, GradientBuffers | None]
 _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last batch, and room for a changing batch size
@@ -157,27 +162,35 @@ _MAX_PROGRAMS = 8  # training, its short last batch, evaluation, its short last 
 class Network:
     """One rank's copy of a model.
 
-    Parameters lie in forward order in flat groups, one for each group of ranks that averages them; values are drawn from (seed,
-    name), so they are the same on every rank and for every split.
+    Parameters lie in forward order in flat groups, one for each group of ranks that averages them. Initial values are drawn from
+    (seed, name), so they are the same on every rank and for every split.
 
     Args:
-        model: the root layer. image_shape: (H, W, C) of one sample. kernels: the set that computes. dtype: of activations.
-        seed: of the initial values. smoothing: label smoothing of the loss. mergers: of batch statistics, by the group of ranks:
-            "all", "data", "split" (see `BatchNormSpec.merge`). distribution: this rank's share of the model; all by default.
-        frozen: patterns of names of layers that are not trained (see `frozen_layers`).
+        model: root layer.
+        image_shape: (H, W, C) of one sample.
+        kernels: kernel set that computes.
+        dtype: dtype of the activations.
+        seed: seed of the initial values.
+        smoothing: label smoothing of the loss.
+        mergers: mergers of batch statistics by group of ranks: "all", "data" or "split" (see `BatchNormSpec.merge`).
+        distribution: this rank's share of the model; default: all of it.
+        frozen: name patterns of the layers that are not trained (see `frozen_layers`).
 
     Attributes:
-        parameter_dtype: of parameters, gradients and statistics. loss_spec: the loss of its programs.
-        groups: trained parameters that are whole on this rank ("all"), and those of which it holds a part ("model").
-        frozen: names of the layers that are not trained. frozen_groups: their parameters, by the same names as `groups`.
-        parameters: by full name, as this rank holds them. parameter_specs: as the whole model declares them.
-        shards: by full name, this rank's part of a parameter; None: all of it.
-        slices: by parameter, the messages that carry it. Whoever averages sets them before the second step: captured spans end
-            where such a message begins or is waited for.
+        parameter_dtype: dtype of parameters, gradients and statistics.
+        loss_spec: loss of the network's programs.
+        groups: groups of trained parameters: "all" for those that are whole on this rank, "model" for the split ones.
+        frozen: names of the layers that are not trained.
+        frozen_groups: parameters of frozen layers, by the same names as `groups`.
+        parameters: this rank's parameters by full name.
+        parameter_specs: declarations of the whole model's parameters by full name.
+        shards: this rank's part of each parameter by full name; None for a whole parameter.
+        slices: messages that carry each parameter, by parameter name. The averager's owner sets them before the second step,
+            because captured spans end where one of these messages begins or is waited for.
 
     Raises:
-        ShapeError: layers that do not fit each other or the image; the message names the layer.
-        ConfigError: a pattern of frozen layers that matches nothing, or that leaves nothing to train.
+        ShapeError: the layers do not fit each other or the image; the message names the layer.
+        ConfigError: a pattern of frozen layers matches nothing, or the patterns leave nothing to train.
     """
 
     def __init__(
@@ -233,17 +246,24 @@ class Network:
         return graph.tensors[graph.output].shape[1]
 
     def check_shape(self, image_shape: ImageShape) -> None:
-        """Raise unless images of this shape can be computed with the same parameters, and the same parts of them.
+        """Raise unless images of this shape need the same parameters, with the same parts on this rank.
 
         Raises:
-            ShapeError: they cannot; the message names the layer.
+            ShapeError: the layers do not fit the images, or this rank would hold other parts of parameters.
         """
         self.distribution.prepare(self.graph(1, image_shape))
         if any(self.distribution.shard(name) != shard for name, shard in self.shards.items()):
-            raise ShapeError(f"Ranks that share samples would hold other parameters for images of {image_shape}; take others.")
+            raise ShapeError(
+                f"Ranks that share samples would hold other parameters for images of {image_shape}; change the size."
+            )
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
-        """Return the model lowered at (batch, H, W, C), not yet fused. image_shape: by default the network's."""
+        """Return the model lowered at (batch, H, W, C), before fusion.
+
+        Args:
+            batch: number of samples N.
+            image_shape: (H, W, C); default: that of the network.
+        """
         builder = GraphBuilder(TensorSpec((batch, *(image_shape or self.image_shape)), self.dtype))
         graph = with_frozen(builder.build(self.model.lower(builder, 0, "")), self.frozen)
         shape = graph.tensors[graph.output].shape
@@ -261,10 +281,13 @@ class Network:
         input_gradient: bool = False,
         image_shape: ImageShape | None = None,
     ) -> Program:
-        """Return the program for N = batch, from a small cache; it is made at first use.
+        """Return the program for N = batch from a small cache; it is made at its first use.
 
-        batch: N; if the model is split, the samples of each rank of the split group. image_shape: of whole images; by default the
-        network's.
+        Args:
+            batch: number of samples N. If the model is split: number of samples of each rank of the split group.
+            training: whether the program has a backward pass.
+            input_gradient: whether backward also computes the gradient of the images.
+            image_shape: (H, W, C) of whole images; default: that of the network.
         """
         counts, shape = (batch,) if isinstance(batch, int) else tuple(batch), image_shape or self.image_shape
 
@@ -281,10 +304,13 @@ class Network:
         image_shape: ImageShape | None = None,
         gradient_buffers: GradientBuffers | None = None,
     ) -> SideBySide:
-        """Return programs for training, one for each batch, that run side by side; from the same cache.
+        """Return training programs, one per batch, that run side by side. They come from the same cache as `program`.
 
-        batches: of each program, as `program` takes it. A single one is what `program` returns, with gradients in the groups.
-        gradient_buffers: where each program writes gradients; None: all programs write into the groups.
+        Args:
+            batches: batch of each program, in the form that `program` accepts. For a single batch, the result is that of
+                `program`, and its gradients are written to the groups.
+            image_shape: (H, W, C) of whole images; default: that of the network.
+            gradient_buffers: function that returns the buffer of a program's gradient; None: all programs write to the groups.
         """
         shape, counts = image_shape or self.image_shape, tuple(map(tuple, batches))
         if len(counts) == 1:
@@ -308,7 +334,7 @@ class Network:
     def _cached(self, key: _ProgramKey, make: Callable[[], SideBySide]) -> SideBySide:
         if key not in self._programs:
             if len(self._programs) >= _MAX_PROGRAMS:
-                self.kernels.wait()  # captured work of the oldest one may still run, and does not keep its memory alive
+                self.kernels.wait()  # captured work of the oldest program may still run, and does not keep its memory alive
                 self._programs.popitem(last=False)
             self._programs[key] = make()
         self._programs.move_to_end(key)
@@ -336,9 +362,12 @@ class Network:
         )
 
     def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
-        """Return the bytes that a program for N = batch needs besides parameters. Allocates nothing.
+        """Return the memory in bytes that a program for N = batch needs in addition to the parameters. Allocates nothing.
 
-        batch: N; if the model is split, the samples of each rank of the split group. image_shape: as for `program`.
+        Args:
+            batch: number of samples N of each rank.
+            training: whether the program has a backward pass.
+            image_shape: (H, W, C) of whole images; default: that of the network.
         """
         graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
         plan = compile_graph(graph, self.kernels, training=training)
@@ -348,7 +377,7 @@ class Network:
         return self.distribution.local(self.graph(sum(counts), image_shape), counts)
 
     def parameters_changed(self) -> None:
-        """Refresh all copies of parameters and running statistics, after these were written outside of a training step."""
+        """Refresh all copies of parameters and running statistics after a write outside of a training step."""
         self.statistics.running_changed()
         for group in self._all_groups():
             group.refresh_shadow()
@@ -356,14 +385,15 @@ class Network:
             programs.parameters_changed()
 
     def _reserve(self, image_shape: ImageShape, size_bytes: int) -> Array:
-        """Return the shared arena, grown if a program needs more.
+        """Return the shared arena; allocate a larger one if a program needs more.
 
-        Older programs keep the smaller arena that they were bound to. If some of them are for images of another shape, all are
-        dropped: a training that proceeds to larger images then has one arena, and makes the programs again that it still needs.
+        Older programs keep the smaller arena that they were bound to. If some of them are for images of another shape, all
+        programs are dropped. A training that proceeds to larger images then holds one arena only, and makes the programs that it
+        still needs again.
         """
         if self._arena.size < size_bytes:
             if any(shape != image_shape for shape, *_ in self._programs):
-                self.kernels.wait()  # their captured work may still run, and does not keep its memory alive
+                self.kernels.wait()  # captured work of these programs may still run, and does not keep its memory alive
                 self._programs.clear()
                 self._arena = self.kernels.allocate(0)  # frees the old arena before the larger one is allocated
             self._arena = self.kernels.allocate(size_bytes)
@@ -371,7 +401,7 @@ class Network:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Names of all trained parameters of the model, in forward order, also of those that other ranks hold."""
+        """Names of all trained parameters of the model in forward order, including those on other ranks."""
         return tuple(name for name in self.parameter_specs if layer_of(name) not in self.frozen)
 
     def _all_groups(self) -> tuple[FlatGroup, ...]:
@@ -394,7 +424,7 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
     """Return parameters and statistics by full name, in the order in which forward uses them.
 
     Raises:
-        ShapeError: a parameter that no node uses, or that two nodes use.
+        ShapeError: a parameter is used by no node, or by more than one.
     """
     parameters: dict[str, ParameterSpec] = {}
     statistics: dict[str, StatisticSpec] = {}
@@ -410,7 +440,7 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
 
 
 def local_spec(spec: ParameterSpec, shard: Shard | None) -> ParameterSpec:
-    """Return the declaration of a rank that holds `shard`."""
+    """Return the declaration of a parameter on a rank that holds `shard`; None: the whole parameter."""
     if shard is None:
         return spec
     start, stop = shard.interval

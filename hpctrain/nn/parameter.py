@@ -1,9 +1,9 @@
 """Parameters and statistics: named views into flat buffers.
 
-A layer declares what it needs (`ParameterSpec`, `StatisticSpec`). `FlatGroup` gives every declared parameter its place in one
-flat buffer for the data and one for the gradients, described by one table of segments that optimiser, averager, hash and
-checkpoint share. `FlatStatistics` does the same for the running statistics of batch norms, next to what the last training
-batches left, so that one message averages them all.
+A layer declares its parameters and statistics (`ParameterSpec`, `StatisticSpec`). `FlatGroup` places every parameter in one flat
+buffer for the data and one for the gradients. One table of segments describes the places; optimiser, averager, hash and
+checkpoint share it. `FlatStatistics` does the same for the running statistics of batch norms and the statistics of the last
+training batches, so that one message averages them all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 @dataclass(frozen=True)
 class Interchange:
-    """How an array of hpctrain becomes torchvision's: reshape to `shape`, permute by `axes`, then reshape to `final`.
+    """Conversion of an hpctrain array to torchvision's layout: reshape to `shape`, permute by `axes`, then reshape to `final`.
 
-    None leaves a step out. conv KRSC -> KCRS is axes (0, 3, 1, 2); linear (in, out) -> (out, in) is axes (1, 0);
-    a linear layer after a flattened (H, W, C) image is shape (H, W, C, out), axes (3, 2, 0, 1), final (out, C*H*W).
+    A step that is None is skipped. A convolution's KRSC -> KCRS is axes (0, 3, 1, 2). A linear layer's (in, out) -> (out, in) is
+    axes (1, 0). A linear layer after a flattened (H, W, C) image has shape (H, W, C, out), axes (3, 2, 0, 1) and final (out,
+    C*H*W).
     """
 
     shape: tuple[int, ...] | None = None
@@ -35,7 +36,7 @@ class Interchange:
     final: tuple[int, ...] | None = None
 
     def export(self, array: np.ndarray) -> np.ndarray:
-        """Return an array in torchvision's layout, contiguous."""
+        """Return a contiguous array in torchvision's layout."""
         if self.shape is not None:
             array = array.reshape(self.shape)
         if self.axes is not None:
@@ -44,14 +45,14 @@ class Interchange:
         return array if self.final is None else array.reshape(self.final)
 
     def exported_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of `export` of an array of `shape`."""
+        """Return the shape that `export` returns for an array of `shape`."""
         if self.final is not None:
             return self.final
         reshaped = shape if self.shape is None else self.shape
         return reshaped if self.axes is None else tuple(reshaped[axis] for axis in self.axes)
 
     def restore(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an array of torchvision's in hpctrain's layout, of `shape`, contiguous."""
+        """Return a contiguous array with shape `shape` in hpctrain's layout, from an array in torchvision's layout."""
         if self.axes is not None:
             permuted = shape if self.shape is None else self.shape
             array = array.reshape(tuple(permuted[axis] for axis in self.axes))
@@ -61,10 +62,15 @@ class Interchange:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A layer's declaration of a parameter: shape (KRSC, or (in, out)), first values, whether it has weight decay by default.
+    """A layer's declaration of a parameter.
 
-    sufficient_factors: the gradient is x^T dy of a linear layer's inputs and errors (for its bias, the sum of the errors), so it
-    may be computed elsewhere from these.
+    Attributes:
+        shape: (K, R, S, C) of a convolution's weight, (in, out) of a linear layer's.
+        initialise: function that draws the initial values.
+        decay: whether weight decay applies by default.
+        interchange: conversion to torchvision's layout.
+        sufficient_factors: whether the gradient is x^T dy of a linear layer's inputs and errors (for its bias, the sum of the
+            errors), so that another rank or module can compute it from these.
     """
 
     shape: tuple[int, ...]
@@ -76,7 +82,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class StatisticSpec:
-    """State that is not trained: running means and variances. `fill` is the first value."""
+    """Declaration of untrained state (a running mean or variance). `fill` is the initial value."""
 
     shape: tuple[int, ...]
     fill: float
@@ -89,9 +95,10 @@ class Parameter:
 
     Attributes:
         name: torchvision's dotted name.
-        data, grad: views into the flat buffers of its group, of `spec.shape`.
-        order: forward position, 0 nearest the input: the priority key.
-        shadow: view of its group's shadow, if there is one.
+        spec: declaration of the parameter.
+        order: position in forward order, 0 next to the input; it is also the priority of the parameter's messages.
+        data, grad: views into the flat buffers of the parameter's group, with shape `spec.shape`.
+        shadow: view of the group's shadow; None if there is none.
     """
 
     name: str
@@ -108,7 +115,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a flat buffer that belong to one parameter, or to a part of it if it is sliced or sharded."""
+    """Elements [start, stop) of a flat buffer that belong to one parameter, or to a part of a sliced or sharded parameter."""
 
     parameter: str
     start: int
@@ -121,24 +128,26 @@ class Segment:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> Segment:
-        """Return the elements of this segment inside [start, stop) of the flat buffer; empty if there are none."""
+        """Return the elements of this segment that lie in [start, stop) of the flat buffer; empty if there are none."""
         low = min(max(start, self.start), self.stop)
         return Segment(self.parameter, low, max(low, min(stop, self.stop)), self.order, self.decay)
 
 
 class GroupLayout:
-    """The places of a group's parameters in its flat buffers: sizes, owners and orders follow from it, without the buffers.
+    """Places of a group's parameters in its flat buffers. It has no buffers itself.
 
-    Segments lie in forward order without gaps, so a shard is a list of slices and the payload of a collective is exactly
-    the parameters.
+    Segments lie in forward order without gaps, so a shard is a list of slices, and the payload of a collective consists of the
+    parameters only.
 
     Args:
-        specs: name -> declared parameter, in forward order.
+        specs: declared parameters by name, in forward order.
         dtype: "float32" or "float64".
         orders: forward positions of the parameters in the whole network; None: those in this group.
 
     Attributes:
-        size: elements. item_bytes: bytes of one. segments: one per parameter, whole, in forward order.
+        size: number of elements.
+        item_bytes: size of one element in bytes.
+        segments: one whole segment per parameter, in forward order.
     """
 
     def __init__(
@@ -162,22 +171,22 @@ class GroupLayout:
         return self._by_name[name]
 
     def covering(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Return the parts of segments that make up [start, stop), in order, empty ones left out."""
+        """Return the parts of segments that make up [start, stop), in order, without empty ones."""
         parts = (segment.part(start, stop) for segment in self.segments)
         return tuple(part for part in parts if part.size)
 
 
 class FlatGroup(GroupLayout):
-    """Parameters averaged over one communicator: their layout, with the flat buffers of data and gradients.
+    """Parameters averaged over one communicator: their layout, and the flat buffers of data and gradients.
 
     `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them. `shadow` is `data`
-    rounded to another dtype, for kernels that read it instead; None if none do. Descents write it together with `data`; call
-    `refresh_shadow` after any other write to `data`.
+    rounded to another dtype, for kernels that read that dtype; None if there are none. An optimiser's update writes it together
+    with `data`. Call `refresh_shadow` after any other write to `data`.
 
     Args:
-        specs, dtype, orders: as in `GroupLayout`.
-        arithmetic: makes the buffers and computes on them (a kernel set's; the host's by default).
-        shadow_dtype: of the shadow; None: there is no shadow.
+        specs, dtype, orders: see `GroupLayout`.
+        arithmetic: arithmetic of the buffers' kernel set; default: the host's.
+        shadow_dtype: dtype of the shadow; None: no shadow.
     """
 
     def __init__(
@@ -202,13 +211,13 @@ class FlatGroup(GroupLayout):
             self.parameters[segment.parameter] = Parameter(segment.parameter, spec, segment.order, data, grad, shadow)
 
     def refresh_shadow(self, start: int = 0, stop: int | None = None) -> None:
-        """Round elements [start, stop) of `data` into the shadow, if there is one. Call it after any write but a descent's."""
+        """Round elements [start, stop) of `data` into the shadow, if there is one. Call it after any write except an update's."""
         if self.shadow is not None:
             self.arithmetic.copy(self.shadow[start:stop], self.data[start:stop])
 
 
 def whole(segments: Iterable[Segment]) -> Sequence[tuple[int, int]]:
-    """Return the maximal runs [start, stop) of touching segments."""
+    """Return the longest runs [start, stop) of adjacent segments."""
     runs: list[tuple[int, int]] = []
     for segment in segments:
         if runs and runs[-1][1] == segment.start:
@@ -222,33 +231,43 @@ _BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}
 
 
 class ProgramStatistics(Protocol):
-    """Statistics as one program sees them."""
+    """Statistics of one program."""
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
-        """Return the arrays of one operator, from its role -> full name: running statistics, and those of the batch."""
+        """Return the running and batch statistics of one operator by role.
+
+        Args:
+            names: full name of each running statistic by role.
+        """
 
     def fetch_batch(self) -> Fetch:
-        """Start to bring the batch statistics of the latest training forward to the host. Call it before the next forward."""
+        """Start copying the batch statistics of the latest training forward to the host. Call it before the next forward."""
 
     def refresh(self) -> None:
-        """Copy `running` to where kernels read it, if it has changed. Call it before an evaluation."""
+        """Copy `running` to the arrays that kernels read, if it has changed. Call it before an evaluation."""
 
 
 class FlatStatistics:
-    """Views into two flat arrays of one layout: `running`, on the host, and `batch`, which training forwards write.
+    """Running and batch statistics as views into two flat arrays of one layout.
 
-    A step blends once: running = (1 - momentum) running + momentum * (count-weighted mean of the batch statistics over all ranks
-    and micro-batches), so replicas agree bit by bit. Evaluation reads `running` only; kernels of a device read a copy of it.
+    A step blends once: running = (1 - momentum) * running + momentum * mean, where the mean of the batch statistics over all
+    ranks and micro-batches is weighted by the number of samples. All ranks compute the same bits. Evaluation reads `running`
+    only; kernels on a device read a copy of it.
 
     Args:
-        specs: by full name. parts: of split statistics, the interval of channels that this rank computes; None: none is split.
-        contributes: returns of a statistic whether this rank adds it to the step's sums weighted by its own samples, and weighted
-            by the samples of its split group (see `Distribution.contributes`); None: all by its own samples.
-        arithmetic: on arrays that lie where kernels compute; the host's by default.
+        specs: declared statistics by full name.
+        dtype: dtype of the arrays.
+        parts: channels [start, stop) that this rank computes, for each split statistic; None: no statistic is split.
+        contributes: function that returns for a statistic whether this rank adds it to the step's sums weighted by its own
+            samples, and weighted by the samples of its split group (see `Distribution.contributes`); None: all by its own
+            samples.
+        arithmetic: arithmetic of the kernel set's arrays; default: the host's.
 
     Attributes:
-        running, batch: 1-D arrays of `dtype`; `batch` lies where kernels compute. momentum: float64, per element.
-        views: every running statistic by full name ("bn1.running_mean"), in its shape.
+        running: running statistics, 1-D of `dtype`, on the host.
+        batch: statistics of the latest training forward, 1-D of `dtype`, in the memory of the kernels.
+        momentum: weight of the newest batch for each element, float64.
+        views: views of the running statistics by full name ("bn1.running_mean"), in their shapes.
     """
 
     def __init__(
@@ -269,7 +288,7 @@ class FlatStatistics:
         self._running_of_kernels: Array = self._arithmetic.zeros(self.size, dtype)
         on_host = self._arithmetic.on_host
         self.running: np.ndarray = self._running_of_kernels if on_host else np.zeros(self.size, dtype)
-        self._stale = not on_host  # what kernels read is older than `running`
+        self._stale = not on_host  # the kernels' copy is older than `running`
         self.momentum = np.zeros(self.size, np.float64)
         self._own_share = np.zeros(self.size, bool)
         self._group_share = np.zeros(self.size, bool)
@@ -293,7 +312,7 @@ class FlatStatistics:
         return self.with_batch(names, self.batch)
 
     def with_batch(self, names: Mapping[str, str], batch: Array) -> dict[str, Array]:
-        """Return the same with another flat array of batch statistics."""
+        """Return the arrays of `by_role` with `batch` as the flat array of batch statistics."""
         views: dict[str, Array] = {}
         for role, name in names.items():
             place, shape = self._places[name]
@@ -307,15 +326,16 @@ class FlatStatistics:
         return self._arithmetic.fetch(self.batch)
 
     def with_own_batch(self) -> ProgramStatistics:
-        """Return the statistics of another program that runs side by side with the first: with batch statistics of its own."""
+        """Return statistics for another program that runs side by side with the first, with separate batch statistics."""
         return _SecondBatch(self, self._arithmetic)
 
     def weighted(self, count: int, group_count: int, batch: np.ndarray) -> np.ndarray:
-        """Return this rank's terms of the step's sums (float64, flat): batch statistics times the samples that they are of.
+        """Return this rank's terms of the step's sums (float64, flat): batch statistics times their number of samples.
 
         Args:
-            count: this rank's samples. group_count: those of its split group.
-            batch: the result of `fetch_batch`.
+            count: number of this rank's samples.
+            group_count: number of samples of its split group.
+            batch: result of `fetch_batch`.
         """
         weights = count * self._own_share + group_count * self._group_share
         terms = np.zeros(self.size)
@@ -323,7 +343,7 @@ class FlatStatistics:
         return terms
 
     def not_finite(self, values: np.ndarray) -> tuple[str, ...]:
-        """Return the names of the statistics that are not finite in `values`, an array in the layout of `running`."""
+        """Return the names of the statistics with non-finite elements in `values`, an array in the layout of `running`."""
         if all_finite(values):
             return ()
         starts = np.cumsum([0, *(view.size for view in self.views.values())])
@@ -340,18 +360,18 @@ class FlatStatistics:
         self.running_changed()
 
     def running_changed(self) -> None:
-        """Take note that `running` was written: `refresh` then copies it to where kernels read it."""
+        """Mark the kernels' copy of `running` as outdated, so that `refresh` copies it. Call it after a write to `running`."""
         self._stale = not self._arithmetic.on_host
 
     def refresh(self) -> None:
-        """Copy `running` to where kernels read it, if it has changed. Call it before an evaluation."""
+        """Copy `running` to the arrays that kernels read, if it has changed. Call it before an evaluation."""
         if self._stale:
             self._arithmetic.from_host(self._running_of_kernels, self.running)
             self._stale = False
 
 
 class _SecondBatch:
-    """Implements `ProgramStatistics`: the running statistics of `of`, with batch statistics of its own."""
+    """Statistics of a second program: the running statistics of `of`, with separate batch statistics."""
 
     def __init__(self, of: FlatStatistics, arithmetic: Arithmetic) -> None:
         self._of, self._arithmetic = of, arithmetic

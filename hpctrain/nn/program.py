@@ -1,8 +1,8 @@
 """A model at one batch size, planned once and run many times: operators bound to one arena.
 
-`StepHooks` are the events between the operators of a step, for averaging, progress and tracing; the engine knows none of them.
-`Binder` makes arrays of a plan's places in the arena and binds its operators to them. `Program` runs the plan's actions.
-`SideBySide` takes several programs of one network through a pass: each operator runs for all of them before the next one.
+`StepHooks` are callbacks between the operators of a step, for averaging, progress and tracing. `Binder` makes arrays from a
+plan's places in the arena and binds the plan's operators to them. `Program` runs the plan's actions. `SideBySide` runs several
+programs of one network: each operator runs for all of them before the next operator.
 """
 
 from __future__ import annotations
@@ -40,45 +40,51 @@ from hpctrain.nn.parameter import Parameter, ProgramStatistics
 
 
 class StepHooks:
-    """Callbacks between the operators of a step. Called by `Program` in a fixed order, the same on every rank.
+    """Callbacks between the operators of a step. `Program` calls them in a fixed order, the same on every rank.
 
-    The base does nothing; a subclass overrides what it needs.
+    The base does nothing; subclasses override single callbacks.
     """
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         """Wait until these parameters, which the next operator reads, hold this step's values."""
 
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
-        """Return whether a linear layer's gradients are computed elsewhere, from its input and its output's gradient.
+        """Return whether the hooks compute a linear layer's gradients from its input and its output's gradient.
 
-        Then `input_ready` is called in forward and `error_ready` in backward, and `grad_ready` not for these parameters.
+        If so, `input_ready` is called in forward and `error_ready` in backward. `grad_ready` is not called for these parameters.
         """
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
-        """Take x (N, in) of such a layer in forward; its memory is reused once this returns. Must not wait."""
+        """Read x (N, in) of such a layer in forward. Its memory is reused after the call. Must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
-        """Take dy (N, out) of such a layer in backward, before the input's gradient; its memory is reused. Must not wait."""
+        """Read dy (N, out) of such a layer in backward, before the input's gradient.
+
+        Its memory is reused after the call. Must not wait.
+        """
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """Take `parameter.grad`, which is final for this backward pass. Must not wait."""
+        """Use `parameter.grad`, which is final for this backward pass. Must not wait."""
 
     def data_free(self, parameter: Parameter) -> None:
-        """Take note that this backward pass no longer reads `parameter.data`."""
+        """React to the last read of `parameter.data` in this backward pass."""
 
     def operator_done(self, name: str, phase: str) -> None:
-        """Take note that an operator has run; `phase` is "forward", "parameters" or "input". Must not wait."""
+        """React to the end of an operator. `phase` is "forward", "parameters" or "input". Must not wait."""
 
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A planned step with its parameters, and the sums that the program itself computes for it.
+    """A planned step with its parameters, and the sums that the program computes for it.
 
-    add_partials: (target, partial) pairs to add after `backward_input`, because the operator cannot accumulate.
-    gradient_sums: (target, partial) pairs to add after `backward_parameters`, because other steps have the same parameters.
-    shared: an earlier step has the same parameters: it announces their gradients.
-    sufficient_factors: (x, dy) of a linear layer that is trained: its weight's gradient is x^T dy, and may be computed elsewhere.
+    Attributes:
+        passes_back: whether backward computes a gradient of its inputs.
+        add_partials: (target, partial) pairs to add after `backward_input`, because the operator cannot accumulate.
+        sufficient_factors: (x, dy) of a trained linear layer, whose weight gradient x^T dy the hooks may compute; None for all
+            other steps.
+        gradient_sums: (target, partial) pairs to add after `backward_parameters`, because other steps have the same parameters.
+        shared: whether an earlier step has the same parameters; that step announces their gradients.
     """
 
     name: str
@@ -92,7 +98,7 @@ class BoundStep:
 
 
 class _ViewCopy(Operator):
-    """A view whose gradient is copied: its input has several readers, so both gradients cannot share memory."""
+    """A view that copies its gradient, because its input has several readers and the two gradients cannot share memory."""
 
     def __init__(self, inner: Operator, arithmetic: Arithmetic) -> None:
         self.spec, self.inputs, self.output = inner.spec, inner.inputs, inner.output
@@ -108,9 +114,12 @@ class _ViewCopy(Operator):
 
 
 class Binder:
-    """Makes arrays of a plan's places in the arena, and binds its operators to them, in forward order.
+    """Makes arrays from a plan's places in the arena, and binds the plan's operators to them in forward order.
 
-    Args: as of `Program`. leading: the steps of the program whose operators run just before these; empty if there is none.
+    Args:
+        leading: steps of the program whose operators run just before these; empty if there is none.
+        gradient_buffer: function that returns the array for the gradient of a trained parameter.
+        plan, arithmetic, parameters, statistics, memory, mergers: see `Program`.
     """
 
     def __init__(
@@ -131,12 +140,12 @@ class Binder:
         for k, step in enumerate(plan.steps):
             for name in step.node.parameters.values() if step.node is not None and step.node.trains else ():
                 users.setdefault(name, []).append(k)
-        #: by trained parameter that several steps have: the positions of these
+        #: positions of the steps that share each trained parameter
         self._shared = {name: positions for name, positions in users.items() if len(positions) > 1}
         self._partial_gradients: dict[str, Array] = {}
 
     def view(self, region: Region, spec: TensorSpec) -> Any:
-        """Return the array of a tensor, in its shape; flat if its layout is not plain, as only its kernel set can index it."""
+        """Return the array of a tensor in its shape, or flat if only its kernel set can index its layout."""
         flat = self._memory[region.offset : region.end].view(spec.dtype)
         return flat.reshape(spec.shape) if spec.layout == "NHWC" else flat
 
@@ -146,7 +155,7 @@ class Binder:
         operator = _ViewCopy(step.operator, self._arithmetic) if memory.copies_gradient else step.operator
         parameters = {} if node is None else {role: self._parameters[name] for role, name in node.parameters.items()}
         if self._leading and isinstance(operator, FollowsOperator):
-            # It runs right after the same layer of the leading program, and may use what that one has prepared (its weights).
+            # It runs directly after the same layer of the leading program, and may reuse that layer's prepared weights.
             operator.follow(self._leading[k].operator)
         targets = zip(memory.input_grads, step.inputs, strict=True)
         operator.bind(
@@ -168,7 +177,7 @@ class Binder:
         return BoundStep(
             name=step.name,
             operator=operator,
-            # Hooks see no parameters of frozen layers: these never change, so nothing waits for them or averages them.
+            # Parameters of frozen layers never change, so no hook waits for them or averages them.
             parameters=() if node is not None and node.frozen else tuple(parameters.values()),
             passes_back=(Action.INPUT, k) in self._plan.backward,
             add_partials=tuple(
@@ -181,10 +190,10 @@ class Binder:
         )
 
     def _gradients(self, k: int, parameters: Mapping[str, Parameter]) -> dict[str, Array]:
-        """Return where step k writes its parameters' gradients, by role.
+        """Return the arrays that step k writes its parameters' gradients to, by role.
 
-        A frozen layer that passes a gradient back may compute those of its parameters on the way (batch norm does). It gets
-        memory for them, which nothing reads.
+        A frozen layer that passes a gradient back may compute the gradients of its parameters on the way, as batch norm does. It
+        gets memory for them that nothing reads.
         """
         step = self._plan.steps[k]
         if not self._plan.training or step.node is None:
@@ -195,10 +204,10 @@ class Binder:
         return {role: self._zeros_like(parameter) for role, parameter in parameters.items()} if passes_back else {}
 
     def _gradient(self, k: int, parameter: Parameter) -> Array:
-        """Return where step k writes a parameter's gradient.
+        """Return the array that step k writes a parameter's gradient to.
 
-        Of several steps with the same parameter, the last one in forward is the first in backward: it writes the gradient's own
-        memory. The others write a partial gradient, which the program adds, so that no operator has to accumulate.
+        If several steps have the same parameter, the last one in forward order is the first in backward and writes the gradient
+        itself. The others write a partial gradient that the program adds, so that no operator needs to accumulate.
         """
         if k == self._shared.get(parameter.name, [k])[-1]:
             return self._gradient_buffer(parameter)
@@ -210,17 +219,17 @@ class Binder:
         return self._arithmetic.zeros(parameter.size, str(parameter.data.dtype)).reshape(parameter.spec.shape)
 
     def _gradient_sums(self, k: int) -> tuple[tuple[Array, Array], ...]:
-        """Return (target, partial) of the parameters of step k that a later step in forward has too."""
+        """Return (target, partial) for each parameter of step k that a later step in forward order also has."""
         names = [name for name, positions in self._shared.items() if k in positions[:-1]] if self._plan.training else []
         return tuple((self._gradient_buffer(self._parameters[name]), self._partial_gradients[name]) for name in names)
 
     def _merger(self, step: PlannedStep) -> StatisticsMerger:
-        """Return the merger of the group of ranks that a batch norm's spec names; copies and other layers merge nothing."""
+        """Return the merger for the group of ranks that a batch norm's spec names; copies and other layers merge nothing."""
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
         return LocalStatistics() if group is None else self._mergers[group]
 
     def _sufficient_factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
-        """Return (x, dy) of a linear layer that is trained; None for all others, and in evaluation."""
+        """Return (x, dy) of a trained linear layer; None for all other layers, and in evaluation."""
         frozen = step.node is not None and step.node.frozen
         if frozen or not isinstance(step.operator, SufficientFactors) or memory.output_grad is None:
             return None
@@ -232,26 +241,35 @@ class Binder:
 
 
 _NO_HOOKS = StepHooks()
-_NO_CONTEXT = StepContext()  # a copy between layouts has no use for one
+_NO_CONTEXT = StepContext()  # a layout copy reads no context
 
 
 class Program:
     """Runs forward, loss and backward of one plan. Allocates nothing after construction.
 
-    Several programs share one arena, and only one runs at a time: `x`, logits and gradients are valid until another one starts.
-
-    Attributes:
-        plan: the plan. steps: its operators, bound to memory.
-        x: input buffer (N, H, W, C), filled by `set_input` before each forward. logits: (N, classes).
-        x_grad: gradient of the input, if it was requested from the compiler.
-        activation_bytes: size of the arena that this program uses. memory: as given, which begins with these bytes.
+    Several programs share one arena, and only one runs at a time. `x`, logits and gradients are valid until another program
+    starts.
 
     Args:
-        plan: operators, and their places in memory. kernels: the set that made the operators. parameters: by full name.
-        statistics: of all batch norms. memory: uint8, at least the plan's arena. loss: the operator of the loss.
-        mergers: of batch statistics, by group of ranks.
-        leader: a program of a plan that is alike, whose operators run just before this one's; None: there is none.
-        gradient_buffer: returns where the gradient of a trained parameter is to be written; None: into its group.
+        plan: operators and their places in memory.
+        kernels: kernel set that made the operators.
+        parameters: parameters by full name.
+        statistics: statistics of all batch norms.
+        memory: uint8 array of at least the size of the plan's arena.
+        loss: operator of the loss.
+        mergers: mergers of batch statistics by group of ranks.
+        leader: program of an alike plan whose operators run just before this one's; None: there is none.
+        gradient_buffer: function that returns the array for the gradient of a trained parameter; None: the array in its group.
+
+    Attributes:
+        plan: execution plan.
+        steps: operators of the plan, bound to memory.
+        x: input buffer (N, H, W, C), filled by `set_input` before each forward.
+        logits: output (N, classes).
+        d_logits: gradient of the logits; None in evaluation.
+        x_grad: gradient of the input; None unless the plan has it.
+        activation_bytes: size of the plan's arena in bytes.
+        memory: array that begins with this arena.
     """
 
     def __init__(
@@ -287,11 +305,11 @@ class Program:
 
     @property
     def batch(self) -> int:
-        """N, the samples of a pass."""
+        """Number of samples N of a pass."""
         return int(self.x.shape[0])
 
     def set_input(self, x: np.ndarray | PixelBatch) -> None:
-        """Fill the input buffer from an array on the host, or from pixels that kernels convert; `x` may change afterwards."""
+        """Fill the input buffer from an array on the host, or from pixels that kernels convert. `x` may change afterwards."""
         if isinstance(x, PixelBatch) and isinstance(self._kernels, PixelInput):
             self._kernels.make_input(self.x, x)
         else:
@@ -304,27 +322,29 @@ class Program:
         return self.logits
 
     def begin(self, context: StepContext) -> None:
-        """Begin `forward`; `run_forward` of all actions, in order, is the rest of it."""
+        """Begin a forward pass. The caller then passes all actions to `run_forward`, in order."""
         self._kernels.begin(context)
         if self._reads_running:
             self._statistics.refresh()
 
     def run_forward(self, span: range, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> None:
-        """Run neighbouring actions of the plan's forward pass."""
+        """Run consecutive actions of the plan's forward pass."""
         for action, k in self._forward_actions[span.start : span.stop]:
             self._act_forward(action, k, context, hooks)
 
     def fetch_statistics(self) -> Fetch:
-        """Start to bring the batch statistics of the latest training forward to the host. Call it before the next forward."""
+        """Start copying the batch statistics of the latest training forward to the host. Call it before the next forward."""
         return self._statistics.fetch_batch()
 
     def loss(self, labels: Array | MixedLabels, global_count: int) -> LossHandle:
-        """Return a handle of the sums over this batch, best read after `backward`.
-
-        Leaves the logits' gradient, divided by the step's global count, for `backward`.
+        """Compute the loss, and write the gradient of the logits, divided by `global_count`, for `backward`.
 
         Args:
-            labels: int64 (N,), or two for each sample. global_count: samples of the step over all ranks and micro-batches.
+            labels: int64 (N,), or two labels per sample with their weight.
+            global_count: number of samples of the step over all ranks and micro-batches.
+
+        Returns:
+            Handle of the sums over this batch. Reading it after `backward` avoids a wait.
         """
         return self._loss.run(self.logits, labels, global_count, self.d_logits)
 
@@ -333,7 +353,7 @@ class Program:
         self.run_backward(range(len(self._actions)), hooks)
 
     def run_backward(self, span: range, hooks: StepHooks = _NO_HOOKS) -> None:
-        """Run neighbouring actions of the plan's backward pass."""
+        """Run consecutive actions of the plan's backward pass."""
         for action, k in self._actions[span.start : span.stop]:
             self._act_backward(action, k, hooks)
 
@@ -378,7 +398,7 @@ class Program:
         for target, partial in step.gradient_sums:
             self._arithmetic.add(target, partial)
         hooks.operator_done(step.name, "parameters")
-        if step.shared:  # an earlier step with the same parameters adds to these gradients, and announces them
+        if step.shared:  # an earlier step with the same parameters adds to the gradients and announces them
             return
         for parameter in reversed(step.parameters):
             hooks.grad_ready(parameter)
@@ -390,17 +410,17 @@ class Program:
         hooks.operator_done(step.name, "input")
 
     def parameters_changed(self) -> None:
-        """Discard the operators' copies of parameters, which were written outside of a training step (from a checkpoint, say)."""
+        """Discard the operators' copies of parameters. Call it after a write outside of a training step."""
         for step in self.steps:
             if isinstance(step.operator, ParameterCopies):
                 step.operator.parameters_changed()
 
 
 def alike(plans: Sequence[ExecutionPlan]) -> bool:
-    """Return whether programs of these plans can run side by side: the same actions on the same layers, each with its gradients.
+    """Return whether programs of these plans can run side by side: the same actions on the same layers, with complete gradients.
 
-    Plans for different numbers of samples mostly are alike. Not alike are plans without samples, and plans in which several
-    steps have one parameter, whose gradient is not complete until the last of them.
+    Plans that differ only in the number of samples are usually alike. Plans without samples are not. Plans in which several steps
+    have one parameter are not, because its gradient is complete only after the last of these steps.
     """
     first = _outline(plans[0])
     return all(_outline(plan) == first for plan in plans[1:]) and not any(
@@ -413,14 +433,14 @@ def _outline(plan: ExecutionPlan) -> tuple[object, ...]:
 
 
 class SideBySide:
-    """Runs several programs that share parameters and nothing else; iterates over them.
+    """Runs several programs that share parameters but no other memory. Iterates over the programs.
 
-    Each operator runs for all programs before the next one. So parameters are needed once, layer by layer, and gradients are
-    complete as early as those of one program over all samples: messages hide under both whole passes. If the plans are not alike,
-    the programs run one after another.
+    Each operator runs for all programs before the next operator. Parameters are therefore needed once, layer by layer, and
+    gradients are complete as early as with one program over all samples, so messages overlap with both whole passes. If the plans
+    are not alike, the programs run one after another.
 
     Args:
-        programs: in the order in which each operator runs, with memory and batch statistics of their own.
+        programs: programs with separate memory and batch statistics, in the order in which each operator runs.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -435,7 +455,13 @@ class SideBySide:
         return len(self._programs)
 
     def forward(self, contexts: Sequence[StepContext], hooks: StepHooks, turn: Callable[[int], None]) -> None:
-        """Compute the logits of all programs. contexts: one each. turn: called with the place of the program that runs next."""
+        """Compute the logits of all programs.
+
+        Args:
+            contexts: one context per program.
+            hooks: callbacks between the operators.
+            turn: callback, called before each action with the index of the next program.
+        """
         if not self._alike:
             for place, (program, context) in enumerate(zip(self._programs, contexts, strict=True)):
                 turn(place)
@@ -449,7 +475,7 @@ class SideBySide:
                 program.run_forward(range(action, action + 1), context, hooks)
 
     def backward(self, hooks: StepHooks, turn: Callable[[int], None]) -> None:
-        """Compute the gradients of all programs, and announce each as soon as it is final. turn: as for `forward`."""
+        """Compute the gradients of all programs, and announce each as soon as it is final. turn: see `forward`."""
         if not self._alike:
             for place, program in enumerate(self._programs):
                 turn(place)

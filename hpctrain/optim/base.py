@@ -1,10 +1,10 @@
 """Optimisers: one pass over the segments that a rank owns.
 
-An optimiser is bound to a flat group and to the segments that this rank updates (all of them, or a shard): its state holds just
-those. It never communicates; what must be summed over ranks (squared norms, for LARS and clipping) is completed by the averager.
+An optimiser is bound to a flat group and to the segments that this rank updates (all of them, or a shard). Its state covers only
+these segments. It never communicates; the averager sums the squared norms (for LARS, LAMB and clipping) over the ranks.
 
-The module also holds what several optimisers share: the places of owned segments in the state (`Packing`), and the number of
-updates of each parameter (`UpdateCounts`).
+The module also has the parts that several optimisers share: the places of owned segments in the state (`Packing`), and the number
+of updates of each parameter (`UpdateCounts`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hpctrain.nn.parameter import FlatGroup, Segment, whole
 
 
 class NormsNeeded(StrEnum):
-    """The norms that updates are made with, and so what each update waits for."""
+    """The norms that updates use, and therefore wait for."""
 
     NONE = "none"
-    #: of the parameters that are updated, and of no others (LARS, LAMB)
+    #: norms of the updated parameters only (LARS, LAMB)
     LAYER = "layer"
-    #: of all parameters together (clipping)
+    #: norm of all parameters together (clipping)
     GLOBAL = "global"
 
 
@@ -44,22 +44,22 @@ class Norms:
         self.squares = np.zeros((len(group.segments), 2), np.float64)
 
     def add_partial(self, group: FlatGroup, segments: Sequence[Segment]) -> None:
-        """Add the squares of the elements in `segments`. The sum over all owners of all partial sums is the norm."""
+        """Add the squares of the elements in `segments`. The sum of the partial sums of all owners is the norm."""
         flats = (group.data, group.grad)
         sums = group.arithmetic.square_sums([flat[segment.start : segment.stop] for segment in segments for flat in flats])
         for segment, squares in zip(segments, sums.reshape(-1, len(flats)), strict=True):
             self.squares[self.index[segment.parameter]] += squares
 
     def clear(self, places: slice) -> None:
-        """Zero the norms of the parameters at these places, before `add_partial`."""
+        """Zero the norms of the parameters at these indices, before `add_partial`."""
         self.squares[places] = 0.0
 
     def message(self, places: slice) -> np.ndarray:
-        """Return a view of this rank's partial sums of the parameters at these places, to be summed over the ranks."""
+        """Return a view of this rank's partial sums of the parameters at these indices, to be summed over the ranks."""
         return self.squares[places]
 
     def complete(self, places: slice) -> None:
-        """Take note that the message of these places now holds sums over all ranks."""
+        """Mark the norms at these indices as complete: their message holds sums over all ranks."""
 
     def global_gradient(self) -> float:
         """Return |g| over all parameters."""
@@ -67,64 +67,70 @@ class Norms:
 
 
 class Optimizer(ABC):
-    """Updates `group.data` from `group.grad`.
+    """Base of optimisers, which update `group.data` from `group.grad`.
 
-    Options common to all are weight_decay, decay_exclude ("norm_and_bias" or "none") and clip_norm (None: off).
+    The common options are weight_decay, decay_exclude ("norm_and_bias" or "none") and clip_norm (None: off).
     """
 
-    #: it computes by the arithmetic of its group alone, so arrays may lie on a device; NumPy knows those of the host only
+    #: whether it computes with the arithmetic of its group only, so that arrays may lie on a device; NumPy needs the host
     any_arrays: bool = False
-    #: the update of a layer needs that layer's norms (LARS, LAMB)
+    #: whether the update of a layer needs that layer's norms (LARS, LAMB)
     layer_norms: bool = False
     clip_norm: float | None = None
-    #: share of the previous update's direction that is kept; 0 if an optimiser has none
+    #: share of the previous update's direction that is kept; 0 if the optimiser has no momentum
     momentum: float = 0.0
-    #: `prepare_norms` does something
+    #: whether `prepare_norms` has an effect
     prepares_norms: bool = False
 
     @property
     def norms_needed(self) -> NormsNeeded:
-        """The norms that must be complete before `update`."""
+        """Norms that must be complete before `update`."""
         if self.clip_norm is not None:
             return NormsNeeded.GLOBAL
         return NormsNeeded.LAYER if self.layer_norms else NormsNeeded.NONE
 
     @property
     def needs_norms(self) -> bool:
-        """Whether `update` must be given `norms` (LARS, LAMB or clipping)."""
+        """Whether `update` needs `norms` (LARS, LAMB or clipping)."""
         return self.norms_needed is not NormsNeeded.NONE
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        """Allocate the state of the owned segments, zeroed."""
+        """Allocate the state of the owned segments, set to zero."""
 
-    def begin_step(self, left_out: Collection[str] = ()) -> None:  # noqa: B027  most count nothing
-        """Begin a step that updates all parameters of the group but `left_out`; updates of earlier steps may still come."""
+    def begin_step(self, left_out: Collection[str] = ()) -> None:  # noqa: B027  most optimisers count nothing
+        """Begin a step that updates all parameters of the group except `left_out`. Updates of earlier steps may follow."""
 
-    def prepare_norms(self, segments: Sequence[Segment]) -> None:  # noqa: B027  most take the norms of the gradient
-        """Replace the gradients of `segments`, which are complete, by the arrays whose norms the update needs.
+    def prepare_norms(self, segments: Sequence[Segment]) -> None:  # noqa: B027  most use the norms of the gradient
+        """Replace the complete gradients of `segments` by the arrays whose norms the update needs.
 
-        Called once per update, which then gets the same segments. Does not write to the parameters.
+        Called once before each update, with the same segments. Does not write to the parameters.
         """
 
     @abstractmethod
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        """Update the data of `segments` (each one of the bound ones) from their gradients, which may be overwritten."""
+        """Update the data of `segments` from their gradients, which may be overwritten.
+
+        Args:
+            segments: bound segments.
+            lr: learning rate.
+            norms: complete norms; None if `needs_norms` is false.
+        """
 
     @abstractmethod
     def state(self, segment: Segment) -> dict[str, Array]:
-        """Return views of the state of one owned segment, 1-D, by name ("momentum"), for checkpoints to write and restore."""
+        """Return 1-D views of the state of one owned segment by name ("momentum"), for checkpoints to write and restore."""
 
     def counters(self) -> dict[str, int]:
-        """Return counts by name that later updates follow from, the same on every rank of the group. Call it between steps."""
+        """Return the counts that later updates depend on, by name. Equal on every rank of the group. Call it between steps."""
         return {}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027
-        """Take the counts that `counters` returned; others are ignored, and missing ones are as in a new run."""
+        """Restore the counts that `counters` returned. Others are ignored; missing ones start as in a new run."""
 
 
 class ForwardingOptimizer(Optimizer):
-    """The base of optimisers that add something to the updates of `inner`; forwards all else."""
+    """Base of optimisers that extend the updates of `inner`. Forwards all calls to it."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -158,13 +164,13 @@ class ForwardingOptimizer(Optimizer):
 
 
 class Packing:
-    """The places of owned segments in an optimiser's state, where they lie one after another without gaps.
+    """Places of owned segments in an optimiser's state, where they lie one after another without gaps.
 
     Args:
         owned: segments that do not overlap, in any order.
 
     Attributes:
-        size: elements of all of them.
+        size: total number of elements.
     """
 
     def __init__(self, owned: Sequence[Segment]) -> None:
@@ -181,19 +187,19 @@ class Packing:
             self.size += stop - start
 
     def offset(self, start: int, stop: int) -> int:
-        """Return the place in the state minus the place in the flat buffers, for elements [start, stop)."""
+        """Return the difference between the place of elements [start, stop) in the state and their place in the flat buffers."""
         i = bisect_right(self._starts, start) - 1
         owned = i >= 0 and stop <= self._stops[i]
         assert owned, f"elements [{start}, {stop}) are not owned here"
         return self._offsets[i]
 
     def place(self, segment: Segment) -> slice:
-        """Return the place of an owned segment, of a part of one, or of one without elements."""
+        """Return the place of an owned segment, of a part of one, or of an empty segment."""
         low = segment.start + (self.offset(segment.start, segment.stop) if segment.size else 0)
         return slice(low, low + segment.size)
 
     def placed(self, run: UpdateRun) -> UpdateRun:
-        """Return the same run with its place in the state."""
+        """Return the run with its place in the state."""
         offset = self.offset(run.start, run.stop)
         return replace(run, offset=offset) if offset else run
 
@@ -203,12 +209,13 @@ _LEFT_OUT = "left_out/"
 
 
 class UpdateCounts:
-    """The number of updates of all parameters of a group, counted on every rank, also of parameters that it does not own.
+    """Number of updates of all parameters of a group, counted on every rank, including parameters that it does not own.
 
-    Steps are counted as they begin, and the updates of an owned segment as they are made, which may be in a later step.
+    Steps are counted when they begin, and updates of an owned segment when they are made, which may be in a later step.
 
     Args:
-        owned: segments that are always updated as they are here.
+        group: parameters.
+        owned: segments of this rank. Each update must cover one of them exactly.
     """
 
     def __init__(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
@@ -219,21 +226,21 @@ class UpdateCounts:
         self._left_out: Counter[str] = Counter()
 
     def begin_step(self, left_out: Collection[str]) -> None:
-        """Count a step that updates all parameters of the group but `left_out`."""
+        """Count a step that updates all parameters of the group except `left_out`."""
         self._steps += 1
         self._left_out.update(left_out)
 
     def count(self, segment: Segment) -> int:
-        """Count an update of an owned segment; return the number of its updates so far."""
+        """Count an update of an owned segment and return its number of updates."""
         self._done[segment.start] += 1
         return self._done[segment.start]
 
     def counters(self) -> dict[str, int]:
-        """Return the counts by name, the same on every rank. Call it after all updates of the steps so far."""
+        """Return the counts by name, equal on every rank. Call it after all updates of the steps so far."""
         return {_UPDATES: self._steps} | {f"{_LEFT_OUT}{name}": steps for name, steps in sorted(self._left_out.items())}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take the counts that `counters` returned, of this group or of others; names that are missing stand for 0."""
+        """Restore the counts that `counters` returned, of this group or of others. A missing name counts as 0."""
         self._steps = counters.get(_UPDATES, 0)
         steps = {name: counters.get(f"{_LEFT_OUT}{name}", 0) for name in self._names}
         self._left_out = Counter({name: number for name, number in steps.items() if number})

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept next to an optimiser's state by the ranks that update them."""
+"""Exponential moving average of the weights, kept next to an optimiser's state by the ranks that update them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer, Packing, UpdateCounts
 
-#: the name of the state
+#: name of the state
 EMA = "ema"
 
 
 @dataclass(frozen=True)
 class EmaRule:
-    """How much of an average is kept.
+    """Decay of an average of the weights.
 
     Args:
-        decay: the share in an update, in (0, 1). warm_up: (1 + t) / (10 + t) in the t-th update, as long as that is less.
+        decay: share of the average that each update keeps, in (0, 1).
+        warm_up: whether the t-th update keeps (1 + t) / (10 + t) while that is less than `decay`.
 
     Raises:
-        ConfigError: a decay outside its range.
+        ConfigError: the decay is outside its range.
     """
 
     decay: float
@@ -33,14 +34,14 @@ class EmaRule:
             raise ConfigError(f"The decay {self.decay} of the average of weights is outside (0, 1); a usual value is 0.9999.")
 
     def kept(self, number: int) -> float:
-        """Return the share that is kept in the update of that number, counted from 1."""
+        """Return the share of the average that the update `number` keeps, counted from 1."""
         return min(self.decay, (1 + number) / (10 + number)) if self.warm_up else self.decay
 
 
 class EmaOptimizer(ForwardingOptimizer):
-    """`inner` with the average of what it updates: a := w before the first update; a := (a - w) * kept + w after each.
+    """`inner` with an average of its weights: a := w before the first update; a := (a - w) * kept + w after each.
 
-    Like all state, the average covers the owned segments alone. A step that leaves a parameter out leaves its average, too.
+    As all state, the average covers only the owned segments. A step that leaves out a parameter also leaves out its average.
     """
 
     def __init__(self, inner: Optimizer, rule: EmaRule) -> None:
@@ -95,7 +96,7 @@ class EmaOptimizer(ForwardingOptimizer):
 
 
 def _joined(numbered: Sequence[tuple[Segment, int]]) -> Iterator[tuple[Segment, int]]:
-    """Yield the same elements in fewer segments: neighbours with the same number of updates become one."""
+    """Yield the same elements in fewer segments, with neighbours of the same number of updates joined."""
     pending: tuple[Segment, int] | None = None
     for segment, number in sorted(numbered, key=lambda entry: entry[0].start):
         if pending is not None and (pending[0].stop, pending[1]) == (segment.start, number):

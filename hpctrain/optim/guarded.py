@@ -1,7 +1,7 @@
-"""An optimiser that notices if memory that it has written changes before it writes there again (a flipped bit, say).
+"""Optimisers that time their updates and detect changes of their arrays between two updates (a flipped bit, say).
 
-It compares sums of 32-bit words, taken while the memory is in a cache anyway: right after an update, and right before the next
-one. Every change within one word shows; two changes with the same sum do not.
+The check compares sums of 32-bit words, taken while the memory is in a cache anyway: directly after an update, and directly
+before the next one. It detects every change within one word; two changes that cancel in the sum are not detected.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.backend.arithmetic import Array, ArrayGuard, Fetch
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer
+from hpctrain.trace.tracer import Category
 
 
 @dataclass
 class _Update:
     """An update of the same segments in every step, with a guard of the arrays that it writes.
 
-    names: of the guarded arrays. guard: None if there are no arrays. remembered: the guard has the sums after the last update.
+    Attributes:
+        segments: segments of the update.
+        names: names of the guarded arrays.
+        guard: guard of these arrays; None if there are none.
+        remembered: whether the guard has the sums after the last update.
     """
 
     segments: tuple[Segment, ...]
@@ -27,34 +33,39 @@ class _Update:
     remembered: bool = False
 
     def remember(self) -> None:
-        """Take the current values as correct."""
+        """Take the sums of the current values as correct."""
         if self.guard is not None:
             self.guard.remember()
         self.remembered = True
 
 
 class GuardedOptimizer(ForwardingOptimizer):
-    """`inner`, which may be watched: then nothing but its updates may write to its state.
+    """`inner` with timed updates. After `watch`, it also detects changes of its arrays that no update made.
+
+    Args:
+        inner: optimiser that computes the updates.
+        progress: engine that accounts for the time of each update, and records it if the engine traces; None: no times are taken.
 
     Attributes:
-        found: names of the arrays that had changed between two updates, when a change was first seen; empty before that.
+        changed_arrays: names of the arrays in the first detected change between two updates; empty if there is none.
     """
 
-    def __init__(self, inner: Optimizer) -> None:
+    def __init__(self, inner: Optimizer, progress: ProgressEngine | None = None) -> None:
         super().__init__(inner)
-        self.found: tuple[str, ...] = ()
+        self._progress = progress
+        self.changed_arrays: tuple[str, ...] = ()
         self._group: FlatGroup | None = None
         self._on = self._with_parameters = False
-        self._updates: dict[int, _Update] = {}  # by the place of the first segment
+        self._updates: dict[int, _Update] = {}  # by start of the first segment
         self._owned_size = 0
-        self._asked: list[tuple[list[str], Fetch]] = []
+        self._pending: list[tuple[list[str], Fetch]] = []
 
     def watch(self, *, parameters: bool, updates: Iterable[Sequence[Segment]] = ()) -> None:
-        """Compare from now on. Call it after `bind`.
+        """Start to compare. Call it after `bind`.
 
         Args:
-            parameters: the values of the updated parameters stay unchanged until the next update, too.
-            updates: the segments of each update of a step, if they are known before the first one; their initial values are then
+            parameters: whether to watch the updated parameters, too; no other code may then write them between updates.
+            updates: segments of each update of a step, if they are known before the first one. Their initial values are then
                 compared as well.
         """
         assert self._group is not None, "the optimiser is not bound"
@@ -64,25 +75,25 @@ class GuardedOptimizer(ForwardingOptimizer):
                 self._known(tuple(segments))
 
     def forget(self) -> None:
-        """Accept that something else has written: compare again only after the next updates."""
+        """Discard the remembered sums after a write by other code. Comparing resumes after the next updates."""
         for update in self._updates.values():
             update.remembered = False
 
     def fetch_findings(self) -> None:
-        """Ask for the result of the comparisons so far; if arrays are not on the host, `read_findings` waits for it."""
-        self._ask(self._updates.values())
+        """Request the results of all comparisons. If the arrays are not on the host, `read_findings` waits for them."""
+        self._fetch(self._updates.values())
 
     def read_findings(self) -> None:
-        """Update `found` with the result of the latest `fetch_findings`."""
-        for names, fetch in self._asked:
+        """Update `changed_arrays` with the result of the latest `fetch_findings`."""
+        for names, fetch in self._pending:
             changed = tuple(name for name, is_changed in zip(names, fetch.result(), strict=True) if is_changed)
-            self.found = self.found or changed
-        self._asked = []
+            self.changed_arrays = self.changed_arrays or changed
+        self._pending = []
 
     def verify(self) -> None:
-        """Compare everything now and wait for the result. Call it between steps, while no update is under way.
+        """Compare all arrays and wait for the result. Call it between steps, while no update is running.
 
-        Remembers the current values of arrays that were not updated since the start or since `forget`.
+        It remembers the current values of arrays that were not updated since the start or since `forget`.
         """
         for update in self._updates.values():
             self._compare(update)
@@ -92,8 +103,8 @@ class GuardedOptimizer(ForwardingOptimizer):
         self.read_findings()
 
     @property
-    def vouches(self) -> bool:
-        """Whether every owned parameter is known to hold the values of its last update, or else is in `found`."""
+    def guards_all_parameters(self) -> bool:
+        """Whether every owned parameter is known to hold the values of its last update, or is in `changed_arrays`."""
         remembered = (update.segments for update in self._updates.values() if update.remembered)
         known = sum(segment.size for segments in remembered for segment in segments)
         return self._on and self._with_parameters and known == self._owned_size
@@ -104,13 +115,26 @@ class GuardedOptimizer(ForwardingOptimizer):
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
         if self.prepares_norms:
-            self._watched(segments, lambda: self.inner.prepare_norms(segments))
+            self._write(segments, lambda: self.inner.prepare_norms(segments))
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        self._watched(segments, lambda: self.inner.update(segments, lr, norms))
+        self._write(segments, lambda: self.inner.update(segments, lr, norms))
 
-    def _watched(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
-        """Compare before `write`, which alone writes to the state of `segments`, and take the sums after it."""
+    def _write(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
+        """Call `write`, compared and timed. The time includes the comparison."""
+        if self._progress is None:
+            self._compared(segments, write)
+            return
+        account, trace = self._progress.account, self._progress.trace
+        begin_ns = account.clock_ns()
+        self._compared(segments, write)
+        stop_ns = account.clock_ns()
+        account.updated(begin_ns, stop_ns)
+        if segments and trace is not None:
+            trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
+
+    def _compared(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
+        """Compare, call `write`, which alone writes to the state of `segments`, and remember the new sums."""
         update = self._known(tuple(segments)) if self._on and segments else None
         if update is None:
             write()
@@ -120,7 +144,7 @@ class GuardedOptimizer(ForwardingOptimizer):
         update.remember()
 
     def _known(self, segments: tuple[Segment, ...]) -> _Update | None:
-        """Return the update of these segments; None if updates are not of the same segments in every step."""
+        """Return the update of these segments; None if updates do not have the same segments in every step."""
         known = self._updates.get(segments[0].start)
         if known is not None and known.segments == segments:
             return known
@@ -129,7 +153,7 @@ class GuardedOptimizer(ForwardingOptimizer):
             for place, update in self._updates.items()
             if any(a.start < b.stop and b.start < a.stop for a in segments for b in update.segments)
         ]
-        # Sums of an update that another one overlaps would report its writes as damage: watch nothing any longer.
+        # If updates overlap, the sums of one would report the writes of the other as damage, so watching ends.
         if any(self._updates[place].remembered for place in others):
             self._on = False
             self._updates.clear()
@@ -144,15 +168,15 @@ class GuardedOptimizer(ForwardingOptimizer):
         if update.guard is None or not update.remembered:
             return
         update.guard.compare()
-        if self._group.arithmetic.on_host:  # the result is there
-            self._ask([update])
+        if self._group.arithmetic.on_host:  # the result needs no wait
+            self._fetch([update])
             self.read_findings()
 
-    def _ask(self, updates: Iterable[_Update]) -> None:
-        self._asked = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
+    def _fetch(self, updates: Iterable[_Update]) -> None:
+        self._pending = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
 
     def _update_of(self, segments: tuple[Segment, ...]) -> _Update:
-        """Return the update with a guard of all arrays of the segments, in the order in which they lie in memory."""
+        """Return the update of `segments` with a guard of all their arrays, in the order in which they lie in memory."""
         assert self._group is not None
         by_kind = dict[str, list[tuple[str, Array]]]()
         for segment in segments:

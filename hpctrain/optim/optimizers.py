@@ -1,7 +1,7 @@
-"""The optimisers: SGD and LARS descend by momentum, AdamW and LAMB by two moments of the gradient.
+"""The optimisers: SGD and LARS with momentum, AdamW and LAMB with two moments of the gradient.
 
-`OPTIMIZERS` finds them by name ("sgd" is `Sgd`). Every element's result depends on that element alone (and on norms that are
-complete), so any partition of the buffers gives the same bits.
+`OPTIMIZERS` finds them by name ("sgd" is `Sgd`). Each element's result depends only on that element and on complete norms, so any
+partition of the buffers produces the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpctrain.core.registry import Registry
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms, Optimizer, Packing, UpdateCounts
 
-#: added to |g|, so that a gradient of zeros is not divided by
+#: number added to |g|, which may be 0
 CLIP_EPSILON = 1e-6
 
 DecayExclude = Literal["norm_and_bias", "none"]
@@ -27,7 +27,7 @@ DecayExclude = Literal["norm_and_bias", "none"]
 def merged(runs: Iterable[UpdateRun]) -> list[UpdateRun]:
     """Return the same elements in fewer runs.
 
-    Neighbours that touch and are updated alike become one run; empty runs are dropped.
+    Adjacent runs with the same scale and decay are joined; empty runs are dropped.
     """
     joined: list[UpdateRun] = []
     for run in runs:
@@ -45,7 +45,7 @@ def merged(runs: Iterable[UpdateRun]) -> list[UpdateRun]:
 
 
 class _DecayingOptimizer(Optimizer):
-    """Weight decay, which all optimisers have; the subclasses declare both options."""
+    """Base of all optimisers with weight decay. Subclasses declare both options."""
 
     any_arrays = True
 
@@ -56,21 +56,21 @@ class _DecayingOptimizer(Optimizer):
         """Raise unless both options are legal.
 
         Raises:
-            OptionError: one of them is not.
+            OptionError: an option is illegal.
         """
         if not (self.weight_decay >= 0.0 and math.isfinite(self.weight_decay)):
             sentence = f"weight_decay {self.weight_decay} must be a finite number of at least 0; the usual value is 1e-4."
             raise OptionError(sentence, "weight_decay")
         if self.decay_exclude not in get_args(DecayExclude):
-            sentence = f"decay_exclude {self.decay_exclude!r} is unknown; it is one of {', '.join(get_args(DecayExclude))}."
+            sentence = f"decay_exclude {self.decay_exclude!r} is unknown; use one of {', '.join(get_args(DecayExclude))}."
             raise OptionError(sentence, "decay_exclude")
 
     def decay(self, segment: Segment) -> float:
-        """Return the segment's weight decay; 0 if `decay_exclude` leaves it out."""
+        """Return the segment's weight decay; 0 if `decay_exclude` excludes it."""
         return 0.0 if self.decay_excludes(segment) else float(self.weight_decay)
 
     def decay_excludes(self, segment: Segment) -> bool:
-        """Return whether `decay_exclude` leaves this segment out: parameters of batch norms, and biases."""
+        """Return whether `decay_exclude` excludes this segment (biases and the parameters of batch norms, if it excludes any)."""
         return self.decay_exclude == "norm_and_bias" and not segment.decay
 
 
@@ -78,7 +78,7 @@ def check_clip_norm(clip_norm: float | None) -> None:
     """Raise unless `clip_norm` is positive or None.
 
     Raises:
-        OptionError: it is neither.
+        OptionError: it is not positive.
     """
     if clip_norm is not None and not clip_norm > 0.0:
         sentence = f"clip_norm {clip_norm} must be positive; leave it out (null) to switch clipping off."
@@ -86,9 +86,10 @@ def check_clip_norm(clip_norm: float | None) -> None:
 
 
 def clip_scale(clip_norm: float | None, norms: Norms | None) -> float:
-    """Return min(1, clip_norm / (|g| + 1e-6)), |g| over all parameters of `norms`; 1 if clipping is off.
+    """Return min(1, clip_norm / (|g| + 1e-6)), with |g| over all parameters of `norms`; 1 if clipping is off.
 
-    A gradient that is not finite stays so: |g| = nan gives 1 and |g| = inf gives 0, and 0 * inf is nan.
+    The product of gradient and scale is not finite if the gradient is not: |g| = nan results in 1, |g| = inf in 0, and 0 * inf is
+    nan.
     """
     if clip_norm is None:
         return 1.0
@@ -100,14 +101,17 @@ def clip_scale(clip_norm: float | None, norms: Norms | None) -> float:
 
 
 class MomentumDescent:
-    """m := momentum * m + g'; w := w - lr * m, or w - lr * (g' + momentum * m) with `nesterov`.
+    """Momentum descent: m := momentum * m + g'; w := w - lr * m, or w - lr * (g' + momentum * m) with `nesterov`.
 
-    These are torch.optim.SGD's semantics with dampening 0: the state is zeroed, so the first m is g'. Sutskever et al., ICML
-    2013, for the Nesterov form. The gradient is only read. Owns the state of the owned segments, packed: one array with as many
-    elements as they have, or none if momentum is 0.
+    The semantics are those of torch.optim.SGD with dampening 0: the state starts at zero, so the first m is g'. The Nesterov form
+    is that of Sutskever et al., ICML 2013. The gradient is only read. The state is one packed array of the owned segments, or
+    none if momentum is 0.
 
     Args:
-        group: whose data is updated from its gradient. owned: segments that do not overlap, in any order.
+        group: parameters whose data is updated from their gradient.
+        owned: segments that do not overlap, in any order.
+        momentum: factor on m.
+        nesterov: whether to use the Nesterov form.
     """
 
     def __init__(self, group: FlatGroup, owned: Sequence[Segment], momentum: float, nesterov: bool) -> None:
@@ -130,19 +134,19 @@ class MomentumDescent:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MomentumOptimizer(_DecayingOptimizer):
-    """Momentum descent with weight decay and clipping: what SGD and LARS share.
+    """Momentum descent with weight decay and clipping, the base of SGD and LARS.
 
     Args:
         momentum: Share of the previous update's direction that is kept, in [0, 1); 0 keeps nothing.
-        nesterov: Nesterov's momentum: the update looks one step ahead, w := w - lr * (g' + momentum * m).
+        nesterov: Whether to use Nesterov's momentum, w := w - lr * (g' + momentum * m).
         weight_decay: Factor on the weights that is added to their gradient (L2 regularisation).
-        decay_exclude: Parameters without weight decay: "norm_and_bias" leaves out biases and the parameters of batch norms,
-            "none" leaves out nothing.
-        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it; null switches
+        decay_exclude: Parameters without weight decay: "norm_and_bias" excludes biases and the parameters of batch norms, "none"
+            excludes nothing.
+        clip_norm: Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to it. null switches
             clipping off.
 
     Raises:
-        OptionError: a value outside its range.
+        OptionError: a value is outside its range.
     """
 
     momentum: float = 0.9
@@ -161,7 +165,7 @@ class MomentumOptimizer(_DecayingOptimizer):
         check_clip_norm(self.clip_norm)
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        # Options are frozen; the state is no option.
+        # Options are frozen, but the state is not an option.
         object.__setattr__(self, "_bound", MomentumDescent(group, owned, self.momentum, self.nesterov))
 
     def state(self, segment: Segment) -> dict[str, Array]:
@@ -169,7 +173,7 @@ class MomentumOptimizer(_DecayingOptimizer):
 
     @property
     def descent(self) -> MomentumDescent:
-        """The state and the update of the bound segments."""
+        """State and update of the bound segments."""
         assert self._bound is not None, "the optimiser is not bound"
         return self._bound
 
@@ -192,28 +196,27 @@ class Sgd(MomentumOptimizer):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lars(MomentumOptimizer):
-    """Layer-wise adaptive rate scaling: SGD whose step of each parameter is scaled by a ratio of norms, for large batches.
+    """Layer-wise adaptive rate scaling (LARS) for large batches: SGD that scales the step of each parameter by a ratio of norms.
 
-    lambda = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon), the norms over the whole parameter;
-    g' = lambda * (g + weight_decay * w); m := momentum * m + g'; w := w - lr * m (You, Gitman and Ginsburg, arXiv 1708.03888,
-    equation 6).
+    lambda = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon), with norms over the whole parameter; g' = lambda * (g
+    + weight_decay * w); m := momentum * m + g'; w := w - lr * m (You, Gitman and Ginsburg, arXiv 1708.03888, equation 6).
 
-    lambda is 1 if |w| or |g| is 0. A parameter that `decay_exclude` leaves out (norms and biases) has neither decay nor
-    ratio: it is updated as by plain SGD. Clipping comes first: g and |g| above are those of the clipped gradient. The
-    learning rate is outside the momentum as in `Sgd`, so a change of rate acts on the whole sum at once (the paper's
-    algorithm 1 has it inside; the two are equal while the rate is constant).
+    lambda is 1 if |w| or |g| is 0. A parameter that `decay_exclude` excludes (norms and biases) has neither decay nor ratio and
+    is updated as by plain SGD. Clipping comes first: g and |g| above are those of the clipped gradient. As in `Sgd`, the learning
+    rate is outside of the momentum, so a change of the rate acts on the whole sum at once. The paper's algorithm 1 has the rate
+    inside; the two are equal while the rate is constant.
 
     Args:
         momentum: Share of the previous update's direction that is kept, in [0, 1).
-        decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" leaves out biases and the parameters of batch
-            norms, "none" leaves out nothing.
-        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it, before the
-            ratios are taken; null switches clipping off.
+        decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" excludes biases and the parameters of batch
+            norms, "none" excludes nothing.
+        clip_norm: Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to it before the
+            ratios are computed. null switches clipping off.
         trust_coefficient: Factor on all ratios (the paper's eta), above 0.
-        epsilon: Number added to the ratios' denominators, so that they stay finite.
+        epsilon: Number added to the denominators of the ratios, so that they stay finite.
 
     Raises:
-        OptionError: a value outside its range.
+        OptionError: a value is outside its range.
     """
 
     layer_norms = True
@@ -239,7 +242,7 @@ class Lars(MomentumOptimizer):
         self.descent.update(merged(runs), lr)
 
     def trust_ratio(self, segment: Segment, norms: Norms, clip: float = 1.0) -> float:
-        """Return lambda of the parameter that `segment` belongs to, whose gradient `clip` has scaled."""
+        """Return lambda of the parameter that `segment` belongs to. clip: factor by which the gradient was clipped."""
         if self.decay_excludes(segment):
             return 1.0
         data, gradient = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])
@@ -253,7 +256,7 @@ class Lars(MomentumOptimizer):
 
 
 class BoundMoments:
-    """The moments of owned segments, zeroed and packed, and the number of their updates; see `Arithmetic.moment_descent`."""
+    """Moments of owned segments, packed and initially zero, and the number of their updates; see `Arithmetic.moment_descent`."""
 
     def __init__(self, group: FlatGroup, owned: Sequence[Segment], rule: MomentRule) -> None:
         self._rule, self._packing = rule, Packing(owned)
@@ -264,15 +267,15 @@ class BoundMoments:
         )
 
     def state(self, segment: Segment) -> dict[str, Array]:
-        """Return {"first_moment": view, "second_moment": view} of an owned segment, or of one without elements."""
+        """Return {"first_moment": view, "second_moment": view} of an owned or empty segment."""
         place = self._packing.place(segment)
         return {"first_moment": self._first[place], "second_moment": self._second[place]}
 
     def counted(self, runs: Sequence[tuple[Segment, UpdateRun]]) -> Iterator[tuple[list[UpdateRun], Corrections]]:
-        """Count an update of each segment, and yield the runs with their bias corrections, by number of updates."""
+        """Count an update of each segment, and yield the runs with their bias corrections, grouped by number of updates."""
         numbered = [(self.counts.count(segment), run) for segment, run in runs if segment.size]
         for number, of_number in groupby(sorted(numbered, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
-            # The moments start at 0 and are too small by this much after the update of that number, counted from 1.
+            # The moments start at 0, so after this number of updates they are too small by these factors.
             first, second = 1.0 - self._rule.beta1**number, 1.0 - self._rule.beta2**number
             corrections = Corrections(1.0 / first, 1.0 / math.sqrt(second))
             yield [self._packing.placed(run) for run in merged(run for _, run in of_number)], corrections
@@ -280,18 +283,18 @@ class BoundMoments:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MomentOptimizer(_DecayingOptimizer):
-    """Descent by two moments with weight decay: what AdamW and LAMB share.
+    """Descent by two moments with weight decay, the base of AdamW and LAMB.
 
     Args:
         beta1: Share of the mean of gradients that is kept in an update, in [0, 1).
         beta2: Share of the mean of squared gradients that is kept in an update, in [0, 1).
         epsilon: Number added to the root of the mean of squares, above 0.
         weight_decay: Factor on the weights that is added to the direction of the update, and not to the gradient.
-        decay_exclude: Parameters without weight decay: "norm_and_bias" leaves out biases and the parameters of batch norms,
-            "none" leaves out nothing.
+        decay_exclude: Parameters without weight decay: "norm_and_bias" excludes biases and the parameters of batch norms, "none"
+            excludes nothing.
 
     Raises:
-        OptionError: a value outside its range.
+        OptionError: a value is outside its range.
     """
 
     beta1: float = 0.9
@@ -308,10 +311,10 @@ class MomentOptimizer(_DecayingOptimizer):
         if not (self.epsilon > 0.0 and math.isfinite(self.epsilon)):
             raise OptionError(f"epsilon {self.epsilon} must be a positive number; the usual value is 1e-8.", "epsilon")
         self.check_decay()
-        object.__setattr__(self, "momentum", self.beta1)  # what strategies ask of every optimiser; no option here
+        object.__setattr__(self, "momentum", self.beta1)  # strategies read it from every optimiser; it is not an option here
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        # Options are frozen; the state is no option.
+        # Options are frozen, but the state is not an option.
         rule = MomentRule(self.beta1, self.beta2, self.epsilon)
         object.__setattr__(self, "_bound", BoundMoments(group, owned, rule))
 
@@ -329,25 +332,25 @@ class MomentOptimizer(_DecayingOptimizer):
 
     @property
     def bound(self) -> BoundMoments:
-        """The state of the bound segments."""
+        """State of the bound segments."""
         assert self._bound is not None, "the optimiser is not bound"
         return self._bound
 
     def run(self, segment: Segment, gradient_scale: float = 1.0) -> tuple[Segment, UpdateRun]:
-        """Return a segment with the run that updates it."""
+        """Return the segment with the run that updates it."""
         return segment, UpdateRun(segment.start, segment.stop, gradient_scale, self.decay(segment))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adamw(MomentOptimizer):
-    """Adam with decoupled weight decay: each element's step follows from means of its gradient and of that one's square.
+    """Adam with decoupled weight decay (AdamW): each element's step follows from the means of its gradient and squared gradient.
 
-    m := beta1 * m + (1 - beta1) * g; v := beta2 * v + (1 - beta2) * g^2;
-    w := w - lr * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w), in the t-th update of a
-    parameter (torch.optim.AdamW; Loshchilov and Hutter, ICLR 2019, algorithm 2).
+    m := beta1 * m + (1 - beta1) * g; v := beta2 * v + (1 - beta2) * g^2; w := w - lr * (m / (1 - beta1^t) / (sqrt(v / (1 -
+    beta2^t)) + epsilon) + weight_decay * w), in the t-th update of a parameter (torch.optim.AdamW; Loshchilov and Hutter, ICLR
+    2019, algorithm 2).
 
     Args:
-        clip_norm: Largest norm of the gradient of all parameters together, above which it is scaled down to it; null switches
+        clip_norm: Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to it. null switches
             clipping off.
     """
 
@@ -365,19 +368,19 @@ class Adamw(MomentOptimizer):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lamb(MomentOptimizer):
-    """Layer-wise adaptive moments: AdamW whose step of each parameter is scaled by a ratio of norms, for large batches.
+    """Layer-wise adaptive moments (LAMB) for large batches: AdamW that scales the step of each parameter by a ratio of norms.
 
-    u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w, with the moments of AdamW;
-    w := w - lr * |w| / |u| * u, the norms over the whole parameter (You et al., ICLR 2020, arXiv 1904.00962, algorithm 2; the
-    paper's phi is the identity).
+    u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w, with the moments of AdamW; w := w - lr * |w| /
+    |u| * u, with norms over the whole parameter (You et al., ICLR 2020, arXiv 1904.00962, algorithm 2; the paper's phi is the
+    identity).
 
-    The ratio is 1 if |w| or |u| is 0. A parameter that `decay_exclude` leaves out (norms and biases) has neither decay nor
-    ratio: it is updated as by AdamW. There is no clipping: the length of a step does not follow from that of the gradient.
+    The ratio is 1 if |w| or |u| is 0. A parameter that `decay_exclude` excludes (norms and biases) has neither decay nor ratio
+    and is updated as by AdamW. There is no clipping, because the length of a step does not depend on the length of the gradient.
 
     Args:
         epsilon: Number added to the root of the mean of squares, above 0.
-        decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" leaves out biases and the parameters of batch
-            norms, "none" leaves out nothing.
+        decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" excludes biases and the parameters of batch
+            norms, "none" excludes nothing.
     """
 
     layer_norms = True
@@ -396,7 +399,7 @@ class Lamb(MomentOptimizer):
         object.__setattr__(self, "_descent", descent)
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
-        """Update the moments, and replace the gradient by u, whose norms are then taken."""
+        """Update the moments, and replace the gradient by u, so that the norms are those of u."""
         for runs, corrections in self.bound.counted([self.run(segment) for segment in segments]):
             self.bound.descent.direct(runs, corrections)
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the step, each with a linear warm-up.
 
-A schedule holds no state: after a restart, `lr(step)` is what it was. Steps count from 0 since the start of training.
-`SCHEDULES` finds the schedules by name ("cosine" is `Cosine`).
+A schedule holds no state, so `lr(step)` is the same after a restart. Steps count from 0 at the start of training. `SCHEDULES`
+finds the schedules by name ("cosine" is `Cosine`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from hpctrain.core.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule(ABC):
-    """Warm-up from warmup_start * base_lr to base_lr over the first `warmup_epochs`, then `after_warmup`.
+    """Base of schedules: warm-up from warmup_start * base_lr to base_lr over `warmup_epochs`, then `after_warmup`.
 
-    The step that follows the warm-up is the first at the full rate: lr(warmup_steps) == after_warmup(warmup_steps, 0).
+    The step after the warm-up is the first at the full rate: lr(warmup_steps) == after_warmup(warmup_steps, 0).
 
     Args:
-        base_lr: the full rate, positive. epochs, steps_per_epoch: of the whole training, at least 1.
-        warmup_epochs: in [0, epochs], fractions too (rounded to whole steps).
+        base_lr: full learning rate, positive.
+        epochs: number of epochs of the whole training, at least 1.
+        steps_per_epoch: number of steps per epoch, at least 1.
+        warmup_epochs: length of the warm-up, in [0, epochs]; fractions are rounded to whole steps.
         warmup_start: Factor on the base learning rate in the first step of the warm-up, in [0, 1].
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value is outside its range.
     """
 
     base_lr: float
@@ -41,9 +43,9 @@ class LearningRateSchedule(ABC):
         if not (self.base_lr > 0.0 and math.isfinite(self.base_lr)):
             raise ConfigError(f"lr {self.base_lr} must be a positive number; 0.1 is a usual value.")
         if self.epochs < 1:
-            raise ConfigError(f"epochs {self.epochs} must be at least 1.")
+            raise ConfigError(f"epochs {self.epochs} is less than 1; the nearest legal value is 1.")
         if self.steps_per_epoch < 1:
-            raise ConfigError(f"An epoch of {self.steps_per_epoch} steps trains nothing; it must have at least 1.")
+            raise ConfigError(f"An epoch of {self.steps_per_epoch} steps has no updates; it must have at least 1 step.")
         if not 0.0 <= self.warmup_epochs <= self.epochs:
             legal = 0 if not self.warmup_epochs >= 0.0 else self.epochs
             raise ConfigError(
@@ -57,16 +59,16 @@ class LearningRateSchedule(ABC):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps below the full rate."""
+        """Number of steps below the full rate."""
         return round(self.warmup_epochs * self.steps_per_epoch)
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole training."""
+        """Number of steps of the whole training."""
         return self.epochs * self.steps_per_epoch
 
     def lr(self, step: float) -> float:
-        """Return the learning rate of `step`, which may lie between two steps; after the end of training, the last rate."""
+        """Return the learning rate of `step`, which need not be an integer. After the end of training it is the last rate."""
         warmup = self.warmup_steps
         if step < warmup:
             return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * (step / warmup))
@@ -75,12 +77,17 @@ class LearningRateSchedule(ABC):
 
     @abstractmethod
     def after_warmup(self, step: float, progress: float) -> float:
-        """Return the rate of `step`, which is not in the warm-up; `progress` is the share of the other steps, in [0, 1]."""
+        """Return the rate of a step after the warm-up.
+
+        Args:
+            step: step since the start of training.
+            progress: share of the steps after the warm-up that are done, in [0, 1].
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(LearningRateSchedule):
-    """The base learning rate throughout, after the warm-up."""
+    """Constant base learning rate after the warm-up."""
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self.base_lr
@@ -88,11 +95,11 @@ class Constant(LearningRateSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(LearningRateSchedule):
-    """The base learning rate, multiplied by gamma at each milestone.
+    """Step decay: the base learning rate, multiplied by gamma at each milestone.
 
     Args:
         milestones_epochs: Epochs at which the rate falls, such as [30, 60, 80]: increasing, counted from the start of training,
-            fractions allowed, none inside the warm-up. One beyond the last epoch never acts.
+            fractions allowed, none inside the warm-up. A milestone beyond the last epoch has no effect.
         gamma: Factor at each milestone, in (0, 1].
     """
 
@@ -113,7 +120,7 @@ class Step(LearningRateSchedule):
         if self.milestones_epochs and self.milestones_epochs[0] < self.warmup_epochs:
             raise OptionError(
                 f"The milestone at epoch {self.milestones_epochs[0]:g} lies inside the warm-up of {self.warmup_epochs:g} epochs; "
-                f"the earliest that is legal is {self.warmup_epochs:g}.",
+                f"the earliest legal epoch is {self.warmup_epochs:g}.",
                 "milestones_epochs",
             )
         if not 0.0 < self.gamma <= 1.0:
@@ -130,10 +137,10 @@ def _listed(epochs: Iterable[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Decay(LearningRateSchedule):
-    """A smooth fall from base_lr to final_lr: what `Cosine` and `Polynomial` share.
+    """A smooth decay from base_lr to final_lr, the base of `Cosine` and `Polynomial`.
 
     Args:
-        final_lr: Learning rate at the end of training: a rate, not a factor, in [0, lr].
+        final_lr: Learning rate at the end of training, a rate and not a factor, in [0, lr].
     """
 
     final_lr: float = 0.0
@@ -147,13 +154,13 @@ class Decay(LearningRateSchedule):
             )
 
     def between(self, factor: float) -> float:
-        """Return final_lr for a factor of 0, base_lr for 1."""
+        """Interpolate linearly between final_lr (factor 0) and base_lr (factor 1)."""
         return self.final_lr + (self.base_lr - self.final_lr) * factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Decay):
-    """Half a cosine from the base learning rate down to final_lr at the end of training.
+    """Cosine decay from the base learning rate to final_lr at the end of training.
 
     final_lr + (base_lr - final_lr) * (1 + cos(pi * progress)) / 2 (Loshchilov and Hutter, ICLR 2017, equation 5).
     """
@@ -164,7 +171,7 @@ class Cosine(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(Decay):
-    """A power of the share of steps that is left, from the base learning rate down to final_lr at the end of training.
+    """Polynomial decay from the base learning rate to final_lr at the end of training.
 
     final_lr + (base_lr - final_lr) * (1 - progress)^power.
 

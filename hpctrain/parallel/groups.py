@@ -1,7 +1,7 @@
-"""All communicators of a process grid, each with one use, so that no order of messages is tied to another's.
+"""All communicators of a process grid. Each has one use, so the message orders of different uses are independent.
 
-`RankStatistics` merges batch statistics over several ranks: exact for uneven and empty shares, and without sums of squares in
-float32, which cancel.
+`RankStatistics` merges batch statistics over several ranks. It is exact for uneven and empty shares, and avoids sums of squares
+in float32, which suffer from cancellation.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from hpctrain.parallel.moves import SplitGroup
 
 
 def merge_moments(counts: np.ndarray, means: np.ndarray, m2s: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return total count, mean (C,) and sum of squared deviations (C,) of P groups; counts (P,), means and m2s (P, C), float64.
+    """Return the count, the mean (C,) and the sum of squared deviations (C,) of the union of P groups.
 
-    Groups of count 0 are left out, whatever they hold; if all are, the moments are 0. The pairwise update of Chan, Golub and
-    LeVeque (The American Statistician 37, 1983) for all groups at once, relative to the first one's mean, so that a large common
-    offset does not cancel.
+    Groups of count 0 are ignored, whatever they hold; if all are empty, the moments are 0. It is the pairwise update of Chan,
+    Golub and LeVeque (The American Statistician 37, 1983) for all groups at once, relative to the first group's mean, so that a
+    large common offset does not cancel.
+
+    Args:
+        counts: number of samples of each group, float64 (P,).
+        means, m2s: mean and sum of squared deviations of each group, float64 (P, C).
     """
     present = counts > 0
     n, mean, m2 = counts[present], means[present], m2s[present]
@@ -39,28 +43,32 @@ def merge_moments(counts: np.ndarray, means: np.ndarray, m2s: np.ndarray) -> tup
 
 
 class RankStatistics:
-    """A `StatisticsMerger` over the ranks of `comm`. All ranks gather all moments and merge them in rank order: the same bits.
+    """A `StatisticsMerger` over the ranks of `comm`. All ranks gather all moments and merge them in rank order, to the same bits.
 
-    Both calls are collective and wait. They pass through the queue of `comm`, after everything posted there before, so it should
-    be a communicator of their own: on that of the gradients they would wait for these.
+    Both calls are collective and wait. They use the queue of `comm`, after all earlier posts, so `comm` should have no other use:
+    on the gradients' communicator they would wait for the gradients.
 
     Args:
-        comm: the ranks that share the step. progress: the process's engine.
+        comm: ranks that share the step.
+        progress: engine of the process.
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine) -> None:
         self._comm = comm
         self._progress = progress
         self._queue = progress.queue(comm)
-        self._gathered: dict[int, np.ndarray] = {}  # by width: one for each channel count, made at its first step
+        self._gathered: dict[int, np.ndarray] = {}  # buffer of each width, made at its first use
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank, so that there is nothing to merge."""
+        """Whether there is only one rank, so that there is nothing to merge."""
         return self._comm.size == 1
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        """Replace `mean` and `m2`, float64 (C,), by those of all ranks; return the total count. At count 0 they are not read."""
+        """Replace `mean` and `m2`, float64 (C,), by the moments over all ranks, and return the total count.
+
+        At count 0 this rank's values are ignored.
+        """
         channels = mean.size
         moments = self._buffer(2 * channels + 1)
         own_moments = moments[self._comm.rank]
@@ -91,15 +99,18 @@ class RankStatistics:
 class GridGroups:
     """This rank's groups on a grid. Creation is collective over the grid's world.
 
-    Ranks are counted by position, c * Pr + r: the ranks of a split group, which share samples, are neighbours.
+    Ranks are counted by position, c * Pr + r, so the ranks of a split group, which share samples, are neighbours.
 
     Attributes:
-        all_ranks: all ranks, by position. messages: the same ranks, for the step's small message.
-        split_size, split_rank: Pr and r: the size of this rank's split group and its rank in it. position: this rank's.
-        gradients: the ranks that average a parameter group ("all", and "model" where layers are split), by the group's name.
-        nodes: by a parameter group's name, the node of each rank that averages it.
-        norms: all ranks, for norms over several parameter groups.
-        shard_holders: the split group, to put split parameters together; None if nothing can be split.
+        all_ranks: communicator of all ranks, ordered by position.
+        messages: communicator of the same ranks for the step's small message.
+        split_size: size Pr of this rank's split group.
+        split_rank: rank r of this rank in its split group.
+        position: position of this rank.
+        gradients: communicator that averages each parameter group ("all", and "model" if layers are split), by name.
+        nodes: node of each rank that averages a parameter group, by name.
+        norms: communicator of all ranks for norms over several parameter groups.
+        shard_holders: communicator of the split group for gathering split parameters; None if layers are never split.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
@@ -125,9 +136,9 @@ class GridGroups:
         }
 
     def alone(self) -> GridGroups:
-        """Return the groups of a rank that trains without other split groups; ranks of one split group cannot compute apart.
+        """Return the groups of a rank that trains without other split groups. Collective over the split group.
 
-        Collective over the split group.
+        The ranks of one split group cannot compute separately, so they stay together.
         """
         groups = copy.copy(self)
         groups.gradients = {name: SingleCommunicator(f"gradients of {name} alone") for name in self.gradients}
@@ -144,9 +155,9 @@ class GridGroups:
         return groups
 
     def local_where_alone(self) -> GridGroups:
-        """Return the groups with a `SingleCommunicator` in place of each communicator that has one rank. Not collective.
+        """Return the groups with a `SingleCommunicator` for each communicator of one rank. Not collective.
 
-        Such a rank sends nothing, so its arrays may lie where transports between processes do not reach them.
+        Such a rank sends nothing, so its arrays may lie in memory that transports between processes cannot reach.
         """
         groups = copy.copy(self)
         groups.gradients = {name: _local(comm) for name, comm in self.gradients.items()}
@@ -155,19 +166,25 @@ class GridGroups:
         return groups
 
     def split_group(self, progress: ProgressEngine, arithmetic: Arithmetic | None = None) -> SplitGroup | None:
-        """Return the group that exchanges activations; None if every rank has samples of its own.
+        """Return the group that exchanges activations; None if no ranks share samples.
 
         Args:
-            arithmetic: of the activations; by default the host's.
+            progress: engine of the process.
+            arithmetic: arithmetic of the activations; default: the host's.
         """
         return None if self._split is None else SplitGroup(self._split, progress, arithmetic)
 
     def mergers(self, progress: ProgressEngine) -> Mapping[str, StatisticsMerger]:
-        """Return the mergers of batch statistics, by the group of ranks that `BatchNormSpec.merge` names."""
+        """Return the mergers of batch statistics by the group of ranks that `BatchNormSpec.merge` names."""
         return {name: RankStatistics(comm, progress) for name, comm in self._statistics.items()}
 
     def counts_of(self, group: str, counts: Sequence[int]) -> Sequence[int]:
-        """Return the samples that each rank of a parameter group's communicator computes on: for "model" its split group's."""
+        """Return the number of samples of each rank of a parameter group's communicator; for "model", that of its split group.
+
+        Args:
+            group: name of the parameter group.
+            counts: number of samples of each rank, by position.
+        """
         if group == ALL or self.split_size == 1:
             return counts
         return tuple(sum(counts[first : first + self.split_size]) for first in range(0, len(counts), self.split_size))

@@ -1,12 +1,13 @@
-"""The layout of one tensor over the ranks of a split group, one box per rank, and receptive fields, which boxes follow from.
+"""Layouts of a tensor over the ranks of a split group, with one box per rank, and the receptive fields that determine boxes.
 
-A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, and so has its
-gradient. An operation that reads more, a halo or everything, reads a box of its own whose gradient is a partial sum; see
-`hpctrain.parallel.moves`.
+A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, which also owns its
+gradient. An operation that reads more, such as a halo or the whole tensor, reads a separate box whose gradient is a partial sum;
+see `hpctrain.parallel.moves`.
 
-A receptive field says which input rows a window reads to make given output rows, and what padding is left to do locally.
-Gholami et al. 2018, section 2.3: output rows [o0, o1) of a window of extent k, stride s and padding p read input rows
-[o0 s - p, (o1 - 1) s - p + k). Exact for any kernel, stride, padding, dilation and ceil mode, for uneven and empty shares.
+A receptive field contains the input rows that a window reads for given output rows, and the padding that remains to be applied
+locally. Gholami et al. 2018, section 2.3: output rows [o0, o1) of a window of extent k, stride s and padding p read input rows
+[o0 s - p, (o1 - 1) s - p + k). This is exact for any kernel, stride, padding, dilation and ceil mode, and for uneven and empty
+shares.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from hpctrain.core.intervals import Box, Interval, consecutive, even_intervals, 
 
 
 class LayoutKind(StrEnum):
-    """How a tensor is split: by the split group's samples, by tiles of the images, or by channels (features).
+    """Kind of a layout: split by the split group's samples, by tiles of the images, or by channels (features).
 
-    NEEDED is no split, but the boxes that an operation reads. `hpctrain plan show` prints the values.
+    NEEDED is not a split: it describes the boxes that an operation reads. `hpctrain plan show` prints the values.
     """
 
     SAMPLES = "samples"
@@ -33,7 +34,13 @@ class LayoutKind(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """`boxes[r]`: the elements that rank r of the split group holds of a tensor of `shape`, that of all the group's samples."""
+    """The elements of a tensor that each rank of the split group holds.
+
+    Attributes:
+        kind: kind of the split.
+        shape: shape of the tensor for all samples of the group.
+        boxes: box of each rank.
+    """
 
     kind: LayoutKind
     shape: Shape
@@ -45,12 +52,12 @@ class Layout:
         return self.kind is not LayoutKind.NEEDED
 
     def same_boxes(self, other: Layout) -> bool:
-        """Return whether every rank holds the same elements in both."""
+        """Return whether every rank holds the same elements in both layouts."""
         return self.boxes == other.boxes
 
 
 def samples(shape: Shape, counts: Sequence[int]) -> Layout:
-    """Return the layout in which rank r holds the next `counts[r]` samples, whole."""
+    """Return the layout in which rank r holds the next `counts[r]` samples as a whole."""
     assert sum(counts) == shape[0]
     box = whole(shape)
     return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(box, 0, interval) for interval in consecutive(counts)))
@@ -63,9 +70,9 @@ def channels(shape: Shape, intervals: Sequence[Interval]) -> Layout:
 
 
 def tiles(shape: Shape, tiles: Pair) -> Layout:
-    """Return the layout of images (N, H, W, C) in (vertical, horizontal) `tiles`: rank r holds (r // horizontal, r % horizontal).
+    """Return the layout of images (N, H, W, C) in (vertical, horizontal) `tiles`. Rank r holds (r // horizontal, r % horizontal).
 
-    Where an extent is cut follows from it alone, so tensors of one height are always cut alike.
+    The cuts depend only on the extent, so tensors of the same height are always cut alike.
     """
     vertical, horizontal = even_intervals(shape[1], tiles[0]), even_intervals(shape[2], tiles[1])
     box = whole(shape)
@@ -84,17 +91,18 @@ def everything(shape: Shape, ranks: int) -> Layout:
 def needed(shape: Shape, boxes: Sequence[Box]) -> Layout:
     """Return the layout in which rank r reads `boxes[r]`.
 
-    The boxes may overlap, leave elements out and reach beyond the tensor, where zeros are read.
+    The boxes may overlap, omit elements and extend beyond the tensor. Zeros are read there.
     """
     return Layout(LayoutKind.NEEDED, shape, tuple(boxes))
 
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Along one dim: input elements [start, stop), with `before` and `after` elements of padding around them.
+    """Input elements [start, stop) along one dimension, with `before` and `after` elements of padding around them.
 
-    Nothing is read if start == stop. If all windows lie in the padding, one element outside of the input is read instead (a
-    zero), as an empty input would have no output. ceil: the last window may reach beyond `after`, as in the whole image.
+    Nothing is read if start == stop. If all windows lie in the padding, one element outside of the input (a zero) is read
+    instead, because an empty input would have no output. `ceil` means that the last window may extend beyond `after`, as in the
+    whole image.
     """
 
     start: int
@@ -108,7 +116,8 @@ def receptive_field(size: int, output: Interval, *, extent: int, stride: int, pa
     """Return the elements of an input of `size` that the output elements `output` read.
 
     Args:
-        extent: from the first to the last tap, dilation included. padding: before and after the whole input.
+        extent: distance from the first to the last tap plus one, with dilation.
+        padding: padding before and after the whole input.
     """
     begin, end = output
     if begin == end:
@@ -116,9 +125,9 @@ def receptive_field(size: int, output: Interval, *, extent: int, stride: int, pa
     first = begin * stride - padding[0]
     last = (end - 1) * stride - padding[0] + extent
     start, stop = max(first, 0), min(last, size)
-    if start >= stop:  # in the padding alone
+    if start >= stop:  # windows in the padding only
         return ReceptiveField(first, first + 1, 0, last - first - 1)
-    if last > size + padding[1]:  # ceil mode: only the very last window does
+    if last > size + padding[1]:  # ceil mode, which affects the last window only
         return ReceptiveField(start, size, start - first, padding[1], ceil=True)
     return ReceptiveField(start, stop, start - first, last - stop)
 
@@ -126,7 +135,13 @@ def receptive_field(size: int, output: Interval, *, extent: int, stride: int, pa
 def window_receptive_field(
     window: Window, size: Pair, outputs: tuple[Interval, Interval]
 ) -> tuple[ReceptiveField, ReceptiveField]:
-    """Return `receptive_field` of rows and of columns, for an image of `size` (H, W) and an output tile of (rows, columns)."""
+    """Return `receptive_field` of rows and of columns.
+
+    Args:
+        window: window of the operation.
+        size: (H, W) of the image.
+        outputs: rows and columns of an output tile.
+    """
     vertical, horizontal = (
         receptive_field(
             size[dim],
@@ -141,6 +156,6 @@ def window_receptive_field(
 
 
 def local_window(window: Window, vertical: ReceptiveField, horizontal: ReceptiveField) -> Window:
-    """Return the same window on the elements that a rank has read, with the padding that is left."""
+    """Return the window with the padding that remains around the elements that a rank has read."""
     padding = (vertical.before, vertical.after, horizontal.before, horizontal.after)
     return Window(window.kernel, window.stride, padding, window.dilation)

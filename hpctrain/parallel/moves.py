@@ -1,12 +1,12 @@
 """Moves of tensors between layouts inside a split group: the group, the pieces as data, their runner, and the operators.
 
-One primitive serves all: halos, gathers, scatters and redistributions are all-to-alls of box intersections (`Transfer`). The
-adjoint of a move sends every element's gradient back to its owner, where the parts are added in rank order.
+Halos, gathers, scatters and redistributions are all the same primitive, an all-to-all of box intersections (`Transfer`). The
+adjoint of a move sends every element's gradient back to its owner, which adds the parts in rank order.
 
-Partitioning inserts moves and sums of partial tensors into a graph. They bring their own operators, which compute by the
-arithmetic service on plain memory, on the host or on a device. Their gradients are exact adjoints: a move's sends each gradient
-back to its owner and adds, a sum's hands out copies. Between a start and its end the host waits for other ranks, so no program
-with one of these operators is captured.
+Partitioning inserts moves and sums of partial tensors into a graph. Their operators compute with the arithmetic service on plain
+memory, on the host or on a device. Their gradients are exact adjoints: a move's adjoint sends each gradient back to its owner and
+adds, a sum's adjoint sends copies. Between a start and its end the host waits for other ranks, so programs with these operators
+are not captured.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from hpctrain.backend.operators import (
 )
 from hpctrain.backend.specs import Shape, TensorSpec, item_bytes
 from hpctrain.comm.base import Communicator, SingleCommunicator
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.comm.transports import StagedCommunicator
 from hpctrain.core.errors import ShapeError
 from hpctrain.core.intervals import Box, consecutive, intersect, replace_dim, shape_of, size_of, whole, within
@@ -40,16 +39,20 @@ from hpctrain.parallel.layout import Layout, LayoutKind
 
 
 class SplitGroup:
-    """The Pr ranks that share samples and split layers, on a communicator of their own.
+    """The Pr ranks that share samples and split layers, with a communicator for their exchanges only.
 
-    Exchanges follow each other, so all of them share one buffer: the contents of one are valid until the next one starts. On a
-    device the buffer has one mirror on the host, which they share, too.
+    Exchanges follow each other, so they share one buffer: its content is valid until the next exchange starts. On a device the
+    buffer has one mirror on the host, which the exchanges also share.
 
     Args:
-        comm: used for these exchanges only. arithmetic: of the arrays that are exchanged; by default the host's.
+        comm: communicator reserved for these exchanges.
+        progress: engine of the process.
+        arithmetic: arithmetic of the exchanged arrays; default: the host's.
 
     Attributes:
-        rank, size: r and Pr. waited_seconds: all waits for exchanges so far, the time that no computation hid.
+        rank: rank r in the group.
+        size: number of ranks Pr.
+        waited_seconds: total time spent waiting for exchanges (exposed communication).
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine, arithmetic: Arithmetic | None = None) -> None:
@@ -67,7 +70,10 @@ class SplitGroup:
         return self._arithmetic.zeros(size_bytes, "uint8")
 
     def reserve(self, size_bytes: int) -> Array:
-        """Return the first bytes of the shared buffer, uint8. It is replaced when it has to grow: call this for each exchange."""
+        """Return the first bytes of the shared buffer, uint8.
+
+        Call it for each exchange, because the buffer is replaced when it grows.
+        """
         if self._buffer.size < size_bytes:
             old, self._buffer = self._buffer, self.memory(size_bytes)
             if self._mirrors is not None:
@@ -76,7 +82,7 @@ class SplitGroup:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the shared buffer."""
+        """Size of the shared buffer in bytes."""
         return int(self._buffer.size)
 
     def alltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str) -> Ticket:
@@ -91,13 +97,20 @@ class SplitGroup:
 
 
 def unused_group() -> SplitGroup:
-    """Return a group for graphs that are planned and never run."""
+    """Return a group for graphs that are planned but never run."""
     return SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that go to or come from rank `peer`: their box in the local array, and their place in the message buffer."""
+    """Elements that are sent to or received from one rank.
+
+    Attributes:
+        peer: the other rank.
+        box: box of the elements in the local array.
+        shape: shape of the box.
+        start, stop: place in the message buffer, in elements.
+    """
 
     peer: int
     box: Box
@@ -110,9 +123,12 @@ class Piece:
 class Transfer:
     """One rank's share of a move from `source` to `target`.
 
-    sends: pieces of the local source. receives: pieces of the local target. local: the boxes in both of the elements that stay on
-    this rank; None if there are none. gaps: some element of the local target has no owner (it is zero). spare: some element of
-    the local source is not in the local target.
+    Attributes:
+        sends: pieces of the local source.
+        receives: pieces of the local target.
+        local: boxes, in source and target, of the elements that stay on this rank; None if there are none.
+        gaps: whether some elements of the local target have no owner; they are zero.
+        spare: whether some elements of the local source are not in the local target.
     """
 
     sends: tuple[Piece, ...]
@@ -123,20 +139,20 @@ class Transfer:
 
     @property
     def send_size(self) -> int:
-        """Elements for other ranks."""
+        """Number of elements sent to other ranks."""
         return self.sends[-1].stop if self.sends else 0
 
     @property
     def receive_size(self) -> int:
-        """Elements from other ranks."""
+        """Number of elements received from other ranks."""
         return self.receives[-1].stop if self.receives else 0
 
     def buffer_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the message buffers of both sides."""
+        """Return the size of both message buffers in bytes."""
         return (self.send_size + self.receive_size) * item_bytes
 
 
-@functools.lru_cache(maxsize=32)  # a move's operator, its costs and its adjoint need the same one in a row
+@functools.lru_cache(maxsize=32)  # a move's operator, costs and adjoint use the same transfer in succession
 def transfer(source: Layout, target: Layout, rank: int) -> Transfer:
     """Return the pieces that rank `rank` sends, receives and copies. `source` is a partition."""
     assert source.is_partition
@@ -164,14 +180,14 @@ def _append(pieces: list[Piece], peer: int, box: Box | None, origin: Box) -> Non
 
 
 def moved(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Return the elements that each rank hands to the communicator in one move (its adjoint hands over what the move received).
+    """Return the number of elements that each rank sends in a move.
 
-    Takes time linear in the ranks, and in the pairs of ranks that share something.
+    The time is linear in the number of ranks and in the number of pairs of ranks that share elements.
     """
-    if target.is_partition:  # every element has one reader, so a rank sends all that it does not keep
+    if target.is_partition:  # every element has one reader, so a rank sends the elements that it does not keep
         return tuple(size_of(owned) - staying for owned, staying in zip(source.boxes, _staying(source, target), strict=True))
     box = target.boxes[0]
-    if all(other == box for other in target.boxes):  # a gather: each owned element goes to all others
+    if all(other == box for other in target.boxes):  # a gather: each owned element is sent to all other ranks
         others = len(target.boxes) - 1
         return tuple(others * _common_size(owned, box) for owned in source.boxes)
     sent = [0] * len(source.boxes)
@@ -184,15 +200,15 @@ def moved(source: Layout, target: Layout) -> tuple[int, ...]:
 
 
 def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Return the elements that each rank hands over in the adjoint: those that it received in the move."""
-    tensor = whole(source.shape)  # what lies beyond has no owner
+    """Return the number of elements that each rank sends in the adjoint of a move: those that it received in the move."""
+    tensor = whole(source.shape)  # elements beyond the tensor have no owner
     return tuple(
         _common_size(wanted, tensor) - staying for wanted, staying in zip(target.boxes, _staying(source, target), strict=True)
     )
 
 
 def _staying(source: Layout, target: Layout) -> list[int]:
-    """Return the elements that each rank has in both layouts. `source` is a partition."""
+    """Return the number of elements that each rank has in both layouts. `source` is a partition."""
     assert source.is_partition
     return [_common_size(owned, wanted) for owned, wanted in zip(source.boxes, target.boxes, strict=True)]
 
@@ -203,7 +219,7 @@ def _common_size(a: Box, b: Box) -> int:
 
 
 class _Owners:
-    """Finds the ranks that may own some element of a box, in a partition that is split along `_DIMS[kind]` in rank order."""
+    """Finds the ranks that may own elements of a box, in a partition split along `_DIMS[kind]` in rank order."""
 
     _DIMS: ClassVar[Mapping[LayoutKind, int]] = {LayoutKind.SAMPLES: 0, LayoutKind.TILES: 1, LayoutKind.CHANNELS: -1}
 
@@ -221,9 +237,12 @@ class TransferRunner:
     """Runs one rank's transfer, forward or as its adjoint. Collective over the split group; one at a time per group.
 
     Args:
-        transfer: this rank's share. group: the ranks. arithmetic, dtype: of both tensors. purpose: for messages and traces.
-        own_memory: whether its messages lie outside the group's shared buffer, so that other transfers may start before this
-            one ends.
+        transfer: this rank's share of the move.
+        group: split group.
+        arithmetic, dtype: arithmetic and dtype of both tensors.
+        purpose: name in messages and traces.
+        own_memory: whether its messages lie outside the group's shared buffer, so that other transfers may start before this one
+            ends.
     """
 
     def __init__(
@@ -246,7 +265,7 @@ class TransferRunner:
     def _sides(self) -> tuple[Array, Array]:
         """Return the message buffers of both sides.
 
-        The group's shared buffer is replaced when it grows: as operators are made, and never while a message travels.
+        The group's shared buffer grows only while operators are made, never during an exchange.
         """
         memory = (self._group.reserve(self._bytes) if self._own is None else self._own).view(self._dtype)
         return memory[: self.transfer.send_size], memory[self.transfer.send_size :]
@@ -258,7 +277,13 @@ class TransferRunner:
         return self._group.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._purpose)
 
     def finish(self, ticket: Ticket, x: Array, y: Array, saved: Array | None = None) -> None:
-        """Fill the target y; copying the local elements hides some of the wait. saved: gets a copy of the others' elements."""
+        """Fill the target y. Copying the local elements overlaps with the wait.
+
+        Args:
+            ticket: result of `start`.
+            x, y: source and target.
+            saved: receives a copy of the elements from other ranks; None: no copy.
+        """
         self._copy_local(x, y)
         self._group.wait(ticket)
         self._unpack(self.target_side, self.transfer.receives, y)
@@ -266,7 +291,7 @@ class TransferRunner:
             self._arithmetic.copy(saved, self.target_side)
 
     def recompute(self, x: Array, y: Array, saved: Array | None) -> None:
-        """Fill y again from x and the elements that `finish` saved, None if it received none. Not collective."""
+        """Fill y again from x and the elements that `finish` saved (None if it received none). Not collective."""
         self._copy_local(x, y)
         if saved is not None:
             self._unpack(saved, self.transfer.receives, y)
@@ -287,7 +312,7 @@ class TransferRunner:
         )
 
     def finish_adjoint(self, ticket: Ticket, dy: Array, dx: Array, *, accumulate: bool) -> None:
-        """Write, or add to, the gradient of the source: this rank's own elements, then the others' in rank order."""
+        """Write, or add to, the gradient of the source: this rank's elements first, then those of other ranks in rank order."""
         if self.transfer.spare and not accumulate:
             self._arithmetic.fill(dx, 0.0)
         if self.transfer.local is not None:
@@ -316,13 +341,13 @@ def _counts(pieces: Sequence[Piece], ranks: int) -> list[int]:
     return counts
 
 
-# A move whose target is mostly this rank's own source (a tile with its halo) keeps the received elements alone for backward, and
-# makes the target again from these and the source. If more than this share is received, that saves too little memory.
+# A move whose target is mostly this rank's source (a tile with its halo) keeps only the received elements for backward, and
+# recomputes the target from them and the source. If more than this share is received, this saves too little memory.
 _RECOMPUTE_SHARE = 0.5
 
 
 class _CopiesOnly:
-    """The base of specs that move and copy elements: no operation of theirs counts."""
+    """Base of specs that move and copy elements. They have no floating-point operations."""
 
     def flops(self, *inputs: Any, **none: Any) -> int:
         return 0
@@ -330,9 +355,13 @@ class _CopiesOnly:
 
 @dataclass(frozen=True)
 class RedistributeSpec(_CopiesOnly):
-    """A move: this rank's tensor in the layout `source` becomes that in `target`. Collective over the split group.
+    """A move of this rank's tensor from the layout `source` to the layout `target`. Collective over the split group.
 
-    early: it is sent at its place in the graph and received just before its reader; it then has message buffers of its own.
+    Attributes:
+        rank: rank in the split group.
+        purpose: name in messages and traces.
+        early: whether the move is sent at its place in the graph and received just before its reader. It then has separate
+            message buffers.
     """
 
     source: Layout
@@ -352,13 +381,14 @@ class RedistributeSpec(_CopiesOnly):
 
 
 class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, RecomputedOutput, Operator):
-    """Forward packs and sends, copies the local elements while those travel, and unpacks; backward is the adjoint.
+    """Operator of a move. Forward packs, sends, copies the local elements meanwhile, and unpacks; backward is the adjoint.
 
-    `begin_backward` sends gradients ahead, so that they travel while the reader's weight gradients are computed. If the target is
-    little more than the source (a halo), it is recomputed for backward instead of being kept.
+    `begin_backward` sends gradients early, while the reader's weight gradients are computed. If the target is little more than
+    the source (a halo), it is recomputed in backward instead of being kept.
 
     Attributes:
-        share: the pieces that this rank sends, receives and copies. message_bytes: of its message buffers.
+        share: pieces that this rank sends, receives and copies.
+        message_bytes: size of its message buffers in bytes.
     """
 
     def __init__(self, spec: RedistributeSpec, x: TensorSpec, *, training: bool) -> None:
@@ -368,7 +398,7 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
         self.message_bytes = self.share.buffer_bytes(x.item_bytes)
         received = self.share.receive_size
         self.begins_early = spec.early
-        # The halo of a convolution's edge, which is sent early, is read as it is: there is no tile around it to save.
+        # A convolution's edge reads its early halo directly, so no tile around it needs memory.
         self.recomputes_output = training and not spec.early and received <= _RECOMPUTE_SHARE * x.size
         self.saved_bytes = received * x.item_bytes if self.recomputes_output else 0
         self._sent: Ticket | None = None
@@ -413,9 +443,9 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
 
 @dataclass(frozen=True)
 class ReduceScatterSpec(_CopiesOnly):
-    """A sum: every rank holds a summand of all elements; rank r receives the sum of its box of `target`, a partition.
+    """A sum: every rank holds a summand of all elements, and rank r receives the sum of its box of the partition `target`.
 
-    The adjoint of a move from `target` to all ranks. Collective over the split group.
+    It is the adjoint of a move from `target` to all ranks. Collective over the split group.
     """
 
     target: Layout
@@ -434,10 +464,11 @@ class ReduceScatterSpec(_CopiesOnly):
 
 
 class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
-    """Forward sends each summand to the owner of its elements, which adds in rank order; backward gathers the gradient.
+    """Operator of a sum. Forward sends each summand to its owner, which adds in rank order; backward gathers the gradient.
 
     Attributes:
-        share: this rank's, of the move whose adjoint the sum is. message_bytes: of its message buffers.
+        share: this rank's share of the move that is the adjoint of the sum.
+        message_bytes: size of its message buffers in bytes.
     """
 
     def __init__(self, spec: ReduceScatterSpec, x: TensorSpec) -> None:
@@ -463,7 +494,7 @@ class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
 
 @dataclass(frozen=True)
 class PartialMeanSpec:
-    """(N, h, w, C) -> (N, 1, 1, C): the sum of this rank's tile over the elements of the whole image."""
+    """(N, h, w, C) -> (N, 1, 1, C): the sum of this rank's tile, divided by the number of `elements` of the whole image."""
 
     elements: int
 
@@ -480,7 +511,7 @@ class PartialMeanSpec:
 
 
 class PartialMeanOperator(AnyArrays, Operator):
-    """The partial mean; zero for an empty tile."""
+    """Operator of the partial mean, which is zero for an empty tile."""
 
     def __init__(self, spec: PartialMeanSpec, x: TensorSpec) -> None:
         self.inputs, self.output = (x,), spec.output(x)
@@ -499,7 +530,7 @@ class PartialMeanOperator(AnyArrays, Operator):
 
 @dataclass(frozen=True)
 class NothingSpec(_CopiesOnly):
-    """An operation whose output is empty on this rank, which holds no channel of it: the gradient of its input is zero."""
+    """An operation without output on this rank, which holds none of its channels. The gradient of its input is zero."""
 
     spec: Any
     shape: Shape
@@ -512,7 +543,7 @@ class NothingSpec(_CopiesOnly):
 
 
 class NothingOperator(AnyArrays, Operator):
-    """Computes nothing; its parameters on this rank are empty too."""
+    """Operator without work. Its parameters on this rank are empty as well."""
 
     def __init__(self, spec: NothingSpec, inputs: tuple[TensorSpec, ...]) -> None:
         self.inputs, self.output = inputs, spec.output(*inputs)
@@ -543,7 +574,7 @@ class JoinRowsSpec(_CopiesOnly):
 
 
 class JoinRowsOperator(AnyArrays, Operator):
-    """Copies the images forward, and their gradients back."""
+    """Operator that copies the images forward, and their gradients backward."""
 
     def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
         self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)

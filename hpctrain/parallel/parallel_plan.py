@@ -1,4 +1,4 @@
-"""The parallel plan: how the ranks of a split group share each layer, as data, from patterns of layer names."""
+"""The parallel plan: how the ranks of a split group share each layer, given by patterns of layer names."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Parallelism(StrEnum):
 
 
 def _parallelism(name: str) -> Parallelism:
-    """Return the use of that name.
+    """Return the use with the name `name`.
 
     Raises:
-        ConfigError: there is no such use; the message gives the nearest.
+        ConfigError: there is no use of this name; the message suggests the nearest.
     """
     try:
         return Parallelism(name)
@@ -36,18 +36,23 @@ def _parallelism(name: str) -> Parallelism:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The use of each layer on a grid of `rows` x `cols` ranks, Pr and Pc: split groups of `rows` ranks each.
-
-    use: pattern -> use, in order; a layer follows the last pattern that matches its dotted name ("*" matches dots too), and
-    `default` if none does. tiles: an image under DOMAIN is cut into (vertical, horizontal) tiles; their product is `rows`.
-    overlapped: names of layers whose interior is computed while their halos travel, if they can be cut. hides: gradients of moved
-    tensors travel back while the weights' gradients are computed; False only to measure the gain.
+    """The use of each layer on a grid of `rows` x `cols` ranks (Pr x Pc), with split groups of `rows` ranks each.
 
     Uses may be given by name ("domain").
 
+    Attributes:
+        rows: ranks of a split group, Pr.
+        cols: number of split groups, Pc.
+        default: use of layers that match no pattern.
+        use: use by pattern, in order. A layer follows the last pattern that matches its dotted name; "*" also matches dots.
+        tiles: (vertical, horizontal) tiles of an image under DOMAIN, whose product is `rows`; None: all ranks split the height.
+        overlapped: names of layers whose interior is computed during the exchange of their halos, if they can be divided.
+        hides: whether gradients of moved tensors are sent back while the weights' gradients are computed; False only to measure
+            the gain.
+
     Raises:
-        ConfigError: rows or cols below 1, an unknown use, tiles that do not multiply to `rows`, or a string for `overlapped`
-            instead of a set of names.
+        ConfigError: rows or cols is below 1, a use is unknown, the product of the tiles is not `rows`, or `overlapped` is a
+            string instead of a set of names.
     """
 
     rows: int = 1
@@ -61,16 +66,16 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         for key, size in (("rows", self.rows), ("cols", self.cols)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"A grid with grid.{key} = {size!r} is not possible; the smallest is 1.")
-        # A plain string equals the member of that name, but is not it: rules compare by `use is Parallelism.DOMAIN`.
+                raise ConfigError(f"grid.{key} is {size!r}, but must be an integer of at least 1.")
+        # Rules compare by identity (`use is Parallelism.DOMAIN`), so strings become members.
         object.__setattr__(self, "default", _parallelism(self.default))
         object.__setattr__(self, "use", {pattern: _parallelism(name) for pattern, name in self.use.items()})
-        if isinstance(cast(object, self.overlapped), str):  # it would become a set of its letters
-            raise ConfigError(f"The overlapped layers are {self.overlapped!r}, one text; they must be a set of layer names.")
+        if isinstance(cast(object, self.overlapped), str):  # otherwise it would become a set of its letters
+            raise ConfigError(f"The overlapped layers are the string {self.overlapped!r}; they must be a set of layer names.")
         object.__setattr__(self, "overlapped", frozenset(self.overlapped))
         if self.tiles is not None and math.prod(self.tiles) != self.rows:
             raise ConfigError(
-                f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, "
+                f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, but "
                 f"grid.rows is {self.rows}; the nearest legal tiles are {self.rows} x 1."
             )
 
@@ -80,7 +85,7 @@ class ParallelPlan:
         return self.tiles if self.tiles is not None else (self.rows, 1)
 
     def use_of(self, name: str) -> Parallelism:
-        """Return the use of the layer with this dotted name."""
+        """Return the use of the layer with the dotted name `name`."""
         matching = [use for pattern, use in self.use.items() if fnmatch.fnmatchcase(name, pattern)]
         return matching[-1] if matching else self.default
 
@@ -88,7 +93,7 @@ class ParallelPlan:
         """Raise unless each pattern matches a layer.
 
         Raises:
-            ConfigError: a pattern matches none; the message has the nearest layer.
+            ConfigError: a pattern matches no layer; the message suggests the nearest layer.
         """
         for pattern in self.use:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):

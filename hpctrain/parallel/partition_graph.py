@@ -1,7 +1,8 @@
-"""A model's graph partitioned over a split group: one graph per rank, made from the outside; layers know nothing of it.
+"""Partitioning of a model's graph over a split group into one graph per rank. The layers are not involved.
 
-Every operation is sharded by its layer's use. If its inputs lie in another layout, a move is inserted just before it, which later
-readers of the same elements share. The output always ends as samples, so every sample's loss is computed once.
+Every operation is sharded by its layer's use. If its inputs lie in another layout, a move is inserted directly before it; later
+readers of the same elements share the move. The output is always split by samples at the end, so every sample's loss is computed
+once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hpctrain.parallel.sharding_rules import (
     split_interior,
 )
 
-# The gradients of their input and of their parameters do not build on each other, so either may be computed first.
+# The gradients of their input and parameters are independent, so either may be computed first.
 _EITHER_ORDER = (Conv2dSpec, LinearSpec)
 
 
@@ -34,10 +35,14 @@ _EITHER_ORDER = (Conv2dSpec, LinearSpec)
 class PartitionStep:
     """One operation of the partitioned graph, for all ranks.
 
-    node, use, sharding: the layer's; None for a move or a sum. inputs, output: tensor numbers of the partitioned graph.
-    specs: those that each rank runs, if they are not the sharding's. move: (source, target) of a move; of a sum, the move whose
-    adjoint it is. early: a move that is sent at its own place in the order and received just before its reader.
-    input_first, shared: see `Node`.
+    Attributes:
+        inputs, output: tensor numbers of the partitioned graph.
+        node, use, sharding: node, use and sharding of the layer; None for a move or a sum.
+        specs: spec that each rank runs; None: those of the sharding.
+        move: (source, target) of a move; for a sum, of the move whose adjoint it is.
+        summed: whether the step is a sum.
+        early: whether a move is sent at its place in the order and received just before its reader.
+        input_first, shared: see `Node`.
     """
 
     name: str
@@ -56,9 +61,14 @@ class PartitionStep:
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """Steps in forward order; `layouts[t]` is the layout of tensor t. Tensor 0 is the input: each rank's box of the images.
+    """A graph for all ranks of a split group.
 
-    undivided: layers that the plan wants in parts but that are computed as a whole, with the reason.
+    Attributes:
+        steps: steps in forward order.
+        layouts: layout of each tensor. Tensor 0 is the input, whose boxes are those of the images.
+        output: number of the output tensor.
+        dtype: dtype of the activations.
+        undivided: layers that the plan divides into parts but that are computed as a whole, with the reason.
     """
 
     steps: tuple[PartitionStep, ...]
@@ -68,19 +78,19 @@ class PartitionedGraph:
     undivided: Mapping[str, NoInterior] = field(default_factory=dict)
 
     def shards(self) -> dict[str, tuple[Interval, ...]]:
-        """Return, by full name of split parameters and statistics, each rank's interval of output channels."""
+        """Return each rank's interval of output channels, by full name of split parameters and statistics."""
         return {name: intervals for name, _, intervals in self._split()}
 
     def shards_of(self, rank: int) -> dict[str, Shard]:
-        """Return, by full name of split parameters and statistics, the part that one rank holds."""
+        """Return the part that one rank holds, by full name of split parameters and statistics."""
         return {name: Shard(dim, intervals[rank]) for name, dim, intervals in self._split()}
 
     def _split(self) -> Iterator[tuple[str, int, tuple[Interval, ...]]]:
-        """Yield split parameters and statistics: full name, the dim that is split, and each rank's interval of it."""
+        """Yield full name, split dimension and each rank's interval of each split parameter and statistic."""
         for step in self.steps:
             if step.node is not None and step.sharding is not None and step.sharding.channel_intervals is not None:
                 for role, name in (*step.node.parameters.items(), *step.node.statistics.items()):
-                    # Linear weights are (in, out), all other split tensors have their output channels first.
+                    # Linear weights are (in, out); all other split tensors have their output channels first.
                     dim = 1 if isinstance(step.node.spec, LinearSpec) and role == "weight" else 0
                     yield name, dim, step.sharding.channel_intervals
 
@@ -114,17 +124,22 @@ class PartitionedGraph:
 
 
 def partition_graph(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> PartitionedGraph:
-    """Partition `graph`, lowered at all samples of a split group, over ranks that hold `counts` samples each. Pure.
+    """Partition a graph over the ranks of a split group. Pure.
+
+    Args:
+        graph: model lowered at all samples of the split group.
+        plan: use of each layer.
+        counts: number of samples of each rank.
 
     Raises:
-        ConfigError: a pattern of the plan that matches no layer.
+        ConfigError: a pattern of the plan matches no layer.
     """
     assert graph.tensors[0].shape[0] == sum(counts)
     return _Partitioner(graph, plan, SplitContext(tuple(counts), plan.image_tiles)).run()
 
 
 class _Partitioner:
-    """Makes a `PartitionedGraph`. `_tensor_of[t]` is the partitioned graph's tensor for tensor t of the whole graph."""
+    """Makes a `PartitionedGraph`. `_tensor_of[t]` is its tensor for tensor t of the whole graph."""
 
     def __init__(self, graph: Graph, plan: ParallelPlan, context: SplitContext) -> None:
         self._graph, self._plan, self._context = graph, plan, context
@@ -141,17 +156,20 @@ class _Partitioner:
             self._add(node)
         output = self._tensor_of[self._graph.output]
         shape = self._layouts[output].shape
-        # Of logits split by channels or tiles, several ranks would compute the same loss, or each a part of it.
+        # If logits were split by channels or tiles, several ranks would compute the same loss, or each a part of it.
         output = self._as_layout(output, layout.samples(shape, self._context.counts), "output")
         dtype = self._graph.tensors[0].dtype
         return PartitionedGraph(tuple(self._steps), tuple(self._layouts), output, dtype, self._undivided)
 
     def _input_layout(self) -> Layout:
-        """Return the boxes that the first operation reads, with halos: each rank reads them from files, so no halo travels."""
+        """Return the boxes that the first operation reads, with halos.
+
+        Each rank reads them from files, so no halo is exchanged.
+        """
         shape = self._graph.tensors[0].shape
         readers = self._graph.consumers(0)
         samples = layout.samples(shape, self._context.counts)
-        # Several readers may want several layouts, and moves start from a partition, which boxes with a halo are not.
+        # Several readers may need different layouts, and moves start from a partition, but boxes with halos are not one.
         if len(readers) != 1:
             return samples
         (reader,) = readers
@@ -169,12 +187,12 @@ class _Partitioner:
             self._tensor_of[node.output] = self._add_in_parts(node, sharding, split)
 
     def _add_undivided(self, node: Node, sharding: OperatorSharding) -> int:
-        """Move inputs that lie elsewhere, compute, and add if each rank has a summand; return the output's tensor."""
+        """Move inputs of other layouts, compute, and sum if each rank has a summand; return the output's tensor."""
         inputs = tuple(
             self._as_layout(self._tensor_of[i], wanted, node.name) for i, wanted in zip(node.inputs, sharding.reads, strict=True)
         )
-        # The gradient of a moved input has to travel back: computed first, it travels while the weights' gradients are computed.
-        # If nothing was moved, the weights' gradients come first, because their averaging can then start earlier.
+        # The gradient of a moved input is sent back. If it is computed first, this overlaps with the weights' gradients. If
+        # nothing was moved, the weights' gradients come first, because their averaging can then start earlier.
         just_moved = any(step.move is not None and step.output in inputs for step in self._steps[-1:])
         input_first = just_moved and self._plan.hides and isinstance(node.spec, _EITHER_ORDER)
         use = self._plan.use_of(node.name)
@@ -199,7 +217,7 @@ class _Partitioner:
         return None
 
     def _add_in_parts(self, node: Node, sharding: OperatorSharding, split: InteriorSplit) -> int:
-        """Send both edges' halos, compute the interior, each edge as its rows arrive, and join; return the output's tensor."""
+        """Send both edges' halos, compute the interior, then each edge, and join them; return the output's tensor."""
         x = self._tensor_of[node.inputs[0]]
         use = self._plan.use_of(node.name)
         halos = []
@@ -207,14 +225,14 @@ class _Partitioner:
             halos.append(self._new(edge.reads))
             move = (self._layouts[x], edge.reads)
             self._steps.append(PartitionStep(f"{node.name}.halo.{name}", (x,), halos[-1], move=move, early=True))
-        # The interior has the layer's name and its sharding, and no other step has that: shards and reports count a layer once.
+        # Only the interior has the layer's name and sharding, so that shards and reports count the layer once.
         interior = self._new(split.interior.writes)
         self._steps.append(PartitionStep(node.name, (x,), interior, node, split.interior.specs, use, sharding))
         edges = []
         for name, edge, halo in zip(("top", "bottom"), (split.top, split.bottom), halos, strict=True):
             edges.append(self._new(edge.writes))
-            # The edges share the interior's parameters: the interior comes last in backward, adds its gradients to theirs, and
-            # announces them. The edges' input gradients come first, to travel back while the interior's are computed.
+            # The edges share the interior's parameters. In backward the interior comes last, adds its gradients to theirs and
+            # announces them. The edges' input gradients come first, so that they are sent back while it computes.
             step = PartitionStep(f"{node.name}.{name}", (halo,), edges[-1], node, edge.specs, use, input_first=True, shared=True)
             self._steps.append(step)
         output = self._new(sharding.writes)
@@ -223,9 +241,9 @@ class _Partitioner:
         return output
 
     def _as_layout(self, tensor: int, wanted: Layout, reader: str) -> int:
-        """Return the tensor that has the elements in the layout `wanted`: `tensor` itself, or the output of a move."""
+        """Return the tensor with the elements in the layout `wanted`: `tensor` itself, or the output of a move."""
         source = self._layouts[tensor]
-        # Compare boxes, not kinds: without samples, or if one rank has all of them, different splits have the same boxes.
+        # Boxes are compared, not kinds, because different splits have the same boxes if one rank has all samples or none exist.
         if source.same_boxes(wanted):
             return tensor
         key = (tensor, wanted.boxes)
@@ -236,6 +254,6 @@ class _Partitioner:
         return self._moved[key]
 
     def _new(self, of_tensor: Layout) -> int:
-        """Add a tensor; return its number."""
+        """Add a tensor and return its number."""
         self._layouts.append(of_tensor)
         return len(self._layouts) - 1

@@ -1,7 +1,7 @@
-"""The report of a plan over a model, in integers: owners of all elements, words that travel, memory.
+"""Reports of a plan over a model, in integers: owners of all elements, communicated words, and memory.
 
-Pure arithmetic; the same on every rank. Ranks are counted by position, c * Pr + r. Words are elements of the run's dtype that a
-rank hands to the communicator for others in one training step; statistics are float64 and counted apart.
+Pure arithmetic with the same result on every rank. Ranks are counted by position, c * Pr + r. Words are elements of the run's
+dtype that a rank sends to others in one training step; statistics are float64 and counted separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Words = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Words by position. statistics_*: float64 words of batch statistics."""
+    """Words that each position sends. statistics_forward, statistics_backward: float64 words of batch statistics."""
 
     forward: Words
     backward: Words
@@ -45,7 +45,7 @@ class Traffic:
 
     @classmethod
     def zero(cls, ranks: int) -> Traffic:
-        """Return no words of that many ranks."""
+        """Return a traffic of zero words for `ranks` positions."""
         return cls(*(((0,) * ranks,) * len(fields(cls))))
 
     @classmethod
@@ -61,10 +61,16 @@ class Traffic:
 class LayerReport:
     """One layer of the model on the grid.
 
-    operation: the kind of operation and its window. kind: how its output is split. shape: of the output for the samples of the
-    first split group. owns: each position's box of its group's output. halo: (rows, columns) of input images that each position
-    gets from others, for its windows. traffic: halos and statistics. parameters: elements held by each position. activations:
-    words of each position's output, and of its input with the halo if there is one.
+    Attributes:
+        operation: kind of operation and its window.
+        use: use of the layer.
+        kind: kind of the output's layout.
+        shape: shape of the output for the samples of the first split group.
+        owns: each position's box of its group's output.
+        halo: (rows, columns) of input images that each position receives for its windows.
+        traffic: words of halos and statistics.
+        parameters: number of elements that each position holds.
+        activations: words of each position's output, plus those of its input with the halo if there is one.
     """
 
     name: str
@@ -81,10 +87,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RedistributionReport:
-    """A move between layers whose layouts differ, before `reader`; or a sum, after the layer that computed the summands.
+    """A move before the layer `reader`, whose input has another layout, or a sum after the layer that computed the summands.
 
-    source, target: how the tensor is split; "everything": every rank gets all of it; "parts of a sum": every rank has a summand.
-    activations: words that each position's result takes.
+    Attributes:
+        source, target: how the tensor is split. "everything": every rank receives all of it. "parts of a sum": every rank has a
+            summand.
+        activations: words of each position's result.
     """
 
     name: str
@@ -97,10 +105,12 @@ class RedistributionReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one position.
+    """Memory of one position in bytes.
 
-    activations: the arena of a training step, gradients of activations included. messages: the buffers of the split group.
-    parameters: their values; their gradients take as much again.
+    Attributes:
+        activations: arena of a training step, including gradients of activations.
+        messages: buffers of the split group.
+        parameters: values of the parameters; their gradients need the same size again.
     """
 
     activations: int
@@ -110,7 +120,12 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group of parameters that are averaged together: elements that each position holds, and the number of ranks."""
+    """A group of parameters that are averaged together.
+
+    Attributes:
+        ranks: number of ranks that average them.
+        elements: number of elements that each position holds.
+    """
 
     name: str
     ranks: int
@@ -119,7 +134,14 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan over a model. counts: samples of each position. entries: in forward order. memory: None without kernels."""
+    """A plan over a model.
+
+    Attributes:
+        counts: number of samples of each position.
+        entries: layers and moves in forward order.
+        groups: groups of parameters.
+        memory: memory of each position; None without kernels.
+    """
 
     plan: ParallelPlan
     counts: tuple[int, ...]
@@ -139,7 +161,7 @@ class PlanReport:
 
     @property
     def traffic(self) -> Traffic:
-        """The words of a whole step, without the averaging of gradients."""
+        """Words of a whole step, without the averaging of gradients."""
         total = Traffic.zero(len(self.counts))
         for entry in self.entries:
             total = total + entry.traffic
@@ -147,7 +169,7 @@ class PlanReport:
 
     @property
     def parameters(self) -> Words:
-        """Elements of all parameters that each position holds."""
+        """Number of elements of all parameters that each position holds."""
         total: Words = (0,) * len(self.counts)
         for layer in self.layers:
             total = add_words(total, layer.parameters)
@@ -173,18 +195,20 @@ def report_plan(
     """Return the report of `plan` over a model.
 
     Args:
-        graph_of: returns the model lowered for a number of samples. counts: samples of a step by position. parameters: whole
-            shapes by full name. kernels: the set that would compute, with which memory is planned as a program plans it; None:
-            the report has no memory.
+        graph_of: function that returns the model lowered for a number of samples.
+        plan: use of each layer.
+        counts: number of samples of each position in a step.
+        parameters: whole shapes of the parameters by full name.
+        kernels: kernel set whose memory is planned as in a program; None: the report has no memory.
 
     Raises:
-        ConfigError: a pattern of the plan that matches no layer.
+        ConfigError: a pattern of the plan matches no layer.
     """
     assert len(counts) == plan.rows * plan.cols
     shares = [tuple(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows)]
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
-    # Split groups with the same samples have the same report, and many groups have at most two sizes of batch.
+    # Split groups with equal samples have equal reports; a batch has at most two sizes of groups.
     by_share = {share: _GroupReporter(graph_of(sum(share)), plan, share, parameters, kernels) for share in dict.fromkeys(shares)}
     split_groups = [by_share[share] for share in shares]
     entries = _by_position([group.entries for group in split_groups], plan.rows)
@@ -195,11 +219,11 @@ def report_plan(
 
 
 _Entry = LayerReport | RedistributionReport
-_Key = tuple[str, str]  # the step's name and that of its input's producer: the same in every split group
+_Key = tuple[str, str]  # name of the step and of its input's producer, the same in every split group
 
 
 class _GroupReporter:
-    """Reports one split group: its entries by key, over its Pr ranks."""
+    """Reports one split group of Pr ranks: its entries by key, and its memory."""
 
     def __init__(
         self,
@@ -227,7 +251,7 @@ class _GroupReporter:
         for step in self._partitioned.steps:
             if step.move is not None:
                 reader = self._readers.get(step.output, "output")
-                # A halo is a part of its reader's entry, a redistribution is an entry of its own.
+                # A halo is a part of its reader's entry; a redistribution is a separate entry.
                 if step.summed or not _is_halo(step):
                     yield (step.name, producers.get(step.inputs[0], "input")), self._redistribution(step, reader)
                 else:
@@ -270,7 +294,10 @@ class _GroupReporter:
         )
 
     def _traffic(self, step: PartitionStep) -> Traffic:
-        """Return a move's words, or of a sum its adjoint's words; none in backward if the input needs no gradient."""
+        """Return the words of a move, or of a sum, which is the adjoint of a move.
+
+        There are none in backward if the input needs no gradient.
+        """
         assert step.move is not None
         of_move, of_adjoint = moved(*step.move), moved_back(*step.move)
         forward, backward = (of_adjoint, of_move) if step.summed else (of_move, of_adjoint)
@@ -278,9 +305,10 @@ class _GroupReporter:
         return Traffic(forward, backward if self._needs_gradient[step.inputs[0]] else zeros, zeros, zeros)
 
     def _statistics(self, node: Node, step: PartitionStep) -> Traffic:
-        """Return the words of `RankStatistics`: count, mean and M2 to every other rank forward, two sums backward, per channel.
+        """Return the words of `RankStatistics` that each rank sends to every other rank.
 
-        The sums are those that the input's gradient needs: a batch norm of the images themselves sends none.
+        These are count, mean and M2 in forward, and two sums per channel in backward. Only the input's gradient needs the sums,
+        so a batch norm of the images themselves sends none.
         """
         assert step.sharding is not None
         passes_back = any(self._needs_gradient[tensor] for tensor in step.inputs)
@@ -295,13 +323,16 @@ class _GroupReporter:
         return replace(Traffic.zero(self.ranks), statistics_forward=tuple(forward), statistics_backward=tuple(backward))
 
     def _halo(self, halos: Sequence[PartitionStep], rank: int) -> tuple[int, int]:
-        """Return the rows and columns of the image that this rank reads but does not own, in one move or two (of both edges)."""
+        """Return the rows and columns of the image that this rank reads but does not own.
+
+        They come from one move, or from two (one for each edge).
+        """
         rows = columns = 0
         for step in halos:
             assert step.move is not None
             source, target = step.move
             owned, wanted = source.boxes[rank], target.boxes[rank]
-            if intersect(wanted, whole(source.shape)) is None:  # padding alone
+            if intersect(wanted, whole(source.shape)) is None:  # only padding
                 continue
             rows += _beyond(wanted[1], owned[1], source.shape[1])
             columns += _beyond(wanted[2], owned[2], source.shape[2])
@@ -319,14 +350,20 @@ class _GroupReporter:
 
 
 def message_words(local: LocalGraph) -> int:
-    """Return the words of message buffers: one that all moves share, and one for each move that travels under computation."""
+    """Return the words of message buffers: one that all moves share, and one for each move that overlaps with computation."""
     shared = [words.sent + words.received for words in local.moves.values() if not words.early]
     separate = [words.sent + words.received for words in local.moves.values() if words.early]
     return max(shared, default=0) + sum(separate)
 
 
 def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
-    """Return the elements of a parameter of `shape` on one rank; `shard`: each rank's interval of its output channels."""
+    """Return the number of elements of a parameter on one rank.
+
+    Args:
+        shape: shape of the whole parameter.
+        shard: each rank's interval of output channels; None: the parameter is whole on every rank.
+        rank: rank in the split group.
+    """
     size = math.prod(shape)
     if shard is None:
         return size
@@ -337,7 +374,10 @@ def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:
 def _parameter_groups(
     plan: ParallelPlan, split_groups: Sequence[_GroupReporter], parameters: Mapping[str, Shape]
 ) -> tuple[GroupReport, ...]:
-    """Return both groups: whole parameters are averaged over all ranks, split ones over the data group, with the same shard."""
+    """Return the reports of both parameter groups.
+
+    Whole parameters are averaged over all ranks, split ones over the data group, whose ranks hold the same shard.
+    """
     shards = split_groups[0].shards  # the same in each
     everywhere, split = [], []
     for rank in range(plan.rows):
@@ -352,10 +392,10 @@ def _parameter_groups(
 
 
 def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tuple[_Entry, ...]:
-    """Return the entries of all split groups, joined so that sequences go by position.
+    """Return the entries of all split groups, joined so that their sequences are ordered by position.
 
-    A group without samples has fewer moves than the others, as layouts of its empty tensors have the same boxes. Such a move is
-    one of no words there.
+    A group without samples has fewer moves than the others, because layouts of its empty tensors have the same boxes. Such a move
+    has no words there.
     """
     fullest, zero = max(groups, key=len), Traffic.zero(split_size)
     assert all(entries.keys() <= fullest.keys() for entries in groups)
@@ -366,7 +406,7 @@ def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tu
 
 
 def _join(of_groups: Sequence[_Entry]) -> _Entry:
-    """Return one entry of all split groups: their sequences by rank, one after another by position."""
+    """Return one entry for all split groups. Its sequences by position are those of the groups, one after another."""
     first = of_groups[0]
     traffic = Traffic.concatenated([entry.traffic for entry in of_groups])
     activations = _chain(entry.activations for entry in of_groups)
@@ -384,7 +424,7 @@ def _join(of_groups: Sequence[_Entry]) -> _Entry:
 
 
 def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
-    """Return, by tensor, whether backward computes its gradient: not for the images, nor for tensors before any parameter."""
+    """Return for each tensor whether backward computes its gradient: not for the images or tensors before any parameter."""
     needs = [False] * len(graph.layouts)
     for step in graph.steps:
         trained = step.node is not None and step.node.trains

@@ -1,7 +1,7 @@
 """One rank's part of a model on a grid: its graph and its network, and the graphs of many ranks for planning.
 
-For planning alone, the graphs of a split group's ranks are compared by what decides their work (`LocalGraph`), so that each kind
-is compiled once.
+For planning only, the graphs of a split group's ranks are compared by their work (`LocalGraph`), so that each kind is compiled
+once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 
 
 class TilesByShape(Protocol):
-    """The boxes that the ranks of a split group must be given of its images (N, H, W, C)."""
+    """Function that returns the boxes of the images (N, H, W, C) that the ranks of a split group read."""
 
     def __call__(self, counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
-        """Return the boxes by rank. counts: samples of the ranks. image_shape: by default the network's."""
+        """Return the boxes by rank. counts: samples of the ranks. image_shape: (H, W, C); default: that of the network."""
         ...
 
 
@@ -39,7 +39,8 @@ class GridDistribution:
     """A `Distribution` by a plan over a split group. Its operators are collective over the group; lowering graphs is not.
 
     Args:
-        plan: the use of each layer. group: this rank's split group.
+        plan: use of each layer.
+        group: this rank's split group.
     """
 
     def __init__(self, plan: ParallelPlan, group: SplitGroup) -> None:
@@ -51,7 +52,7 @@ class GridDistribution:
     def prepare(self, graph: Graph) -> None:
         self.plan.check([node.name for node in graph.nodes])
         rank = self.group.rank
-        # Shards depend on the plan and the layers alone, so any counts will do: all samples on the first rank.
+        # Shards depend only on the plan and the layers, so any counts are valid here: all samples on the first rank.
         counts = (graph.tensors[0].shape[0], *(0,) * (self.group.size - 1))
         partitioned = partition_graph(graph, self.plan, counts)
         self._shards = partitioned.shards_of(rank)
@@ -61,9 +62,9 @@ class GridDistribution:
                 continue
             kind = sharding.writes.kind
             for name in node.statistics.values():
-                # A step's sums weight batch statistics by samples. Split by samples, each rank adds those of its own samples.
-                # Split by channels, each rank has its channels of all the group's samples. Split by tiles, all ranks of the group
-                # hold the same merged statistics, so one rank adds them for all.
+                # A step's sums weight batch statistics by samples. In a layer split by samples, each rank adds those of its
+                # samples. Split by channels, each rank has its channels of all samples of the group. Split by tiles, all ranks
+                # of the group hold the same merged statistics, so rank 0 adds them for the group.
                 self._contributes[name] = (
                     kind is LayoutKind.SAMPLES,
                     kind is LayoutKind.CHANNELS or (kind is LayoutKind.TILES and rank == 0),
@@ -77,9 +78,10 @@ class GridDistribution:
         return partition_graph(graph, self.plan, counts)
 
     def tiles_by_counts(self, graph_of: Callable[[int, ImageShape | None], Graph]) -> TilesByShape:
-        """Return a function of the samples of the ranks, and of the images' shape, that returns each rank's box of the images.
+        """Return a function that returns each rank's box of the images, from the ranks' samples and the images' shape.
 
-        graph_of: returns the model lowered for a number of samples of a shape.
+        Args:
+            graph_of: function that returns the model lowered for a number of samples and a shape.
         """
 
         def boxes(counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
@@ -116,20 +118,25 @@ def make_network(
     """Return this rank's part of a model on a grid. Not collective.
 
     Args:
-        model: the root layer. image_shape: (H, W, C) of one sample. kernels: the set that computes.
-        groups: this rank's place on the grid, and its communicators. progress: the process's engine.
-        plan: the use of each layer on the grid; needed if ranks share samples.
-        dtype: "float32" or "float64". seed: of the initial values. smoothing: label smoothing of the loss.
-        frozen: patterns of names of layers that are not trained.
+        model: root layer.
+        image_shape: (H, W, C) of one sample.
+        kernels: kernel set that computes.
+        groups: communicators of this rank on the grid.
+        progress: engine of the process.
+        plan: use of each layer on the grid; needed if ranks share samples.
+        dtype: "float32" or "float64".
+        seed: seed of the initial values.
+        smoothing: label smoothing of the loss.
+        frozen: name patterns of the layers that are not trained.
 
     Raises:
-        ShapeError: layers that do not fit each other or the image.
-        ConfigError: patterns of frozen layers that match nothing, or all of them.
+        ShapeError: the layers do not fit each other or the image.
+        ConfigError: a pattern of frozen layers matches nothing, or the patterns match all layers.
     """
     split_group = groups.split_group(progress, kernels.arithmetic)
     distribution = None
     if split_group is not None:
-        assert plan is not None, "ranks that share samples need a plan of what each of them does"
+        assert plan is not None, "ranks that share samples need a plan"
         distribution = GridDistribution(plan, split_group)
     return Network(
         model,
@@ -144,17 +151,18 @@ def make_network(
     )
 
 
-# -- for planning alone --------------------------------------------------------------------------------------------------------
+# -- for planning only ---------------------------------------------------------------------------------------------------------
 
-_OPERATORS = 1024  # cached: a few dozen kinds in a network, at the sizes of a few ranks
-_PLANS = 64  # cached: a few kinds of ranks for each of a search's grids
+_OPERATORS = 1024  # maximum number of cached operators: a few dozen kinds in a network, at the sizes of a few ranks
+_PLANS = 64  # maximum number of cached plans: a few kinds of ranks for each grid of a search
 
 
 @dataclass(frozen=True)
 class MoveWords:
-    """The elements that one rank sends and receives in the forward pass of a move or a sum; in backward the reverse.
+    """Number of elements that one rank sends and receives in the forward pass of a move or a sum; in backward it is the reverse.
 
-    early: the move has message buffers of its own.
+    Attributes:
+        early: whether the move has separate message buffers.
     """
 
     sent: int
@@ -164,9 +172,11 @@ class MoveWords:
 
 @dataclass(frozen=True)
 class LocalGraph:
-    """The graph of one rank, for planning alone. Equal graphs do the same work, wherever their ranks are in the split groups.
+    """The graph of one rank, for planning only. Equal graphs do the same work, wherever their ranks are in the split groups.
 
-    moves: by the tensor that a move or a sum writes.
+    Attributes:
+        key: value that determines the work; graphs compare by it.
+        moves: words of each move or sum, by the tensor that it writes.
     """
 
     key: Hashable
@@ -175,12 +185,12 @@ class LocalGraph:
 
 
 def whole_graph(graph: Graph) -> LocalGraph:
-    """Return the graph of a rank that shares its samples with no other."""
+    """Return the graph of a rank that shares its samples with no other rank."""
     return LocalGraph(_key(graph, {}), graph)
 
 
 def local_graphs(partitioned: PartitionedGraph, ranks: Sequence[int]) -> list[LocalGraph]:
-    """Return the graphs of some ranks of the split group, in time linear in the ranks."""
+    """Return the graphs of some ranks of the split group, in time linear in the number of ranks."""
     group = unused_group()
     moves: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
     for step in partitioned.steps:
@@ -197,12 +207,15 @@ def local_graphs(partitioned: PartitionedGraph, ranks: Sequence[int]) -> list[Lo
 
 @lru_cache(maxsize=_PLANS)
 def training_plan(local: LocalGraph, kernels: KernelSet) -> ExecutionPlan:
-    """Return the plan of a training program, the same object for equal graphs. It cannot run, as its steps share operators."""
+    """Return the plan of a training program, the same object for equal graphs.
+
+    It cannot run, because its steps share operators.
+    """
     return compile_graph(local.graph, _shared(kernels), training=True)
 
 
 class _SharedOperators(KernelSet):
-    """Operators of another kernel set, each made once: many blocks of a network, and many ranks, have the same layer."""
+    """Operators of another kernel set, each made only once, because many blocks and ranks have the same layer."""
 
     def __init__(self, kernels: KernelSet) -> None:
         self.arithmetic, self.alignment_bytes, self.shadow_dtype = (
@@ -238,16 +251,16 @@ def _shared(kernels: KernelSet) -> _SharedOperators:
 
 
 def _key(graph: Graph, moves: Mapping[int, MoveWords]) -> Hashable:
-    """Return all that the work of a graph follows from."""
+    """Return the value that determines the work of a graph."""
     return (graph.tensors, graph.output, tuple(_node_key(node, moves.get(node.output)) for node in graph.nodes))
 
 
 def _node_key(node: Node, words: MoveWords | None) -> Hashable:
     spec = node.spec
     decides: Hashable
-    if words is not None:  # a move's spec has the layouts of all ranks, but its work is what this rank sends and receives
+    if words is not None:  # a move's spec has the layouts of all ranks, but its work depends on this rank's words only
         decides = type(spec).__name__, words
-    elif isinstance(spec, DropoutSpec):  # where in the sample a mask begins changes no work
+    elif isinstance(spec, DropoutSpec):  # the place of a mask in the sample does not change the work
         decides = replace(spec, first_sample=0, origin=(0,) * len(spec.origin))
     else:
         decides = spec if isinstance(spec, Hashable) else repr(spec)

@@ -1,11 +1,12 @@
 """The rules of sharding: how one operation runs on the ranks of a split group, by its kind and its use.
 
-Gholami et al. 2018: BATCH splits the samples; MODEL splits a weight's output channels (section 2.2), with everything that works
-per channel done before the gather; DOMAIN splits the images (section 2.3). Pure data, the same on every rank.
+Gholami et al. 2018: BATCH splits the samples. MODEL splits a weight's output channels (section 2.2); per-channel operations run
+before the gather. DOMAIN splits the images (section 2.3). The rules are pure data, the same on every rank.
 
-A convolution under DOMAIN can also run in three parts, so that halos travel while its interior is computed. The interior reads
-this rank's own image rows only; the edges above and below read the halo. The interior runs first, and each edge when its rows
-have arrived. Backward runs the other way around, so that the edges' gradients travel while the interior's are computed.
+A convolution under DOMAIN can also run in three parts, so that the exchange of halos overlaps with the computation of its
+interior. The interior reads only this rank's image rows; the edges above and below read the halo. The interior runs first, and
+each edge when its rows have arrived. Backward runs in reverse order, so that the edges' gradients are sent while the interior's
+are computed.
 """
 
 from __future__ import annotations
@@ -36,26 +37,31 @@ from hpctrain.parallel.layout import Layout, LayoutKind, ReceptiveField, local_w
 from hpctrain.parallel.moves import NothingSpec, PartialMeanSpec
 from hpctrain.parallel.parallel_plan import Parallelism
 
-# They work per element or per channel, so any box will do. What a batch norm needs of other ranks, it merges by itself.
+# They work per element or channel, so any box is possible. A batch norm merges the statistics of other ranks itself.
 _ANY_CHANNELS = (BatchNormSpec, ReluSpec, AddSpec, DropoutSpec)
 _PER_CHANNEL = (*_ANY_CHANNELS, PoolSpec, AdaptiveAveragePoolSpec)
 
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A spec whose receptive field is a window; `window` None: it has none."""
+    """A spec whose receptive field is `window`; None: it has none."""
 
     @property
     def window(self) -> Window | None: ...
 
     def with_window(self, window: Window) -> Spec:
-        """Return the same operation with another padding."""
+        """Return the same operation with other padding."""
         ...
 
 
 @dataclass(frozen=True)
 class SplitContext:
-    """What the rules need besides the node: the samples of each of the Pr ranks of a split group, and the tiles of an image."""
+    """Inputs of the rules other than the node.
+
+    Attributes:
+        counts: number of samples of each of the Pr ranks of a split group.
+        tiles: (vertical, horizontal) tiles of an image.
+    """
 
     counts: tuple[int, ...]
     tiles: Pair
@@ -67,10 +73,14 @@ class SplitContext:
 
 @dataclass(frozen=True)
 class OperatorSharding:
-    """One operation on all ranks: the layout in which it reads each input, that of the output, and each rank's own spec.
+    """One operation on all ranks.
 
-    channel_intervals: by rank, the interval of output channels that it holds of all parameters and statistics; None: all of them.
-    summed: every rank computes a summand of the whole output; `writes` is the layout after the sum.
+    Attributes:
+        reads: layout of each input.
+        writes: layout of the output; for a sum, the layout after the sum.
+        specs: spec of each rank.
+        channel_intervals: interval of output channels of all parameters and statistics that each rank holds; None: all channels.
+        summed: whether every rank computes a summand of the whole output.
     """
 
     reads: tuple[Layout, ...]
@@ -81,9 +91,16 @@ class OperatorSharding:
 
 
 def shard(node: Node, inputs: Sequence[Layout], output: Shape, use: Parallelism, context: SplitContext) -> OperatorSharding:
-    """Return how `node` runs. inputs: the layouts of its inputs; output: the whole output's shape.
+    """Return how `node` runs on all ranks.
 
-    If a use has no rule for an operation, it runs on whole samples, as every operation can.
+    If a use has no rule for an operation, the operation runs on whole samples, which is always possible.
+
+    Args:
+        node: operation.
+        inputs: layouts of its inputs.
+        output: shape of the whole output.
+        use: use of the layer.
+        context: samples and tiles of the split group.
     """
     images = len(inputs[0].shape) == 4
     if use is Parallelism.MODEL:
@@ -104,8 +121,8 @@ def _batch(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitCo
 def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding | None:
     (first, *_) = inputs
     if isinstance(spec, LinearSpec):
-        # Each output feature reads all input features: every rank reads the whole input, and the gradients that the ranks compute
-        # of it are added at the owners of its elements.
+        # Each output feature depends on all input features, so every rank reads the whole input. Its gradients on the ranks are
+        # added by the owners of its elements.
         intervals = even_intervals(spec.features_out, context.ranks)
         specs: Any = tuple(replace(spec, features_out=stop - start) for start, stop in intervals)
         reads = layout.everything(first.shape, context.ranks)
@@ -113,27 +130,27 @@ def _model(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitCo
     if isinstance(spec, Conv2dSpec):
         return _model_conv(spec, first, output, context)
     if isinstance(spec, FlattenSpec):
-        # A flattened image of several pixels has all channels of one pixel before those of the next: an interval of channels is
-        # no interval of features there.
+        # In a flattened image all channels of one pixel come before those of the next. With several pixels, an interval of
+        # channels is therefore not an interval of features.
         vectors = first.kind is LayoutKind.CHANNELS and first.shape[1] * first.shape[2] == 1
         return _per_channel(spec, inputs, output, context) if vectors else None
     return _per_channel(spec, inputs, output, context) if isinstance(spec, _PER_CHANNEL) else None
 
 
 def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContext) -> OperatorSharding:
-    """Split the output channels over the ranks; with groups, whole groups with the input channels that they read."""
+    """Split the output channels over the ranks; with groups, split whole groups with the input channels that they read."""
     if spec.groups == 1:
         intervals = even_intervals(spec.channels_out, context.ranks)
         specs = tuple(replace(spec, channels_out=stop - start) for start, stop in intervals)
         return OperatorSharding(
             (layout.everything(x.shape, context.ranks),), layout.channels(output, intervals), specs, intervals
         )
-    # Whole groups with the input channels that they read, so that nothing is gathered that is not read.
+    # Whole groups with the input channels that they read, so that only needed channels are gathered.
     inside, outside = spec.channels_in // spec.groups, spec.channels_out // spec.groups
     groups = even_intervals(spec.groups, context.ranks)
     reads = layout.channels(x.shape, [(start * inside, stop * inside) for start, stop in groups])
     intervals = tuple((start * outside, stop * outside) for start, stop in groups)
-    # A rank without a group has a spec of one, as specs cannot be empty; `_local` replaces it, as its box has no channels.
+    # Specs cannot be empty, so a rank without a group gets the spec of one group; `_local` replaces it.
     specs = tuple(
         replace(spec, channels_in=max(1, n) * inside, channels_out=max(1, n) * outside, groups=max(1, n))
         for n in (stop - start for start, stop in groups)
@@ -142,7 +159,7 @@ def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContex
 
 
 def _per_channel(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding:
-    """Let each rank keep the channels that it has of the first input, however uneven they are, so that nothing moves."""
+    """Keep the channels that each rank has of the first input, even if they are uneven, so that nothing is moved."""
     (first, *_) = inputs
     intervals = (
         tuple(box[-1] for box in first.boxes)
@@ -162,8 +179,8 @@ def _domain(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitC
         return _domain_window(spec, window, inputs[0], output, context)
     tiled = tuple(layout.tiles(x.shape, context.tiles) for x in inputs)
     if isinstance(spec, AdaptiveAveragePoolSpec) and spec.size == (1, 1):
-        # Each rank sums its tile, divided by the pixels of the whole image; the sums go to the owners of the samples. Other sizes
-        # of the result have windows that overlap at tiles' edges, and run on whole samples.
+        # Each rank sums its tile, divided by the pixels of the whole image; the owners of the samples add the sums. For other
+        # output sizes the windows overlap at the edges of tiles, so they run on whole samples.
         height, width = inputs[0].shape[1:3]
         specs: Any = (PartialMeanSpec(height * width),) * context.ranks
         return OperatorSharding(tiled, layout.samples(output, context.counts), specs, summed=True)
@@ -178,7 +195,7 @@ def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, con
     if x.kind is LayoutKind.TILES:
         fields = [
             (vertical, horizontal)
-            # A spec has one ceil mode for both dims: with it a tail in the other dim would make one more window.
+            # A spec has one ceil mode for both dimensions, so a tail in the other dimension would add a window.
             if vertical.ceil or horizontal.ceil
             else (_with_tail(vertical, owned[1], window.stride[0]), _with_tail(horizontal, owned[2], window.stride[1]))
             for (vertical, horizontal), owned in zip(fields, x.boxes, strict=True)
@@ -192,10 +209,10 @@ def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, con
 
 
 def _with_tail(field: ReceptiveField, owned: Interval, stride: int) -> ReceptiveField:
-    """Return the field extended by the rank's own elements after the last window, if they make no further window.
+    """Return the field extended by the rank's elements after the last window, if they contain no further window.
 
-    No window reads them, but so the operation reads exactly the rank's own elements, and nothing need be copied. Fewer than a
-    stride of them leave no room for another window.
+    No window reads them. With them the operation reads exactly the rank's elements, so nothing is copied. Fewer than a stride of
+    them contain no further window.
     """
     ends_inside = field.start < field.stop < owned[1] and field.after == 0
     if ends_inside and field.start == owned[0] and owned[1] - field.stop < stride:
@@ -211,9 +228,9 @@ def _with_receptive_field(spec: Windowed, window: Window, vertical: ReceptiveFie
 
 
 def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
-    """Return the spec of one rank's part, which depends on its box of the output.
+    """Return the spec of one rank's part, which depends on the rank's box of the output.
 
-    Masks and the ranks that share statistics follow from the box. A box without channels needs no work.
+    The box determines masks and the ranks that share statistics. A box without channels needs no work.
     """
     writes = sharding.writes
     box = writes.boxes[rank]
@@ -222,7 +239,7 @@ def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
     if isinstance(spec, BatchNormSpec):
         return _merged(spec, writes.kind)
     if isinstance(spec, DropoutSpec):
-        # The mask is drawn by a sample's number and an element's place in the whole sample, so every sharding draws the same.
+        # The mask depends on a sample's id and an element's place in the whole sample, so every sharding draws the same.
         split = writes.kind is not LayoutKind.SAMPLES and not spec.per_sample
         return replace(
             spec,
@@ -234,14 +251,14 @@ def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
 
 
 def _merged(spec: BatchNormSpec, kind: LayoutKind) -> BatchNormSpec:
-    """Return the spec with the group over which statistics are merged: the ranks that hold samples, or tiles, of its channels."""
-    if spec.fixed:  # it uses its running statistics
+    """Return the spec with the group of ranks that merge statistics: those that hold samples or tiles of its channels."""
+    if spec.fixed:  # it normalises by running statistics
         return spec
     if kind is LayoutKind.TILES:
-        # The statistics of a tile would be those of a part of an image, so they are merged in the split group at least.
+        # A tile has the statistics of a part of an image only, so they are merged at least in the split group.
         return replace(spec, synchronised=True, merge="all" if spec.synchronised else "split")
     if kind is LayoutKind.CHANNELS:
-        # This rank has its channels of all the group's samples already; only other split groups have more of them.
+        # This rank has its channels of all samples of its group, so only other split groups have further samples.
         return replace(spec, merge="data")
     return spec
 
@@ -251,7 +268,12 @@ _HEIGHT = 1
 
 @dataclass(frozen=True)
 class ConvolutionPart:
-    """Some output rows of a convolution on all ranks: the layouts that it reads and writes, and each rank's own spec."""
+    """Some output rows of a convolution on all ranks.
+
+    Attributes:
+        reads, writes: layouts of input and output.
+        specs: spec of each rank.
+    """
 
     reads: Layout
     writes: Layout
@@ -269,9 +291,11 @@ class InteriorSplit:
 
 @dataclass(frozen=True)
 class NoInterior:
-    """The reason why a layer is not computed in parts; it follows the layer's name in a sentence.
+    """Reason why a layer is not computed in parts.
 
-    by_size: images of another size could be computed in parts.
+    Attributes:
+        reason: predicate of a sentence whose subject is the layer.
+        by_size: whether images of another size could be computed in parts.
     """
 
     reason: str
@@ -279,36 +303,41 @@ class NoInterior:
 
 
 def split_interior(spec: Spec, sharding: OperatorSharding, owned: Layout) -> InteriorSplit | NoInterior:
-    """Return the three parts, or the reason why there are none. owned: the layout of the input.
+    """Return the three parts, or the reason why there are none.
 
-    The images must be split by height alone, and every rank must have an interior that can be computed from its own rows without
-    a copy. All ranks cut the layer, or none does, since moves are collective.
+    The images must be split by height only. Every rank must have an interior that can be computed from its rows without a copy.
+    Either all ranks divide the layer or none does, because moves are collective.
+
+    Args:
+        spec: operation.
+        sharding: sharding of the undivided operation.
+        owned: layout of the input.
     """
     if not isinstance(spec, Conv2dSpec):
-        return NoInterior("is no convolution")
+        return NoInterior("is not a convolution")
     if sharding.writes.kind is not LayoutKind.TILES:
         return NoInterior("is not under domain")
     if owned.kind is not LayoutKind.TILES:
-        first = owned.kind is LayoutKind.NEEDED  # only the images themselves lie with a halo, as ranks read them from the file so
-        return NoInterior("reads its halo from the data file" if first else "reads what is not split by rows")
+        first = owned.kind is LayoutKind.NEEDED  # only the images have a halo, which ranks read from the file
+        return NoInterior("reads its halo from the data file" if first else "reads a tensor that is not split by rows")
     (reads,) = sharding.reads
     if reads.boxes == owned.boxes:
         window = spec.window
         return NoInterior("reads no row of another rank", by_size=(window.extent[0], window.stride[0]) != (1, 1))
-    # Tiles of split columns have halos on all four sides; the corners would belong to two edges.
+    # If columns are split, tiles have halos on all four sides, and the corners would belong to two edges.
     if any(box[2] != (0, owned.shape[2]) for box in owned.boxes):
         return NoInterior("has images that are split by columns too (grid.tiles)")
     interiors = []
     for rank, (input_box, output_box) in enumerate(zip(owned.boxes, sharding.writes.boxes, strict=True)):
         rows = _interior(spec.window, owned.shape[_HEIGHT], input_box[_HEIGHT], output_box[_HEIGHT])
         if rows is None:
-            return NoInterior(f"leaves rank {rank} of a split group no row to compute while its halo travels", by_size=True)
+            return NoInterior(f"has no row that rank {rank} of a split group can compute without a halo", by_size=True)
         interiors.append(rows)
     outputs = [box[_HEIGHT] for box in sharding.writes.boxes]
     above = [(begin, low) for (begin, _), (low, _) in zip(outputs, interiors, strict=True)]
     below = [(high, end) for (_, end), (_, high) in zip(outputs, interiors, strict=True)]
     top, interior, bottom = (_part(spec, sharding, owned, rows) for rows in (above, interiors, below))
-    # The interior reads the tensor in place: it must read all of the rank's rows, and columns from the first one on.
+    # The interior reads the tensor in place, so it must read all rows of the rank, and columns from the first one.
     if not all(
         read[_HEIGHT] == box[_HEIGHT] and read[2][0] == box[2][0]
         for read, box in zip(interior.reads.boxes, owned.boxes, strict=True)
@@ -318,11 +347,11 @@ def split_interior(spec: Spec, sharding: OperatorSharding, owned: Layout) -> Int
 
 
 def _interior(window: Window, height: int, owned: Interval, output: Interval) -> Interval | None:
-    """Return the output rows that read own rows (and the image's padding) only; None if there are none.
+    """Return the output rows that read only this rank's rows and the image's padding; None if there are none.
 
-    Output row o reads input rows [o stride - padding, o stride - padding + extent): the first interior row is the least o that
-    begins at or after the first own row, the last one the greatest o that ends at or before the last. The image's own edges are
-    no boundary, as padding needs no other rank.
+    Output row o reads input rows [o stride - padding, o stride - padding + extent). The first interior row is the smallest o that
+    begins at or after the rank's first row; the last one is the largest o that ends at or before its last row. The image's edges
+    do not limit the interior, because padding needs no other rank.
     """
     extent, stride, padding = window.extent[0], window.stride[0], window.padding[0]
     low = output[0] if owned[0] == 0 else max(output[0], -(-(owned[0] + padding) // stride))
@@ -335,7 +364,7 @@ def _part(spec: Conv2dSpec, sharding: OperatorSharding, owned: Layout, of_ranks:
     reads, writes, specs = [], [], []
     for output_box, rows in zip(sharding.writes.boxes, of_ranks, strict=True):
         vertical, horizontal = window_receptive_field(spec.window, (owned.shape[1], owned.shape[2]), (rows, output_box[2]))
-        # The ranks' boxes differ in rows alone; samples and channels are the whole tensor's.
+        # The ranks' boxes differ only in rows; samples and channels are those of the whole tensor.
         box = replace_dim(sharding.reads[0].boxes[0], 2, (horizontal.start, horizontal.stop))
         reads.append(replace_dim(box, _HEIGHT, (vertical.start, vertical.stop)))
         writes.append(replace_dim(output_box, _HEIGHT, rows))

@@ -19,7 +19,7 @@ from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file, planned_run
+from hpctrain.planner import machine_file
 from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Machine
@@ -64,7 +64,7 @@ def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
     """
     configured = task.config.threads
     threads = max(1, int(machine.cores_per_rank)) if configured == "auto" else configured
-    return setting_here(task.kernels, threads, min(task.plan.rows * task.plan.cols, machine.ranks_per_node))
+    return setting_here(task.job.kernels, threads, min(task.plan.rows * task.plan.cols, machine.ranks_per_node))
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ class PlannedSearch:
     """Search with its result.
 
     Attributes:
-        job: the job on an arbitrary possible grid.
+        planned: the job on an arbitrary possible grid.
     """
 
     task: SearchTask
-    job: PlannedRun
+    planned: PlannedRun
     result: SearchResult
 
 
-def job_of(task: SearchTask) -> PlannedRun:
+def on_any_grid(task: SearchTask) -> PlannedRun:
     """Return the job on any grid on which it can be planned, with default values in the searched sections.
 
     Raises:
@@ -121,11 +121,12 @@ def run_search(task: SearchTask) -> PlannedSearch:
     Raises:
         ConfigError: no grid has work for each rank, or the job fits in memory with no plan.
     """
-    job = job_of(task)
-    costs = configured_costs(task.machine, job, task.factors.get("compute", 1.0))
-    machine, space = task.machine.scaled(**task.factors), configured_space(task.config, task.ranks, task.keep, job.kernels)
-    result = search(planned_run.job(job), machine, costs, task.ranks, space, predicted_by=predict)
-    return PlannedSearch(task, job, result)
+    planned = on_any_grid(task)
+    costs = configured_costs(task.machine, planned, task.factors.get("compute", 1.0))
+    machine = task.machine.scaled(**task.factors)
+    space = configured_space(task.config, task.ranks, task.keep, planned.job.kernels)
+    result = search(planned.job, machine, costs, task.ranks, space, predicted_by=predict)
+    return PlannedSearch(task, planned, result)
 
 
 def with_best(task: SearchTask) -> Config:
@@ -158,8 +159,8 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
         lacks = "the number of ranks" if ranks is None else "the machine"
         option = "--ranks" if ranks is None else "--machine"
         raise ConfigError(
-            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which follows from {lacks}; "
-            f"give {option}, or values in place of auto."
+            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, which depends on {lacks}; "
+            f"give {option}, or values instead of auto."
         )
     keep = kept_sections(config)
     return with_best(SearchTask(config, ranks, machine_file.read(name), keep=keep, image=image, classes=classes))
@@ -291,9 +292,9 @@ def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -
     for label, task in list(study.tasks()):
         say(f"{label}, {task.plan.rows * task.plan.cols} ranks")
         costs = configured_costs(study.machine, task, study.factors.get("compute", 1.0))
-        candidate = planned_run.candidate(task)
-        prediction = predict(planned_run.job(task), candidate, machine, costs, study.options)
-        points.append(SimulatedPoint(label, candidate.ranks, task.config.batch, (task.plan.rows, task.plan.cols), prediction))
+        prediction = predict(task.job, task.candidate, machine, costs, study.options)
+        plan = task.plan
+        points.append(SimulatedPoint(label, plan.rows * plan.cols, task.config.batch, (plan.rows, plan.cols), prediction))
     return points
 
 

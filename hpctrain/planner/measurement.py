@@ -23,9 +23,9 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.log import get_logger
 from hpctrain.launch.threads import usable_cores
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.planner import calibration, configured_search, machine_file, planned_run
+from hpctrain.planner import calibration, configured_search, machine_file
 from hpctrain.planner.calibration import MeasureRates, RankFacts, calibrate
-from hpctrain.planner.configured_search import SearchTask, job_of
+from hpctrain.planner.configured_search import SearchTask, on_any_grid
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
@@ -156,7 +156,10 @@ def measured_times(
         )
         left -= coverage.seconds
     if world.rank == 0:
-        _keep(times)
+        try:
+            times.save()
+        except OSError as error:
+            _log.warning("Cannot store the operator times (%s); the next job measures them again.", error.strerror)
     return times
 
 
@@ -172,13 +175,6 @@ def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
             continue
         for use in (Parallelism.BATCH,) if rows == 1 else Parallelism:
             yield Candidate(ParallelPlan(rows, cols, use), micro_batches=micro_batches)
-
-
-def _keep(times: OperatorTimes) -> None:
-    try:
-        times.save()
-    except OSError as error:
-        _log.warning("Cannot store the operator times (%s); the next job measures them again.", error.strerror)
 
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -210,7 +206,7 @@ def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: f
             f"--measure measures this processor, {processor_model()}, but machine {task.machine.name} was not measured on it; "
             f"measure this machine with `hpctrain calibrate`, or omit --measure."
         )
-    setting = configured_search.configured_setting(task.machine, job_of(task))
+    setting = configured_search.configured_setting(task.machine, on_any_grid(task))
     return _in_processes(_Work(task, tuple(candidates), setting, budget_seconds), setting.concurrency)
 
 
@@ -263,7 +259,7 @@ def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, 
     times = OperatorTimes(work.setting, cache_file())
     barrier.wait(_PATIENCE_SECONDS)  # all processes have read the cache before it is written
     coverage = ensure_measured(
-        planned_run.job(job_of(work.task)),
+        on_any_grid(work.task).job,
         work.candidates,
         times,
         budget_seconds=work.budget_seconds,

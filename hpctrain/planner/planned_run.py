@@ -1,7 +1,7 @@
 """Plan a configuration as a job, without MPI and without reading images.
 
-`prepare` puts a configuration on a grid and determines everything from which plans follow. `job` and `candidate` convert the
-result to the planner's terms. `description`, `group_schedules` and `pinned_memory` return its consequences for each rank.
+`prepare` puts a configuration on a grid and determines everything from which plans follow.
+`description`, `group_schedules` and `pinned_memory` return the consequences for each rank.
 """
 
 from __future__ import annotations
@@ -52,31 +52,23 @@ class PlannedRun:
 
     Attributes:
         config: configuration.
+        job: the job without its grid, plan and averager.
         plan: grid and use of each layer.
-        image_shape: (H, W, C) of the network's input.
         counts: samples of a step by position.
-        graph_of: function from a number of samples to the lowered model.
-        specs: all parameters, by full name.
-        kernels: kernel set that computes.
         assumption: sentence with the assumptions of the plan if the data do not exist yet; otherwise empty.
     """
 
     config: Config
+    job: Job
     plan: ParallelPlan
-    image_shape: Image
     counts: tuple[int, ...]
-    graph_of: Callable[[int], Graph]
-    specs: Mapping[str, ParameterSpec]
-    kernels: KernelSet
     assumption: str = ""
 
-
-def job(task: PlannedRun) -> Job:
-    """Return the job without its grid, plan and averager."""
-    config = task.config
-    optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
-    averages = config.ema.decay is not None
-    return _job(config.model.name, task.graph_of, task.specs, task.kernels, task.image_shape, config.batch, optimizer, averages)
+    @property
+    def candidate(self) -> Candidate:
+        """The configured plan, averager and number of micro-batches."""
+        averager = self.config.averager
+        return Candidate(self.plan, AveragerChoice(averager.name, averager.options), self.config.micro_batches)
 
 
 def _job(
@@ -149,12 +141,6 @@ def of_network(
     return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages)
 
 
-def candidate(task: PlannedRun) -> Candidate:
-    """Return the configured plan, averager and number of micro-batches."""
-    averager = task.config.averager
-    return Candidate(task.plan, AveragerChoice(averager.name, averager.options), task.config.micro_batches)
-
-
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     """Return the configured plan on `ranks` ranks; None: on the configured grid.
 
@@ -213,7 +199,10 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
     counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
-    return PlannedRun(config, plan, image, counts, graph_of, specs, backend.kernels, assumption)
+    optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+    averages = config.ema.decay is not None
+    job = _job(config.model.name, graph_of, specs, backend.kernels, image, config.batch, optimizer, averages)
+    return PlannedRun(config, job, plan, counts, assumption)
 
 
 def _header(config: Config) -> tuple[Image, int]:
@@ -247,8 +236,8 @@ def _assumption(config: Config, image: Image, classes: int) -> str:
 
 def description(task: PlannedRun) -> PlanReport:
     """Return a report of the owners of parameters and activations, the exchanged bytes and the memory."""
-    shapes = {name: spec.shape for name, spec in task.specs.items()}
-    return report_plan(task.graph_of, task.plan, micro_counts(task), shapes, task.kernels)
+    shapes = {name: spec.shape for name, spec in task.job.specs.items()}
+    return report_plan(task.job.graph_of, task.plan, micro_counts(task), shapes, task.job.kernels)
 
 
 def micro_counts(task: PlannedRun) -> tuple[int, ...]:
@@ -266,7 +255,7 @@ def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | Non
     Raises:
         ConfigError: the averager cannot run this job.
     """
-    return schedules.group_schedules(job(task), candidate(task), link, ranks_per_node)
+    return schedules.group_schedules(task.job, task.candidate, link, ranks_per_node)
 
 
 def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple[int, ...]:
@@ -306,7 +295,7 @@ def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Planne
     Raises:
         HpctrainError: a data file cannot be read.
     """
-    if task.kernels.arithmetic.on_host:
+    if task.job.kernels.arithmetic.on_host:
         return None
     return PlannedPinnedMemory(_of_messages(task, averaged), _of_images(task))
 
@@ -350,8 +339,8 @@ def _of_batches(task: PlannedRun, file: ImageFile, pipeline: Pipeline, batch: in
         parts: number of micro-batches.
     """
     of_ranks = counts(min(batch, len(file)), len(task.counts), task.plan.rows)
-    if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.kernels, PixelInput):
+    if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.job.kernels, PixelInput):
         return [0] * len(of_ranks)
     stored = pipeline.stored_shape(*file.shape)
     resizes = leaves_resize(pipeline.augmentations)
-    return [task.kernels.pinned_input_bytes(-(-count // parts), stored, resizes=resizes) for count in of_ranks]
+    return [task.job.kernels.pinned_input_bytes(-(-count // parts), stored, resizes=resizes) for count in of_ranks]

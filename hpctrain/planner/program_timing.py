@@ -19,8 +19,7 @@ from hpctrain.backend.onednn.binding import processor_flags
 from hpctrain.backend.operators import KernelSet, StatisticsMerger, StepContext
 from hpctrain.backend.specs import SoftmaxCrossEntropySpec, parameter_dtype
 from hpctrain.comm.base import Handle, SingleCommunicator
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.core.intervals import even
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.compile.compiler import compile_graph

@@ -19,7 +19,7 @@ import numpy as np
 from hpctrain.averaging.base import Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, OperationKind
 from hpctrain.averaging.link_simulation import Times, upper_medians
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slicing import layer_slices
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.specs import BatchNormSpec, item_bytes, parameter_dtype

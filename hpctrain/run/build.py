@@ -8,7 +8,7 @@ numbers in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -170,16 +170,13 @@ def _put(replica: Replica, entries: Mapping[str, StateEntry], state: Mapping[str
     network.parameters_changed()
 
 
-def describe_start(config: Config, network: Network) -> Iterator[str]:
-    """Yield sentences about what a training starts from and leaves as it is; none if all is drawn by the seed and trained."""
-    init = config.init
-    if init.weights is not None:
-        left_out = f", without {', '.join(init.ignore)}" if init.ignore else ""
-        yield f"weights of {init.weights}{left_out}"
-    if network.frozen:
-        trained = sum(math.prod(network.parameter_specs[name].shape) for name in network.trained)
-        layers = "layer" if len(network.frozen) == 1 else "layers"
-        yield f"{len(network.frozen)} {layers} frozen: {trained:,} parameters are trained"
+def describe_frozen(network: Network) -> str | None:
+    """Return a sentence about frozen layers; None if all layers are trained."""
+    if not network.frozen:
+        return None
+    trained = sum(math.prod(network.parameter_specs[name].shape) for name in network.trained)
+    layers = "layer" if len(network.frozen) == 1 else "layers"
+    return f"{len(network.frozen)} {layers} frozen: {trained:,} parameters are trained"
 
 
 @dataclass(frozen=True)

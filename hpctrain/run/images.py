@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.comm.progress import guard
+from hpctrain.comm.waiting import guard
 from hpctrain.config.images import Images, open_images
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError

@@ -20,7 +20,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.groups import GridAxis
-from hpctrain.comm.progress import guard
+from hpctrain.comm.waiting import guard
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.job.session import Session
 from hpctrain.launch.threads import ThreadPlan

@@ -188,7 +188,7 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
     """Return whether a model takes the smaller images, and no parameter has another shape for them; False if it is refused."""
     try:
-        shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).specs.items()} for one in (small, full)]
+        shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).job.specs.items()} for one in (small, full)]
     except HpctrainError:  # which the run itself will tell of the images as they are
         return False
     # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.

@@ -42,7 +42,7 @@ from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.run import accounts, reproducibility
 from hpctrain.run.accounts import DataAccount, ReadReport, RunAccount, RunHashes
-from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_start, keep_choice, start_from_weights
+from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_frozen, keep_choice, start_from_weights
 from hpctrain.run.checkpoints import RunCheckpoints, nothing_to_choose, rollback
 from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import Start, find_start, introduce
@@ -490,7 +490,7 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     )
     images = setup.loader.sampler.samples
     reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(setup.loader)} steps per epoch")
-    for note in filter(None, (*describe_start(config, network), *setup.notes, *notes)):
+    for note in filter(None, (describe_frozen(network), *setup.notes, *notes)):
         reporter.say(note)
 
 
@@ -498,11 +498,14 @@ def _introduce_start(
     session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None, directory: RunDirectory
 ) -> None:
     """Say from where the run continues, if it was asked to, and where its files lie."""
+    config = session.config
     if start is not None:
-        introduce(start, session.config, setup.loader.sampler.samples, reporter)
+        introduce(start, config, setup.loader.sampler.samples, reporter)
     elif resume is not None:
-        place = session.config.output
-        reporter.say(f"nothing to resume: no run named {session.config.name} in {place} has a checkpoint yet")
+        reporter.say(f"nothing to resume: no run named {config.name} in {config.output} has a checkpoint yet")
+    if start is None and config.init.weights is not None:
+        left_out = f", without {', '.join(config.init.ignore)}" if config.init.ignore else ""
+        reporter.say(f"weights of {config.init.weights}{left_out}")
     reporter.say(f"run directory {directory.path}")
 
 

@@ -136,6 +136,10 @@ def _tables(path: Path) -> tuple[TimeTable, ...]:
 #: text for an unknown figure
 UNKNOWN = "-"
 MOST_HOSTS = 2
+#: figures that are left out if no run has them
+_OPTIONAL = frozenset(
+    ("model", "data", "batch", "optimiser", "step", "waited in a step", "step, predicted", "memory of a GPU", "waited for data")
+)
 #: longest time between two records that counts as training; a longer one is a pause of the run
 LONGEST_STEP_SECONDS = 600.0
 
@@ -164,6 +168,10 @@ class Summary:
         device_bytes: memory of that rank's GPU.
         data_share: share of the time that steps waited for data, mean over ranks.
         most_data_share: same for the rank that waited longest in each epoch.
+        model: name of the model.
+        data: path of the training images.
+        batch: global batch.
+        optimizer: optimiser with its learning rate and schedule, as text.
     """
 
     end: str
@@ -185,6 +193,10 @@ class Summary:
     device_bytes: float | None
     data_share: float | None
     most_data_share: float | None
+    model: str | None = None
+    data: str | None = None
+    batch: str | None = None
+    optimizer: str | None = None
 
 
 def summary(record: RunRecord) -> Summary:
@@ -216,12 +228,28 @@ def summary(record: RunRecord) -> Summary:
         device_bytes=_number(memory, "device_bytes"),
         data_share=_share(records, "waited_seconds"),
         most_data_share=_share(records, "most_waited_seconds"),
+        model=record.settings.get("model.name"),
+        data=record.settings.get("data.train"),
+        batch=record.settings.get("batch"),
+        optimizer=_optimizer(record.settings),
     )
 
 
+def _optimizer(settings: Mapping[str, str]) -> str | None:
+    """Return the optimiser with its learning rate and schedule; None if the configuration does not name it."""
+    name = settings.get("optimizer.name")
+    if name is None:
+        return None
+    return f"{name}, lr {settings.get('optimizer.lr', UNKNOWN)}, {settings.get('schedule.name', UNKNOWN)}"
+
+
 def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return (heading, texts of the runs) for each figure."""
-    return [
+    """Return (heading, texts of the runs) for each figure, without optional figures that no run has."""
+    texts = [
+        ("model", [figures.model or UNKNOWN for figures in summaries]),
+        ("data", [figures.data or UNKNOWN for figures in summaries]),
+        ("batch", [figures.batch or UNKNOWN for figures in summaries]),
+        ("optimiser", [figures.optimizer or UNKNOWN for figures in summaries]),
         ("state", [figures.end for figures in summaries]),
         ("ranks", [_text(figures.ranks, "d") for figures in summaries]),
         ("hosts", [_hosts(figures.hosts) for figures in summaries]),
@@ -242,10 +270,11 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
         ("step, predicted", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
         ("peak memory", [_megabytes(figures.peak_bytes) for figures in summaries]),
-        *_of_gpus(summaries),
+        ("memory of a GPU", [_megabytes(figures.device_bytes) for figures in summaries]),
         ("waited for data", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
         ("time of training", [duration_text(figures.seconds) for figures in summaries]),
     ]
+    return [(heading, values) for heading, values in texts if heading not in _OPTIONAL or set(values) != {UNKNOWN}]
 
 
 def _text(value: float | None, form: str) -> str:
@@ -265,12 +294,6 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _megabytes(size_bytes: float | None) -> str:
     return UNKNOWN if size_bytes is None else f"{size_bytes / 1e6:,.0f} MB"
-
-
-def _of_gpus(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return a row with the memory of GPUs; none if no run used a GPU."""
-    of_runs = [figures.device_bytes for figures in summaries]
-    return [] if all(one is None for one in of_runs) else [("memory of a GPU", [_megabytes(one) for one in of_runs])]
 
 
 def _waits(share: float | None, most: float | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import math
 import os
 import re
@@ -310,6 +311,27 @@ _TEMPLATES = {"slurm": "slurm.j2", "pbs": "pbs.j2", "hostfile": "mpiexec.j2", "l
 ENDINGS = {"slurm": ".sbatch", "pbs": ".pbs", "hostfile": ".sh", "local": ".sh"}
 _COMMENT_AT = 32
 _COLUMNS = 130
+
+
+def submission_notes(site: Site, data_files: Sequence[Path]) -> Iterator[str]:
+    """Yield a note for each reason why a job may fail after it has waited in the queue.
+
+    Args:
+        data_files: files and directories that the training opens.
+    """
+    for path in data_files:
+        if not path.exists():
+            yield f"{path} does not exist on this host; the job fails unless it exists on the nodes when it starts."
+    if site.profile.scheduler == "slurm" and site.profile.launch.mpi is None and _is_installed("mpich"):
+        yield (
+            f"this environment has the wheel of MPICH, which srun starts only with --mpi=pmi2, and the site {site.name} sets no "
+            f"launch.mpi; write a profile with `extends: {site.name}` and `launch: {{mpi: pmi2}}` (docs/clusters.md)."
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(importlib.metadata.distributions(name=distribution))
+
 
 #: placeholder for the account in installed scripts
 ACCOUNT = "PROJECT"

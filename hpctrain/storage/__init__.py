@@ -1,7 +1,7 @@
-"""Files that are whole or not there: atomic writes, checkpoints, and files of weights.
+"""Atomic writes, checkpoints, and weight files of other frameworks.
 
-A file that is written whole is written by `atomic_write`; read it first. Files that grow are appended to elsewhere.
-`checkpoint` writes, reads, lists and deletes checkpoints in terms of plain arrays; `shards` and `hdf5_store` are its file
-formats. The package knows no network, no ranks and no communicator; it imports `launch` and `core`, and all packages from
-`backend` upwards may import it.
+`atomic_write` writes a file completely or not at all; read it first. Files that grow are appended to in other packages.
+`checkpoint` writes, reads, lists and deletes checkpoints in terms of plain arrays; `hdf5_store` is the format of one file, and
+`shards` that of a directory of files. The package does not depend on networks, ranks or communicators. It imports `launch` and
+`core`; all packages from `backend` upwards may import it.
 """

@@ -1,8 +1,9 @@
-"""Atomic writes of files: at every moment a file on the disk is either what it was before or complete, despite interruptions.
+"""Atomic writes of files: despite interruptions, a file on the disk always has either its old content or the complete new one.
 
-Every output goes through this module. It replaces regular files only. A link stays a link: its target is replaced, or created if
-it is missing. `write_bytes` writes directly into pipes, terminals, other character devices, and files that are already open
-(`/dev/stdout`); `replacing` refuses these. Both refuse directories, sockets and disks.
+Every output file that does not grow goes through this module. It replaces regular files only. A link remains a link: its target
+is replaced, or created if it is missing. `write_bytes` writes directly into pipes, terminals, other character devices, and files
+that are already open (`/dev/stdout`); `replacing` raises an error for these. Both raise an error for directories, sockets and
+block devices.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _LONGEST_NAME_BYTES = 120
 # Numbers of partial files: threads of one process may write the same path at once.
 _NUMBERS = count(1)
 _DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
-_MOST_LINKS = 40  # as Linux
+_MOST_LINKS = 40  # Linux's limit
 
 
 def target_of(path: Path) -> Path:
     """Return the regular file that `path` names, or would name once it is created, with links resolved.
 
     Raises:
-        OSError: `path` is a directory, a device, a pipe, a socket, an open file, or below something that is no directory.
+        OSError: `path` is a directory, a device, a pipe, a socket or an open file, or its parent is not a directory.
     """
     if _descriptor_of(path) is not None:
-        raise OSError(errno.EINVAL, "it is an open file, and only a file with a name of its own is replaced", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is an open file, and only a regular file with a path is replaced", os.fspath(path))
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
     if mode is None or stat.S_ISREG(mode):
@@ -54,10 +55,10 @@ def check_target(path: Path, *, streams: bool = False) -> None:
     """Raise unless a file can be written at `path`. Call it before spending time on the content.
 
     Args:
-        streams: whether targets that `write_bytes` writes into directly are accepted as well.
+        streams: whether to also accept the targets that `write_bytes` writes into directly.
 
     Raises:
-        OSError: as `target_of`; or the directory is missing or not writable.
+        OSError: see `target_of`; or the directory is missing or not writable.
     """
     if streams and (_descriptor_of(path) is not None or _is_stream(path)):
         return
@@ -66,44 +67,49 @@ def check_target(path: Path, *, streams: bool = False) -> None:
         named = directory if path.is_symlink() else path.parent
         raise NotADirectoryError(errno.ENOTDIR, f"there is no directory {named}", os.fspath(path))
     if not os.access(directory, os.W_OK):
-        raise PermissionError(errno.EACCES, f"{directory} may not be written to", os.fspath(path))
+        raise PermissionError(errno.EACCES, f"{directory} is not writable", os.fspath(path))
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a new file that replaces `path` when the block ends. The block must write and synchronise the file.
 
-    After an error no new file is left. A kill may leave one, which names its process (`partial_path`); the next write on the same
-    machine removes it. If several processes write `path` at once, the last one to end wins.
+    After an error the new file is deleted. A killed process may leave one, whose name identifies the process (`partial_path`);
+    the next write of `path` on the same machine removes it. If several processes write `path` at the same time, the last one to
+    finish wins.
 
     Raises:
-        OSError: `path` is no regular file that can be replaced, or something else has the new file's name.
+        OSError: `path` cannot be replaced, or the new file's name is taken by something other than a regular file.
     """
     target = target_of(path)
     partial = partial_path(target)
     mode = _mode_of(partial)
     if mode is not None and not stat.S_ISREG(mode):
         words = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
-        raise OSError(errno.EINVAL, f"it is {words} in the place of an unfinished file; delete it", os.fspath(partial))
+        raise OSError(errno.EINVAL, f"it is {words} with the name of an unfinished file; delete it", os.fspath(partial))
     remove_unfinished(target)
     try:
         yield partial
         publish(partial, target)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == os.fspath(partial):
-            error.filename = os.fspath(path)  # the name that people know
+            error.filename = os.fspath(path)  # the path that the caller gave
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
 
 
 def partial_path(path: Path, token: str = "") -> Path:
-    """Return a new name for this process's unfinished version of `path`. token: of the attempt; by default a number."""
+    """Return a new name for this process's unfinished version of `path`.
+
+    Args:
+        token: name of this attempt; default: a number that is unique in the process.
+    """
     return path.with_name(f"{_partial_prefix(path)}{token or next(_NUMBERS)}.{processes.own_mark()}{PARTIAL}")
 
 
 def writer_of(partial: Path) -> ProcessMark | None:
-    """Return the process that has begun a partial file; None for a file of an earlier version, which does not name one."""
+    """Return the process that created a partial file; None if the name has no process, as in earlier versions."""
     words = partial.name.removesuffix(PARTIAL).split(".")
     marks = (ProcessMark.parse(".".join(words[i:])) for i in range(1, len(words)))  # host names may contain dots
     return next((mark for mark in marks if mark is not None), None)
@@ -147,15 +153,19 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def not_written(what: str, error: Exception) -> CheckpointError:
-    """Return the error for a checkpoint, or a part of one, that cannot be written. what: such as "The shard PATH"."""
+    """Return the error for a checkpoint, or a part of one, that cannot be written.
+
+    Args:
+        what: subject of the message, such as "The shard PATH".
+    """
     reason = " ".join(str(error).split())
     if isinstance(error, FileNotFoundError):  # its directory was created just before
         return CheckpointRemovedError(f"{what} was removed by another process while it was written ({reason}); end that process.")
-    return CheckpointError(f"{what} cannot be written ({reason}); make room or choose another output.")
+    return CheckpointError(f"{what} cannot be written ({reason}); free disk space or choose another output.")
 
 
 def synchronise_directory(directory: Path) -> None:
-    """Wait until the directory's entries, a new name among them, are on the disk."""
+    """Wait until the directory's entries, including new names, are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -167,7 +177,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically, or write directly into a pipe, a terminal or another character device.
 
     Raises:
-        OSError: the file cannot be written, and is unchanged; or no process reads the pipe.
+        OSError: the file cannot be written and is unchanged; or no process reads the pipe.
     """
     number = _descriptor_of(path)
     if number is not None:
@@ -184,17 +194,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole, in UTF-8; see `write_bytes`."""
+    """Write a text file atomically, in UTF-8; see `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file whole, indented for people; see `write_bytes`."""
+    """Write an indented JSON file atomically; see `write_bytes`."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def _mode_of(path: Path) -> int | None:
-    """Return the mode of a path, without following links; None if it does not exist."""
+    """Return the mode of a path without following links; None if the path does not exist."""
     try:
         return os.lstat(path).st_mode
     except FileNotFoundError:
@@ -210,7 +220,7 @@ def _opened_stream(path: Path) -> int:
     """Open a pipe or device and return its descriptor. Does not wait for a reader of a pipe.
 
     Raises:
-        OSError: it cannot be opened, or no process reads the pipe.
+        OSError: the path cannot be opened, or no process reads the pipe.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -243,7 +253,11 @@ def _descriptor_of(path: Path) -> int | None:
 
 
 def _write_all(descriptor: int, content: bytes, path: Path) -> None:
-    """Write all of `content` to a descriptor, and close it. path: for errors."""
+    """Write all of `content` to a descriptor, and close it.
+
+    Args:
+        path: file name in errors.
+    """
     view = memoryview(content)
     try:
         while view:

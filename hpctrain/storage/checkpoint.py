@@ -1,15 +1,15 @@
-"""Checkpoints: one logical array per tensor, whole or not there at all.
+"""Checkpoints: one array per tensor, in its logical shape; a checkpoint is either complete or absent.
 
-A checkpoint knows neither grid nor ranks: each parameter, statistic and optimiser state is one array of its logical shape, so
-that any number of ranks can continue from it. Here are plain arrays only; who gathers them, and that one rank writes, is the
-caller's. There is no random state to keep: every draw is a function of seed, epoch, step and sample.
+A checkpoint contains no grid and no ranks. Each parameter, statistic and optimiser state is one array of its logical shape, so
+any number of ranks can resume from it. This module handles plain arrays only: the caller gathers them and calls `write` on one
+rank. No random state is stored, because each random number is a function of seed, epoch, step and sample.
 
-`convert` writes a checkpoint in the other layout, a file or shards: the same tensors and metadata to the last bit.
+`convert` writes a checkpoint in the other layout (one file or shards), with bitwise equal tensors and metadata.
 
-Leftovers of interrupted writes and deletions are read by no program, and the next write removes them (`remove_left`). Each
-file names the process that has begun it, and stays while that process is alive. Whether a process on another machine is alive
-cannot be seen. Its files are removed once they have not been written to for ABANDONED_SECONDS, or as soon as the directory has
-another owner (`runs.owner`), since the process is then dead.
+Leftovers of interrupted writes and deletions are never read, and the next write removes them (`remove_left`). The name of each
+leftover identifies the process that created it; the leftover is kept while that process is alive. Processes of other machines
+cannot be checked. Their files are removed after ABANDONED_SECONDS without a write, or as soon as the directory has another owner
+(`runs.owner`), which proves that the process is dead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hpctrain.storage.shards import (
     write_shard,
 )
 
-#: a write that has added nothing for so long is over
+#: seconds without a write after which an unfinished file counts as abandoned
 ABANDONED_SECONDS = 3600.0
 
 _LEFT = re.compile(rf"(?P<of>.+?\.(?:h5|shards))(?:\..+)?{re.escape(PARTIAL)}", re.DOTALL)
@@ -66,11 +66,12 @@ def remove_left(
     """Delete leftovers in a directory, and return their paths.
 
     Args:
-        but: a path that stays. least_age_seconds: files that were written to more recently stay.
-        of: the checkpoint that is about to be written; None: one of a run. If its name is not that of a run's checkpoint, the
-            directory may belong to any program, and only leftovers of this checkpoint are deleted.
-        owned: whether the directory is of a run that this process owns, so that no process on another machine writes there. Then
-            unfinished files of any kind that other processes have left are deleted.
+        but: path that is not deleted.
+        of: checkpoint that is about to be written; None: a checkpoint of a run. If its name is not that of a run's checkpoint,
+            the directory may belong to any program, and only leftovers of this checkpoint are deleted.
+        least_age_seconds: minimum time since the last write to a deleted file.
+        owned: whether the directory belongs to a run that this process owns, so that no process on another machine writes there.
+            If so, unfinished files of any kind left by other processes are also deleted.
     """
     own = None if of is None or _OF_A_RUN.fullmatch(of.name) else of.name
     paths = [path for path in directory.iterdir() if path != but] if directory.is_dir() else []
@@ -91,7 +92,7 @@ def remove_left(
 
 
 def _is_left(name: str, own: str | None) -> bool:
-    """Return whether a name is that of an unfinished checkpoint of a run; if `own` is given, of the checkpoint `own`."""
+    """Return whether a name is that of an unfinished checkpoint: of a run, or of the checkpoint named `own` if it is given."""
     match = _LEFT.fullmatch(name)
     if match is None:
         return False
@@ -99,7 +100,11 @@ def _is_left(name: str, own: str | None) -> bool:
 
 
 def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -> bool:
-    """Return whether the write of an unfinished file is over. now: by the clock of the file server."""
+    """Return whether the write of an unfinished file has ended.
+
+    Args:
+        now: current time of the file server's clock, in seconds.
+    """
     writer = writer_of(path)
     if writer is not None:
         if writer == processes.own_mark() or writer.lives:
@@ -110,7 +115,7 @@ def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -
 
 
 def _now(directory: Path) -> float:
-    """Return the time by the clock that dates files in a directory; minus infinity if it is unknown."""
+    """Return the current time of the clock that dates files in a directory; minus infinity if it is unknown."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.fstat(file.fileno()).st_mtime
@@ -128,9 +133,9 @@ def _last_write_seconds(path: Path) -> float:
 
 
 _log = get_logger(__name__)
-#: broken links; each is logged once
+#: broken links that were logged; each is logged once
 _logged_broken_links: set[Path] = set()
-#: metadata key: a checkpoint's number among all that its run has written, from 1
+#: metadata key: number of the checkpoint among those of its run, in the order of writing, from 1
 SEQUENCE = "sequence"
 #: metadata key: the identity of the run (see `run_identity`)
 RUN = "run"
@@ -140,12 +145,12 @@ _SET_ASIDE = re.compile(rf"checkpoint-(\d{{8,}})(?:{BEFORE})?-set-aside\.(h5|sha
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """The content of a checkpoint.
+    """Content of a checkpoint.
 
     Args:
-        tensors: by key (`parameter_key` and its like), of integers, booleans or floats of any shape. For writing it is read
-            once, one tensor at a time, in its own order: it may be lazy.
-        meta: what JSON can hold: epoch, step in epoch, global step, seed, resolved configuration, partial metric sums, plans.
+        tensors: integer, boolean or float arrays of any shape, by key (see `parameter_key` and the functions after it). `write`
+            reads them once, one at a time, in the order of the mapping, so the mapping may be lazy.
+        meta: JSON-compatible values: epoch, step in epoch, global step, seed, resolved configuration, partial metric sums, plans.
     """
 
     tensors: Mapping[str, np.ndarray]
@@ -163,12 +168,12 @@ def statistic_key(name: str) -> str:
 
 
 def averaged_statistic_key(name: str) -> str:
-    """Return the key of the average of a running statistic, which goes with averages of weights."""
+    """Return the key of the average of a running statistic, which belongs to the averaged weights."""
     return f"averaged_statistics/{name}"
 
 
 def optimizer_key(state: str, parameter: str) -> str:
-    """Return the key of an optimiser's state ("momentum") of one parameter."""
+    """Return the key of an optimiser's state, such as "momentum", of one parameter."""
     return f"optimizer/{state}/{parameter}"
 
 
@@ -178,12 +183,12 @@ def checkpoint_path(directory: Path, global_step: int, *, sharded: bool = False)
 
 
 def is_sharded(path: Path) -> bool:
-    """Return whether a path is that of a directory of shards, by its name."""
+    """Return whether a path is that of a directory of shards, judged by its name."""
     return path.suffix == SUFFIX
 
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Return (global step, path) of all checkpoints in `directory`, damaged ones too, oldest step first."""
+    """Return (global step, path) of all checkpoints in `directory`, including damaged ones, in the order of steps."""
     return _matching(directory, _NAME)
 
 
@@ -195,16 +200,17 @@ def _matching(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 
 def write(path: Path, content: CheckpointContent, *, cleans: bool = True) -> None:
-    """Write a checkpoint as one file, so that at every moment it is either what it was before or complete, on the disk.
+    """Write a checkpoint as one file, atomically.
 
-    The file grows under a temporary name in the same directory, is synchronised, renamed, and the directory synchronised. Only
-    one process may write in a directory at a time.
+    The file is written under a temporary name in the same directory, synchronised and renamed; then the directory is
+    synchronised. Only one process may write in a directory at a time.
 
     Args:
-        cleans: remove temporary files that an earlier kill has left of this checkpoint, or of other checkpoints of a run, first.
+        cleans: whether to first remove temporary files left by killed processes, of this checkpoint or of other checkpoints of a
+            run.
 
     Raises:
-        CheckpointError: the file cannot be written (disk full, no permission); no part of it is left.
+        CheckpointError: the file cannot be written (disk full, no permission). Nothing is left of it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,10 +223,13 @@ def write(path: Path, content: CheckpointContent, *, cleans: bool = True) -> Non
 
 
 def read(path: Path) -> CheckpointContent:
-    """Read all of a checkpoint, and verify every checksum. The caller owns the tensors; those of shards are read again on access.
+    """Read a whole checkpoint, and verify every checksum. The caller owns the tensors.
+
+    Tensors of shards are read again on access.
 
     Raises:
-        CheckpointError: missing, truncated, damaged (names the tensor), of another format version.
+        CheckpointError: the checkpoint is missing, truncated, damaged (the message names the tensor), or has another format
+            version.
     """
     if not is_sharded(path):
         return CheckpointContent(*read_file(path))
@@ -231,27 +240,27 @@ def read(path: Path) -> CheckpointContent:
 
 
 def open_checkpoint(path: Path) -> CheckpointContent:
-    """Return a checkpoint whose tensors are read, and verified, on access.
+    """Return a checkpoint whose tensors are read and verified on access.
 
     Raises:
-        CheckpointError: as `read`; a damaged tensor on access.
+        CheckpointError: see `read`; for a damaged tensor, raised on access.
     """
     return CheckpointContent(*(open_sharded(path) if is_sharded(path) else open_file(path)))
 
 
 def read_meta(path: Path) -> Mapping[str, object]:
-    """Return the verified metadata of a checkpoint. Reads no tensor.
+    """Return the verified metadata of a checkpoint, without reading tensors.
 
     Raises:
-        CheckpointError: as `read`.
+        CheckpointError: see `read`.
     """
     return open_sharded(path)[1] if is_sharded(path) else read_store_meta(path)
 
 
 def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
-    """Return the path and content of the latest written checkpoint with valid checksums; None if there is none.
+    """Return the path and content of the last written checkpoint with valid checksums; None if there is none.
 
-    Each file is read once. Damaged ones are logged.
+    Each file is read once. Damaged files are logged and skipped.
     """
     for _, path in reversed(by_age(directory)):
         try:
@@ -262,10 +271,10 @@ def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
 
 
 def by_age(directory: Path) -> list[tuple[int, Path]]:
-    """Return the same as `checkpoints`, but in the order of writing instead of steps. Does not depend on clocks.
+    """Return (global step, path) of all checkpoints in `directory`, in the order of writing. Does not depend on clocks.
 
-    Reads the metadata, and orders checkpoints by the sequence number in them. A checkpoint without a number, as earlier versions
-    wrote it, or with unreadable metadata, counts as written right after those of lower steps.
+    The order is that of the sequence numbers in the metadata. A checkpoint without a number (written by an earlier version) or
+    with unreadable metadata counts as written directly after those of lower steps.
     """
     return _by_age(checkpoints(directory))
 
@@ -280,13 +289,13 @@ def _by_age(entries: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
 
 
 def next_sequence(directory: Path) -> int:
-    """Return the sequence number for the next checkpoint in `directory`. Counts checkpoints that are set aside as well."""
+    """Return the sequence number for the next checkpoint in `directory`. Checkpoints that are set aside are counted."""
     paths = (path for name in (_NAME, _SET_ASIDE) for _, path in _matching(directory, name))
     return 1 + max((_sequence(path) or 0 for path in paths), default=0)
 
 
 def run_identity(path: Path) -> str | None:
-    """Return the identity of the run that has written a checkpoint; None if it is missing or cannot be read."""
+    """Return the identity of the run that wrote a checkpoint; None if it is missing or cannot be read."""
     return _sequence_and_run(path)[1]
 
 
@@ -308,7 +317,7 @@ def _sequence_and_run(path: Path) -> tuple[int | None, str | None]:
 def _read_sequence_and_run(path: Path, *version: int) -> tuple[int | None, str | None]:
     """Return (sequence number, identity of the run) from a checkpoint's metadata.
 
-    Cached per version of the file, as a directory may hold many checkpoints.
+    The result is cached per version of the file, because a directory may hold many checkpoints.
     """
     try:
         meta = read_meta(path)
@@ -319,22 +328,22 @@ def _read_sequence_and_run(path: Path, *version: int) -> tuple[int | None, str |
 
 
 def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: bool = True) -> list[Path]:
-    """Delete all but the `keep` latest written checkpoints and as many set-aside ones, and return the deleted paths.
+    """Delete all but the last `keep` checkpoints and the last `keep` set-aside ones, and return the deleted paths.
 
-    Steps do not decide: after a resume from before a damaged checkpoint, the damaged one would displace the new ones. Broken
-    links are skipped, with a warning.
+    The order is that of writing, not that of steps: after a resume from before a damaged checkpoint, the damaged one has a higher
+    step than the new ones. Broken links are skipped with a warning.
 
     Args:
-        spared: steps whose checkpoints stay as well, however old they are.
-        is_run: whether the directory is proven to be that of a run. If not, it may belong to any program, and only files whose
+        spared: steps whose checkpoints are kept regardless of their age.
+        is_run: whether the directory is known to be that of a run. If not, it may belong to any program, and only files whose
             metadata identify them as checkpoints of a run are considered.
     """
     assert keep >= 1, "a directory keeps at least one checkpoint"
-    there, aside = (
+    present, aside = (
         [(step, path) for step, path in _by_age(_matching(directory, name)) if _may_be_pruned(path, is_run=is_run)]
         for name in (_NAME, _SET_ASIDE)
     )
-    deleted = [path for step, path in there[:-keep] if step not in spared]
+    deleted = [path for step, path in present[:-keep] if step not in spared]
     deleted += [path for _, path in aside[:-keep]]
     for path in deleted:
         remove(path)
@@ -357,10 +366,10 @@ def _may_be_pruned(path: Path, *, is_run: bool) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; nothing if there is none.
+    """Delete a checkpoint if it exists.
 
     Raises:
-        OSError: it cannot be deleted.
+        OSError: the checkpoint cannot be deleted.
     """
     if is_sharded(path) and path.is_dir() and not path.is_symlink():
         delete(path)
@@ -369,12 +378,13 @@ def remove(path: Path) -> None:
 
 
 def set_aside(directory: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps than `step`, at which a run resumes on another course; return their new names.
+    """Rename the checkpoints after `step`, from which a run resumes with other settings or data, and return their new names.
 
-    Left as they are, the next `read_newest` would take one of them for the run's newest. One process writes in a directory.
+    Otherwise the next `read_newest` would return one of them as the run's newest. Only one process may write in a directory at a
+    time.
 
     Raises:
-        CheckpointError: the directory cannot be written.
+        CheckpointError: the directory is not writable.
     """
     later = [path for number, path in checkpoints(directory) if number > step]
     later_names = [(path, path.with_name(f"{path.stem}-set-aside{path.suffix}")) for path in later]
@@ -382,26 +392,27 @@ def set_aside(directory: Path, step: int) -> list[Path]:
         return []
     try:
         for path, other in later_names:
-            if os.path.lexists(other):  # left from an earlier time; a directory cannot be replaced by a rename
+            if os.path.lexists(other):  # left by an earlier call; a rename cannot replace a directory
                 remove(other)
             os.replace(path, other)
         synchronise_directory(directory)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoints after step {step} in {directory} cannot be renamed ({error.strerror}); allow it, or delete them."
+            f"Cannot rename the checkpoints after step {step} in {directory} ({error.strerror}); grant write permission, or "
+            "delete them."
         ) from error
     names = ", ".join(other.name for _, other in later_names)
-    _log.warning("The run goes on from step %d; its checkpoints of later steps are set aside: %s in %s.", step, names, directory)
+    _log.warning("The run resumes from step %d; its checkpoints of later steps were set aside: %s in %s.", step, names, directory)
     return [other for _, other in later_names]
 
 
 def restore(
     content: CheckpointContent, key: str, shape: tuple[int, ...], dtype: str | np.dtype, box: Box | None = None
 ) -> np.ndarray:
-    """Return the tensor of that key, of exactly that shape and dtype, or the part of it in `box`.
+    """Return the tensor `key`, or its part in `box`, after checking its shape and dtype.
 
     Raises:
-        CheckpointError: it is not there, or is another.
+        CheckpointError: the tensor is missing, or its shape or dtype differs.
     """
     tensors = content.tensors
     if key not in tensors:
@@ -425,7 +436,7 @@ def restore(
 
 
 def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Return shape and dtype of a tensor; reads no shard."""
+    """Return shape and dtype of a tensor, without reading shards."""
     if isinstance(content.tensors, ShardedTensors):
         return content.tensors.facts(key)
     tensor = content.tensors[key]
@@ -433,16 +444,17 @@ def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dty
 
 
 def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None) -> CheckpointContent:
-    """Write the checkpoint `source` to `out` in that layout, read it again and compare; the content of the new one.
+    """Write the checkpoint `source` to `out` in the given layout, read it back, compare, and return the new content.
 
-    Nothing that others write in the directory of `out` is touched. In memory is, of a file, all of it; of shards, the shard that
-    is written, or a tensor.
+    Files of other processes in the directory of `out` are left alone. Memory holds a whole source file; if the source has shards,
+    it holds the shard being written, or one tensor.
 
     Args:
-        shards: their number, where it has some; by default as many as ranks wrote the source. None is made without parts.
+        sharded: whether the new checkpoint is a directory of shards.
+        shards: number of shards; default: number of ranks that wrote the source. Empty shards are not written.
 
     Raises:
-        CheckpointError: the source is damaged, `out` is there already, has the name of the other layout or cannot be written.
+        CheckpointError: the source is damaged, or `out` exists, has the name of the other layout or cannot be written.
     """
     _check(out, sharded)
     content = read(source)
@@ -461,12 +473,11 @@ def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None
 
 def _check(out: Path, sharded: bool) -> None:
     if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} is there already, and nothing is overwritten; give another path, or delete it first.")
+        raise CheckpointError(f"{out} exists already and is not overwritten; give another path, or delete it first.")
     if is_sharded(out) != sharded:
         legal = out.with_suffix(SUFFIX if sharded else ".h5")
         raise CheckpointError(
-            f"{out} would be taken for {'a file' if sharded else 'a directory of shards'}: the name of a checkpoint ends in "
-            f"{SUFFIX} exactly where it is a directory of shards; give {legal}."
+            f"The name {out} does not match the layout: a directory of shards ends in {SUFFIX}, a file does not; use {legal}."
         )
 
 
@@ -481,14 +492,14 @@ def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:
 
 
 def _parts(content: CheckpointContent, number: int, shards: int) -> dict[str, Part]:
-    """Return the parts of one shard."""
+    """Return the parts of shard `number`, by tensor."""
     shares, parts = WriteShares(number, shards), {}
     for key in content.tensors:
         shape, dtype = facts(content, key)
         box: Box | None = whole(shape)
         if 0 not in shape:
             box = shares.own(whole(shape), dtype.itemsize)
-        elif number != 0:  # of a tensor without elements, the first shard has name and shape
+        elif number != 0:  # the first shard stores name and shape of a tensor without elements
             box = None
         if box is not None:
             parts[key] = Part(shape, box, np.array(restore(content, key, shape, dtype, box), order="C"))
@@ -500,7 +511,7 @@ def _compare(content: CheckpointContent, again: CheckpointContent, out: Path) ->
     if differs or len(again.tensors) != len(content.tensors) or again.meta != content.meta:
         what = f"tensor {differs[0]}" if differs else "its metadata or the list of its tensors"
         raise CheckpointError(
-            f"The new checkpoint {out} differs from its source in {what} and is deleted; convert again, on another disk."
+            f"The new checkpoint {out} differs from its source in {what} and was deleted; convert again, to another disk."
         )
 
 

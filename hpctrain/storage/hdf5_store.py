@@ -1,12 +1,15 @@
-"""Named tensors and JSON metadata in one HDF5 file, every byte of them under a checksum.
+"""One HDF5 file of named tensors and JSON metadata with checksums over all bytes; readers of files and shards.
 
-Layout: one contiguous little-endian dataset per tensor at its name ("parameters/fc.weight" is in the group "parameters"), with
-the attribute `sha256` over dtype, shape and elements; the dataset `meta`, JSON as UTF-8 text, has one, too; and on the root
-the attributes `format`, `format_version`, `hpctrain`, `numpy` (versions of the writer) and `sha256`, over the list of all
-names and checksums. The root's checksum is written last: a file without it was never finished.
+Each tensor is a contiguous little-endian dataset under its name ("parameters/fc.weight" is in the group "parameters"). Its
+attribute `sha256` covers dtype, shape and elements. The dataset `meta` holds JSON as UTF-8 text, also with `sha256`. The root has
+the attributes `format`, `format_version`, `hpctrain`, `numpy` (versions of the writer) and `sha256`, over the list of all names
+and checksums. The root's checksum is written last, so a file without it is unfinished.
 
-HDF5 itself writes no byte to the disk: its structures stay in memory, and arrays are written next to it (`StoreFile`). So its
-library, whose lock everything that reads HDF5 shares, never waits for a disk, and never learns that one is full.
+HDF5 itself never writes to the disk. Its structures stay in memory, and `StoreFile` writes arrays directly into the file. The
+HDF5 library has one lock for the whole process, so it must not wait for a disk while holding it; nor can it handle a full disk.
+
+A checkpoint file is read as one shard with whole tensors (`open_file`, `read_file`). `ShardedTensors` reads tensors of one or
+more shards on access, and only the pieces that are needed.
 """
 
 from __future__ import annotations
@@ -30,18 +33,18 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import Box, intersect, relative, shape_of, size_of, whole
 from hpctrain.version import __version__
 
-#: bytes that one call writes, right after their checksum was taken
+#: bytes of a block that is read or written at once, and whose checksum is computed while it is in the cache
 _BLOCK = 1 << 22
 
 
 class StoreFile(io.RawIOBase):
-    """A new file, as HDF5 sees it. `place` brings arrays to the disk, and `finish` what HDF5 has written.
+    """New file, passed to HDF5 as a file object. `place` writes arrays to the disk, `finish` writes what HDF5 has written.
 
     Args:
-        keep: whether bytes of a file of this name stay where they are, if HDF5 puts nothing else there.
+        keep: whether to keep the bytes of an existing file at the places that HDF5 does not overwrite.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
@@ -68,7 +71,7 @@ class StoreFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read the bytes that HDF5 has written there; zeros elsewhere."""
+        """Read the bytes that HDF5 has written at the current position. Other bytes are zero."""
         view = memoryview(buffer).cast("B")
         view[:] = bytes(len(view))
         for offset, data in self._written:
@@ -90,12 +93,14 @@ class StoreFile(io.RawIOBase):
         return self._size
 
     def place(self, offset: int, array: np.ndarray, seen: Callable[[memoryview], None]) -> None:
-        """Write the elements of a C-contiguous array to a place that HDF5 has reserved for them.
+        """Write the elements of a C-contiguous array to the space that HDF5 has reserved for them.
 
-        seen: is given all bytes, in order, a block at a time.
+        Args:
+            offset: position in the file, in bytes.
+            seen: callback for checksums, called with each block of bytes in order.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the elements cannot be written.
         """
         view = array.reshape(-1).view(np.uint8).data
         for begin in range(0, len(view), _BLOCK):
@@ -105,10 +110,10 @@ class StoreFile(io.RawIOBase):
         self._size = max(self._size, offset + len(view))
 
     def finish(self) -> None:
-        """Write what HDF5 wrote, once it has closed the file, and wait until all is on the disk.
+        """Write the bytes of HDF5 to the file, and wait until the file is on the disk. Call it after HDF5 has closed the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         os.ftruncate(self._descriptor, self._size)
         for offset, data in self._written:
@@ -116,7 +121,10 @@ class StoreFile(io.RawIOBase):
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of the file, without waiting for the disk; without `finish`, nothing can read it. May be called twice."""
+        """Close the file without waiting for the disk. Without a preceding `finish` the file is unreadable.
+
+        May be called twice.
+        """
         if not self.closed:
             super().close()
             os.close(self._descriptor)
@@ -129,19 +137,24 @@ class StoreFile(io.RawIOBase):
 
 FORMAT = "hpctrain-checkpoint"
 FORMAT_VERSION = 2
-#: 1: the position in an epoch was counted in steps
+#: version 1 counts the position in an epoch in steps
 _READABLE_VERSIONS = (1, 2)
 _META = "meta"
-#: from this version on HDF5 keeps checksums of its own structures, so that damage to them is found instead of followed; its
-#: heap of variable-length values has none even then (a flipped bit there can make it loop without end), hence `np.bytes_` below
+#: from version 1.10 on HDF5 stores checksums of its own structures, so damage to them is detected. Its heap of variable-length
+#: values has none: a flipped bit there can cause an endless loop, so texts are stored with a fixed length (`np.bytes_`)
 _LIBVER = ("v110", "v110")
-#: what h5py raises on a damaged file, depending on the byte that is damaged
+#: exceptions that h5py raises on damaged files, depending on the damaged byte
 _DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor's elements in a file. offset: in bytes. sha256: over dtype, shape and elements."""
+    """Place of a tensor's elements in a file.
+
+    Attributes:
+        offset: position of the first element in the file, in bytes.
+        sha256: checksum over dtype, shape and elements.
+    """
 
     offset: int
     sha256: str
@@ -151,10 +164,12 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class StoreIndex:
-    """Index of a file's tensors: all that is stored about them, verified; the tensors themselves are not.
+    """Index of a file: places, checksums and metadata, verified. The tensors themselves are not verified.
 
     Attributes:
-        places: by name. sha256: of the root, over the names and checksums of all tensors. meta: the metadata.
+        places: place of each tensor, by name.
+        sha256: checksum of the root, over the names and checksums of all tensors.
+        meta: metadata.
     """
 
     places: Mapping[str, TensorPlace]
@@ -163,13 +178,13 @@ class StoreIndex:
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
-    """Return the array itself, or one copy of it if it is not C-contiguous or of another byte order."""
-    assert array.dtype.kind in "biuf", f"dtype {array.dtype} has no place in a checkpoint"
+    """Return the array itself, or a copy if it is not C-contiguous or not little-endian."""
+    assert array.dtype.kind in "biuf", f"dtype {array.dtype} cannot be stored in a checkpoint"
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
 def begun_digest(dtype: np.dtype, shape: tuple[int, ...]) -> hashlib._Hash:
-    """Return a sha256 over dtype and shape of an array, to be updated with its elements."""
+    """Return a sha256 object over dtype and shape of an array, to be updated with the elements."""
     return hashlib.sha256(f"{dtype.str} {shape}\n".encode())
 
 
@@ -186,18 +201,18 @@ def _list_digest(digests: Mapping[str, str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a number of NumPy as JSON's; json calls it for types that it does not know."""
+    """Return a NumPy scalar as a Python number, for `json.dumps(default=plain)`."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} has no place in a checkpoint's metadata")
+    raise TypeError(f"{type(value).__name__} cannot be stored in a checkpoint's metadata")
 
 
 def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> str:
-    """Write a new file `path` and synchronise it with the disk; return its root's checksum.
+    """Write a new file `path`, synchronise it with the disk, and return its root's checksum.
 
-    `tensors` is read once, one at a time, in its own order: a lazy mapping never needs them together.
-    Names have a group ("group/name"). Takes no memory beyond the current tensor and at most one copy of it. Neither Python's lock
-    nor that of HDF5 is held while elements are written or added to a checksum.
+    `tensors` is read once, one tensor at a time, in its own order, so a lazy mapping never holds them all. Names have a group
+    ("group/name"). Memory holds the current tensor and at most one copy of it. Neither the GIL nor HDF5's lock is held while
+    elements are written or added to a checksum.
 
     Raises:
         OSError, RuntimeError: the file cannot be written.
@@ -220,7 +235,7 @@ def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str
 
 
 def _write_tensor(file: h5py.File, stored: StoreFile, name: str, array: np.ndarray) -> str:
-    """Have HDF5 reserve the place of a contiguous dataset, and write its elements there."""
+    """Reserve a contiguous dataset through HDF5, write the elements into it, and return their checksum."""
     creation, linking = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.LINK_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -246,24 +261,24 @@ def _write_meta(file: h5py.File, meta: Mapping[str, object]) -> str:
 
 
 def read_store_meta(path: Path) -> dict[str, object]:
-    """Return the metadata of `path`, verified by their checksum. Reads nothing about tensors.
+    """Return the metadata of `path`, verified by its checksum. Reads nothing of the tensors.
 
     Raises:
-        CheckpointError: as `index_store`.
+        CheckpointError: see `index_store`.
     """
     with _opened(path) as file:
         return _meta(path, file)
 
 
 def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
-    """Return an attribute's text; empty if there is none."""
+    """Return an attribute as text; empty if it is missing."""
     value = item.attrs.get(attribute, b"")
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _check_header(path: Path, file: h5py.File) -> None:
     if _text(file, "format") != FORMAT:
-        raise CheckpointError(f"The file {path} is HDF5 but no checkpoint of hpctrain.")
+        raise CheckpointError(f"The file {path} is an HDF5 file, but not a checkpoint of hpctrain.")
     version = file.attrs.get("format_version")
     if version not in _READABLE_VERSIONS:
         raise CheckpointError(
@@ -283,10 +298,11 @@ def root_digest(path: Path) -> str:
 
 
 def index_store(path: Path) -> StoreIndex:
-    """Return the places of all tensors, and the metadata. Reads no element of a tensor.
+    """Return the places of all tensors and the metadata, without reading tensors.
 
     Raises:
-        CheckpointError: missing, truncated, not a checkpoint, of another format version, or damaged (the message names what).
+        CheckpointError: the file is missing, truncated, damaged, not a checkpoint, or has another format version. The message
+            names the damaged part.
     """
     with _opened(path) as file:
         names: list[str] = []
@@ -294,7 +310,9 @@ def index_store(path: Path) -> StoreIndex:
         digests = {name: _text(file[name], "sha256") for name in names}
         root = _list_digest(digests)
         if _META not in digests or _text(file, "sha256") != root:
-            raise CheckpointError(f"The list of tensors in checkpoint {path} does not match its checksum; use an older one.")
+            raise CheckpointError(
+                f"The list of tensors in checkpoint {path} does not match its checksum; use an older checkpoint."
+            )
         size = path.stat().st_size
         places = {name: _place(file[name], digests[name], size) for name in names if name != _META}
         return StoreIndex(places, root, _meta(path, file))
@@ -314,7 +332,7 @@ def _meta(path: Path, file: h5py.File) -> dict[str, object]:
         raise ValueError("the metadata have more bytes than the file")
     text = dataset[()]
     if hashlib.sha256(text).hexdigest() != _text(dataset, "sha256"):
-        raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older one.")
+        raise CheckpointError(f"The metadata in checkpoint {path} does not match its checksum; use an older checkpoint.")
     return dict(json.loads(text))
 
 
@@ -336,20 +354,23 @@ def _damage_in(path: Path) -> Iterator[None]:
     except _DAMAGE as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"The checkpoint {path} is truncated or damaged, HDF5 cannot read it ({reason}); use an older one."
+            f"The checkpoint {path} is truncated or damaged, HDF5 cannot read it ({reason}); use an older checkpoint."
         ) from error
 
 
-#: by key, of the parts of a shard
+#: places of a shard's parts, by key
 ShardPlaces = Mapping[str, TensorPlace]
 
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """The facts of a written shard that others have to know.
+    """Facts about a written shard that other ranks need.
 
-    name: of the file. size: in bytes. sha256: of its root, over the checksums of all its parts. parts: key -> (shape of the
-    tensor, dtype, box).
+    Attributes:
+        name: name of the file.
+        size: size of the file, in bytes.
+        sha256: checksum of the root, over the checksums of all parts.
+        parts: (shape of the tensor, dtype, box of the part in the tensor), by key.
     """
 
     name: str
@@ -359,13 +380,13 @@ class ShardFacts:
 
 
 class ShardReader:
-    """Reads parts of one shard, which is opened once.
+    """Reader of the parts of one shard, whose file stays open.
 
-    A part that is read whole is always compared with its checksum. Of a smaller piece only its own bytes are read once all of the
-    shard was compared, here (`verify`) or by the reader from which the places come; until then the whole part is.
+    A part that is read whole is always compared with its checksum. Once the whole shard is verified, by `verify` or by the reader
+    that supplied `places`, a smaller piece is read without the rest of its part. Before that the whole part is read and verified.
 
     Args:
-        places: of all its parts, from a reader that has compared them; None: none has yet.
+        places: places of all parts, from a reader that verified them; None: the parts are not verified yet.
 
     Raises:
         CheckpointError: the file is missing, truncated, damaged, or belongs to another checkpoint.
@@ -382,7 +403,7 @@ class ShardReader:
             raise
 
     def verify(self) -> ShardPlaces:
-        """Read all parts, a block at a time, and compare them; their places, for other readers."""
+        """Read and verify all parts, one block at a time, and return their places for other readers."""
         block = np.empty(_BLOCK, np.uint8)
         for key, (_, dtype, box) in self._shard.parts.items():
             place, end = self._places[key], size_of(box) * np.dtype(dtype).itemsize
@@ -397,7 +418,7 @@ class ShardReader:
         return self._places
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        """Return the elements of a box, which lies in the part of that key, as a new array."""
+        """Return the elements of a box as a new array. The box must lie within the part of this key."""
         _, dtype, held = self._shard.parts[key]
         place = self._places[key]
         if box != held and not self._verified:
@@ -412,13 +433,13 @@ class ShardReader:
         return values
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def _index(self) -> ShardPlaces:
         index = index_store(self._path)
         if index.sha256 != self._shard.sha256 or not index.places.keys() >= self._shard.parts.keys():
-            raise CheckpointError(f"The shard {self._path} belongs to another checkpoint, or is damaged; use an older one.")
+            raise CheckpointError(f"The shard {self._path} is damaged or belongs to another checkpoint; use an older checkpoint.")
         return index.places
 
     def _fill(self, key: str, view: memoryview, offset: int) -> None:
@@ -438,13 +459,15 @@ class ShardReader:
 
 
 def _open_sized(path: Path, size: int) -> int:
-    """Return a descriptor of a file of exactly that size."""
+    """Open a file for reading and return its descriptor. Raises if the file does not have exactly `size` bytes."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError as error:
         raise CheckpointError(f"The shard {path} is missing; use an older checkpoint.") from error
     except OSError as error:
-        raise CheckpointError(f"The shard {path} cannot be opened ({error.strerror}); allow it, or use an older one.") from error
+        raise CheckpointError(
+            f"Cannot open the shard {path} ({error.strerror}); grant read permission, or use an older checkpoint."
+        ) from error
     actual = os.fstat(descriptor).st_size
     if actual == size:
         return descriptor
@@ -453,15 +476,15 @@ def _open_sized(path: Path, size: int) -> int:
 
 
 def contiguous_runs(held: Box, box: Box, itemsize: int) -> tuple[int, Iterator[int]]:
-    """Return the length of the contiguous runs of a box in a C-contiguous array that holds `held`, and where each begins.
+    """Return the length of the contiguous runs of `box` in a C-contiguous array that holds `held`, and the offset of each run.
 
-    The runs come in the order of the box's elements. Both boxes are in the same coordinates.
+    Lengths and offsets are in bytes. The runs are in the order of the box's elements. Both boxes use the same coordinates.
     """
     shape, lengths = shape_of(held), shape_of(box)
     if 0 in lengths:
         return 0, iter(())
     strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    inner = len(shape)  # the dims from here on are whole, so that one run goes through the dim before them
+    inner = len(shape)  # dims from `inner` on are whole, so a run extends over the dim before them
     while inner > 0 and lengths[inner - 1] == shape[inner - 1]:
         inner -= 1
     outer = max(0, inner - 1)
@@ -471,21 +494,21 @@ def contiguous_runs(held: Box, box: Box, itemsize: int) -> tuple[int, Iterator[i
     return itemsize * math.prod(lengths[outer:]), (begin + sum(place) for place in places)
 
 
-#: more open files than this a process need not have
+#: maximum number of open shards
 _MOST_READERS = 64
 
 
 class ShardedTensors(Mapping[str, np.ndarray]):
-    """Tensors by key, whole (`tensors[key]`) or a piece of them (`part`). Reading opens the shards that have it.
+    """Tensors of shards by key, read whole (`tensors[key]`) or in part (`part`). Reading opens the shards that hold the tensor.
 
-    Several readers of one checkpoint may share its verification: each verifies some of the shards and receives the places of the
-    others' (`trust`). Until a shard is verified, its parts are read whole, and compared.
+    Several readers of one checkpoint may share the verification: each verifies some of the shards, and receives the places of the
+    parts of the others (`trust`). Parts of an unverified shard are read whole and verified.
 
     Args:
-        directory: of the shards.
+        directory: directory of the shards.
 
     Raises:
-        CheckpointError: on reading: a shard is missing or damaged.
+        CheckpointError: on reading, if a shard is missing or damaged.
     """
 
     def __init__(self, directory: Path, shards: Sequence[ShardFacts]) -> None:
@@ -512,7 +535,7 @@ class ShardedTensors(Mapping[str, np.ndarray]):
         return key in self._facts
 
     def facts(self, key: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Return shape and dtype of a tensor; reads nothing."""
+        """Return shape and dtype of a tensor, without reading."""
         return self._facts[key]
 
     @property
@@ -521,29 +544,29 @@ class ShardedTensors(Mapping[str, np.ndarray]):
         return self._shards
 
     def part(self, key: str, box: Box) -> np.ndarray:
-        """Return the elements of a box of a tensor, in a new array."""
+        """Return the elements of a box of a tensor as a new array."""
         if [place for _, place in self._places[key]] == [box]:
             return self._reader(self._places[key][0][0]).read(key, box)
         values = np.empty(shape_of(box), self._facts[key][1])
-        for number, there in self._places[key]:
-            common = intersect(box, there)
+        for number, place in self._places[key]:
+            common = intersect(box, place)
             if common is not None:
                 values[relative(common, box)] = self._reader(number).read(key, common)
         return values
 
     def verify(self, numbers: Iterable[int] | None = None) -> dict[int, ShardPlaces]:
-        """Read all of the shards of these numbers, or of all shards, one block at a time; the places of their parts."""
+        """Read and verify the given shards, or all, one block at a time, and return the places of their parts by shard number."""
         chosen = list(range(len(self._shards)) if numbers is None else numbers)
         self._verified |= {number: self._reader(number).verify() for number in chosen}
         return {number: self._verified[number] for number in chosen}
 
     def trust(self, verified: Mapping[int, ShardPlaces]) -> None:
-        """Take it that these shards were verified, by who gave the places of their parts."""
+        """Treat these shards as verified. `verified` holds the places of their parts, from the reader that verified them."""
         self._verified |= verified
         self.close()
 
     def close(self) -> None:
-        """Let go of all files; they are opened again where they are needed."""
+        """Close all files. Each is reopened at its next use."""
         while self._readers:
             self._readers.popitem()[1].close()
 
@@ -557,10 +580,10 @@ class ShardedTensors(Mapping[str, np.ndarray]):
 
 
 def open_file(path: Path) -> tuple[ShardedTensors, Mapping[str, object]]:
-    """Return the tensors and the metadata of a checkpoint that is one file: one shard with whole tensors.
+    """Return the tensors and the metadata of a checkpoint that is one file, as one shard with whole tensors.
 
     Raises:
-        CheckpointError: as `index_store`.
+        CheckpointError: see `index_store`.
     """
     index = index_store(path)
     parts = {name: (place.shape, place.dtype, whole(place.shape)) for name, place in index.places.items()}
@@ -571,7 +594,7 @@ def read_file(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
     """Read all tensors and the metadata of a checkpoint that is one file, and verify every checksum.
 
     Raises:
-        CheckpointError: as `index_store`, or a tensor is damaged.
+        CheckpointError: see `index_store`; or a tensor is damaged.
     """
     tensors, meta = open_file(path)
     with contextlib.closing(tensors):

@@ -1,9 +1,8 @@
-"""Sharded checkpoints: a directory with a shard of each rank, and a manifest that is written last and lists what belongs to it.
+"""Sharded checkpoints: a directory with one shard per rank and a manifest, written last, that lists the shards and their parts.
 
-The directory has another name until its manifest is on the disk: what has the name of a checkpoint was once complete. A shard
-holds parts of tensors, each with its place in the tensor (`Part`, `ShardFacts`); `WriteShares` is the rule by which holders of
-the same tensors share what is written. `ShardedTensors` reads the tensors of a checkpoint when they are asked for, and no more
-than the pieces that are needed.
+The directory has a temporary name until its manifest is on the disk, so every directory with the name of a checkpoint has once
+been complete. A shard holds parts of tensors, each with its box in the tensor (`Part`, `ShardFacts`). `WriteShares` divides
+tensors that several ranks hold among these ranks for writing. `hdf5_store.ShardedTensors` reads the shards.
 """
 
 from __future__ import annotations
@@ -26,22 +25,28 @@ from hpctrain.core.intervals import Box, even_interval, replace_dim, shape_of, s
 from hpctrain.storage.atomic_write import not_written, partial_path, synchronise_directory, write_bytes
 from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, plain, write_store
 
-#: a smaller part is written by one of those that hold it, for each part of a file costs some time of its own
+#: minimum size of a part that its holders divide; each part of a file costs time, so one holder writes a smaller one
 _SMALLEST_SHARED_BYTES = 1 << 16
 
 
 class WriteShares:
-    """Shares parts out over holders of the same: large ones evenly, small ones to those that have least so far.
+    """Divides parts that several ranks hold among these ranks for writing.
+
+    Large parts are divided evenly; a small part is written by the rank with the fewest bytes so far.
 
     Args:
-        number: of this holder. holders: of all.
+        number: number of this rank among the holders.
+        holders: number of holders.
     """
 
     def __init__(self, number: int, holders: int) -> None:
         self._number, self._loads = number, [0] * holders
 
     def own(self, box: Box, itemsize: int) -> Box | None:
-        """Return this holder's box within one that all of them hold; None if it has none. Every holder must ask alike."""
+        """Return this rank's share of a box that all holders hold; None if it has none.
+
+        All holders must make the same calls in the same order.
+        """
         size, holders = size_of(box) * itemsize, len(self._loads)
         lengths = shape_of(box)
         dim = int(np.argmax(lengths)) if lengths else 0
@@ -56,7 +61,13 @@ class WriteShares:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor. shape: of the tensor; box: the part's place in it; values: C-contiguous, of the box's shape."""
+    """Part of a tensor.
+
+    Attributes:
+        shape: shape of the tensor.
+        box: place of the part in the tensor.
+        values: elements of the part, C-contiguous, in the box's shape.
+    """
 
     shape: tuple[int, ...]
     box: Box
@@ -64,10 +75,10 @@ class Part:
 
 
 def write_shard(directory: Path, rank: int, parts: Mapping[str, Part]) -> ShardFacts:
-    """Write a rank's shard into the directory of an unfinished checkpoint, which may have to be made, and synchronise both.
+    """Write a rank's shard into the directory of an unfinished checkpoint, which is created if missing, and synchronise both.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the shard cannot be written.
     """
     path = directory / f"shard-{rank:05d}.h5"
     try:
@@ -82,7 +93,7 @@ def write_shard(directory: Path, rank: int, parts: Mapping[str, Part]) -> ShardF
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return numbers of things of these sizes for each rank: the largest first, each to the rank with the least so far."""
+    """Return the numbers of the items for each rank: largest first, each to the rank with the smallest sum of sizes so far."""
     loads = [0] * ranks
     numbers: list[list[int]] = [[] for _ in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
@@ -93,29 +104,37 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 SUFFIX = ".shards"
-#: in the name of a checkpoint that is replaced by another one of its step
+#: marks the name of a checkpoint that is being replaced by a new one of the same step
 BEFORE = "-before"
 MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
 _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
 
 
 def unfinished(path: Path, token: str) -> Path:
-    """Return the directory for the unfinished checkpoint `path`. It names the calling process. token: of this attempt."""
+    """Return the directory for the unfinished checkpoint `path`.
+
+    Its name contains the calling process and `token`, the attempt.
+    """
     return partial_path(path, token)
 
 
 def moved_away(path: Path) -> Path:
-    """Return the name under which a checkpoint waits until another one of its step has taken its place; it can be read there."""
+    """Return the temporary name of a checkpoint that is being replaced by a new one of the same step.
+
+    It remains readable there.
+    """
     return path.with_name(f"{path.stem}{BEFORE}{path.suffix}")
 
 
 def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mapping[str, object]) -> None:
-    """Make the checkpoint `path` of the shards in `partial`: all of them are on the disk. Whole or not there, at any moment.
+    """Turn the directory `partial`, with all shards on the disk, into the checkpoint `path`.
 
-    A checkpoint of the same name stays until this one is there; for a moment it has another name.
+    At any moment it is complete or absent.
+
+    An existing checkpoint of this name is kept until the new one is in place; in between it is renamed (`moved_away`).
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     _check_complete(shards)
     facts = [{"name": s.name, "size": s.size, "sha256": s.sha256, "parts": s.parts} for s in shards if s.parts]
@@ -138,10 +157,10 @@ def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mappi
 
 
 def delete(path: Path) -> None:
-    """Delete a sharded checkpoint. Interrupted, it leaves only what `checkpoint.remove_left` removes.
+    """Delete a sharded checkpoint. If interrupted, it leaves only files that `checkpoint.remove_left` removes.
 
     Raises:
-        OSError: it cannot be deleted.
+        OSError: the checkpoint cannot be deleted.
     """
     old = unfinished(path, "old")
     shutil.rmtree(old, ignore_errors=True)
@@ -150,17 +169,17 @@ def delete(path: Path) -> None:
 
 
 def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
-    """Return tensors, which are read on access, and metadata, which are verified now.
+    """Return the tensors of a sharded checkpoint, read on access, and its metadata, verified now.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged or of another version.
+        CheckpointError: the checkpoint is missing, or its manifest is damaged or has another version.
     """
     try:
         text, digest = read_bytes(path / MANIFEST), read_bytes(path / _DIGEST, TEXT_BYTES)
     except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older one.") from error
+        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older checkpoint.") from error
     if digest != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
-        raise CheckpointError(f"The manifest of the checkpoint {path} does not match its checksum; use an older one.")
+        raise CheckpointError(f"The manifest of the checkpoint {path} does not match its checksum; use an older checkpoint.")
     content = json.loads(text)
     if content["format_version"] != _VERSION:
         raise CheckpointError(
@@ -170,7 +189,9 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
 
 
 def manifest_digest(path: Path) -> str:
-    """Return the stored checksum of a checkpoint's manifest, which covers those of all shards. Does not read the manifest.
+    """Return the stored checksum of a checkpoint's manifest, which covers the checksums of all shards.
+
+    Does not read the manifest.
 
     Raises:
         CheckpointError: the checksum is missing.
@@ -178,7 +199,7 @@ def manifest_digest(path: Path) -> str:
     try:
         return read_bytes(path / _DIGEST, TEXT_BYTES).decode("ascii", "replace").partition(" ")[0]
     except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older one.") from error
+        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older checkpoint.") from error
 
 
 def _shard(entry: Mapping[str, Any]) -> ShardFacts:
@@ -187,7 +208,7 @@ def _shard(entry: Mapping[str, Any]) -> ShardFacts:
 
 
 def _check_complete(shards: Sequence[ShardFacts]) -> None:
-    """Assert that all elements of all tensors are there, each once."""
+    """Assert that the parts contain each element of all tensors once."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in shards:

@@ -1,6 +1,6 @@
-"""Files of weights that other frameworks read and write: safetensors, and PyTorch's own where PyTorch is installed.
+"""Weight files of other frameworks: safetensors, and PyTorch's format if PyTorch is installed.
 
-Arrays by name, in whatever layout the file has; names and layouts are the business of `models.interchange`.
+The files hold arrays by name, in the layout of the other framework; `models.interchange` converts names and layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAFETENSORS = ".safetensors"
 TORCH = (".pt", ".pth")
 SUFFIXES = (SAFETENSORS, *TORCH)
 
-#: keys under which a PyTorch file may hold its state dictionary, next to other things
+#: keys under which a PyTorch file may hold its state dictionary, next to other entries
 _INNER_KEYS = ("state_dict", "model_state_dict", "model")
 _WRAPPER = "module."  # put before each name by torch's DataParallel and DistributedDataParallel
 #: parts of names that torch.compile, FSDP and activation checkpointing insert at a wrapped layer
@@ -34,25 +34,30 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """The content of a file of weights. tensors: by name, in the order of the file. metadata: texts by key."""
+    """Content of a weight file.
+
+    Attributes:
+        tensors: arrays by name, in the order of the file.
+        metadata: texts by key.
+    """
 
     tensors: Mapping[str, np.ndarray]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def read(path: Path) -> WeightsFile:
-    """Read all tensors of a file. Those of 16 bits are returned in float32, which holds them exactly.
+    """Read all tensors of a weight file. Tensors of 16 bits are returned in float32, which represents them exactly.
 
-    Removes the parts that PyTorch's wrappers of models and layers, however nested, insert into names. Names in files that
-    `ModelWeights` wrote stay.
+    Removes the name parts that PyTorch's wrappers of models and layers insert, at any depth. Names in files written by
+    `ModelWeights` are not changed.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or of another kind; it is PyTorch's, which is not installed; or two names
-            are equal without the wrappers' parts.
+        CheckpointError: the file is missing, damaged, or of another kind; PyTorch is needed but not installed; or two names are
+            equal without the wrappers' parts.
     """
     suffix = check_suffix(path, SUFFIXES)
     if not path.is_file():
-        raise CheckpointError(f"There is no file of weights {path}; give the path of one that ends in {_listed(SUFFIXES)}.")
+        raise CheckpointError(f"There is no weight file {path}; give a path that ends in {_listed(SUFFIXES)}.")
     content = _read_safetensors(path) if suffix == SAFETENSORS else _read_torch(path)
     tensors = content.tensors if "model" in content.metadata else _unwrapped(content.tensors, path)
     wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}
@@ -60,10 +65,11 @@ def read(path: Path) -> WeightsFile:
 
 
 def write(path: Path, content: WeightsFile) -> None:
-    """Write a file whole or not at all; by its name's ending a safetensors file or one of PyTorch, which keeps no metadata.
+    """Write a weight file atomically. The ending of its name selects safetensors or PyTorch's format, which has no metadata.
 
     Raises:
-        CheckpointError: another ending, or one of PyTorch, which is not installed. OSError: it cannot be written.
+        CheckpointError: the ending is not supported, or PyTorch is needed but not installed.
+        OSError: the file cannot be written.
     """
     suffix = check_suffix(path, SUFFIXES)
     tensors = {name: np.array(array, order="C") for name, array in content.tensors.items()}
@@ -76,7 +82,7 @@ def write(path: Path, content: WeightsFile) -> None:
             torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, partial)
         else:
             _safetensors(path, "safetensors.numpy").save_file(tensors, partial, metadata=dict(content.metadata))
-            partial.chmod(mode)  # which the library makes the owner's alone
+            partial.chmod(mode)  # the library restricts it to the owner
         with open(partial, "rb+") as file:
             os.fsync(file.fileno())
 
@@ -85,7 +91,7 @@ def checksum(path: Path) -> str:
     """Return the sha256 of a file's bytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -95,14 +101,14 @@ def checksum(path: Path) -> str:
 
 
 def check_suffix(path: Path, known: tuple[str, ...]) -> str:
-    """Return the ending of a file's name, which determines its kind.
+    """Return the ending of a file's name, which determines its format.
 
     Raises:
-        CheckpointError: it is not one of those that are known.
+        CheckpointError: the ending is not one of `known`.
     """
     suffix = path.suffix.lower()
     if suffix not in known:
-        raise CheckpointError(f"The name of {path} does not say which kind of file it is: it must end in {_listed(known)}.")
+        raise CheckpointError(f"Cannot determine the format of {path} from its name; it must end in {_listed(known)}.")
     return suffix
 
 
@@ -113,12 +119,12 @@ def _read_safetensors(path: Path) -> WeightsFile:
             metadata = dict(file.metadata() or {})
             brain_floats = [name for name in file.keys() if file.get_slice(name).get_dtype() == "BF16"]  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in file.keys() if name not in brain_floats}  # noqa: SIM118
-        if brain_floats:  # which NumPy does not have
+        if brain_floats:  # NumPy lacks this dtype
             raw = dict(library.deserialize(read_bytes(path, path.stat().st_size)))
             tensors |= {name: _from_bfloat16(raw[name]) for name in brain_floats}
     except (library.SafetensorError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise CheckpointError(f"{path} is no safetensors file that can be read ({reason}); write or fetch it again.") from error
+        raise CheckpointError(f"Cannot read {path} as a safetensors file ({reason}); write or download it again.") from error
     return WeightsFile(tensors, metadata)
 
 
@@ -131,23 +137,23 @@ def _read_torch(path: Path) -> WeightsFile:
     torch = _torch(path)
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a dozen types, by what the file is instead
+    except Exception as error:  # its type depends on the file's actual content
         reason = (" ".join(str(error).split()) or type(error).__name__).partition(". ")[0].rstrip(".")
         raise CheckpointError(
-            f"{path} cannot be read as tensors alone ({reason}); save model.state_dict() with torch.save, without any objects."
+            f"Cannot read {path} as tensors only ({reason}); save model.state_dict() with torch.save, without other objects."
         ) from error
     inner = next((key for key in _INNER_KEYS if isinstance(state, Mapping) and isinstance(state.get(key), Mapping)), None)
     state = state if inner is None else state[inner]
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} holds no state dictionary; save model.state_dict() with torch.save.")
+        raise CheckpointError(f"{path} contains no state dictionary; save model.state_dict() with torch.save.")
     return WeightsFile({str(name): _to_numpy(torch, tensor) for name, tensor in state.items()})
 
 
 def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
-    """Return the tensors by their names without the parts that wrappers insert.
+    """Return the tensors under their names without the parts that wrappers insert.
 
     Raises:
-        CheckpointError: two names are then equal.
+        CheckpointError: two names are equal without these parts.
     """
     names = {name: ".".join(part for part in name.split(".") if part not in _WRAPPED) for name in tensors}
     while names and all(name.startswith(_WRAPPER) for name in names.values()):
@@ -157,8 +163,8 @@ def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.nd
         other = first.setdefault(shorter, name)
         if other != name:
             raise CheckpointError(
-                f"{path} has both {other} and {name}, which are one name without the wrappers of PyTorch; save the state "
-                "dictionary of the model that is wrapped."
+                f"{path} has both {other} and {name}, which are equal without the names of PyTorch's wrappers; save the state "
+                "dictionary of the wrapped model."
             )
     return {names[name]: array for name, array in tensors.items()}
 
@@ -173,8 +179,7 @@ def _torch(path: Path) -> Any:
         import torch
     except ImportError as error:
         raise CheckpointError(
-            f"{path} is a file of PyTorch, which is not installed here: install it with `pip install torch`, or use a file "
-            f"that ends in {SAFETENSORS}."
+            f"PyTorch is needed for {path}, but not installed; run `pip install torch`, or use a file that ends in {SAFETENSORS}."
         ) from error
     return torch
 
@@ -184,7 +189,7 @@ def _safetensors(path: Path, module: str = "safetensors") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise CheckpointError(
-            f"{path} is a file of the package safetensors, which is not installed here; `pip install safetensors` does it."
+            f"The package safetensors is needed for {path}, but not installed; run `pip install safetensors`."
         ) from error
 
 

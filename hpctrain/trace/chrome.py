@@ -1,8 +1,8 @@
-"""Write the traces of all ranks to one file in Chrome's trace event format, and read the last step from it.
+"""Trace files in Chrome's trace event format: write the traces of all ranks to one file, and read the last step from it.
 
-Perfetto (ui.perfetto.dev) and chrome://tracing open such files. A rank is a process of the file. Its program is one thread
-with nested events. Each queue is a track with asynchronous events, because its operations may overlap. Times are
-microseconds of rank 0's clock. `last_steps` returns when each rank computed, waited, and had messages in flight.
+Perfetto (ui.perfetto.dev) and chrome://tracing open such files. Each rank is a process of the file. Its program is one thread
+with nested events. Each queue is a track with asynchronous events, because its operations may overlap. Times are microseconds of
+rank 0's clock. `last_steps` returns when each rank computed, waited, and had messages in flight.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _PROGRAM = 0  # thread number of the program's own events; queues follow
 
 
 class ChromeTrace:
-    """Writes one rank after another; the file is complete once the `with` block has ended.
+    """Writer of a trace file, one rank after another. The file is complete at the end of the `with` block.
 
     Args:
-        base_ns: the instant, by rank 0's clock, that becomes 0.
+        path: path of the file.
+        base_ns: time of rank 0's clock that becomes 0.
 
     Attributes:
-        error: the first operating system error. Nothing is written after it, and the file is removed at the end.
+        error: first operating system error. Nothing is written after it, and the file is removed at the end.
     """
 
     def __init__(self, path: Path, base_ns: int) -> None:
@@ -55,7 +56,7 @@ class ChromeTrace:
 
     @contextlib.contextmanager
     def _kept_errors(self) -> Iterator[None]:
-        """Catch operating system errors inside the block, and write nothing after the first."""
+        """Catch operating system errors inside the block, and write nothing after the first one."""
         try:
             yield
         except OSError as error:
@@ -70,7 +71,13 @@ class ChromeTrace:
         self._metadata.update(values)
 
     def add_rank(self, rank: int, events: Events, name: str | None = None) -> None:
-        """Write the events of one rank, whose times are on rank 0's clock. name: the rank's name in viewers; None: "rank 3"."""
+        """Write the events of one rank.
+
+        Args:
+            rank: rank, the process number in the file.
+            events: events with times of rank 0's clock.
+            name: name of the rank in viewers; None: "rank 3".
+        """
         with self._kept_errors():
             self._add_rank(rank, events, f"rank {rank}" if name is None else name)
 
@@ -107,7 +114,7 @@ class ChromeTrace:
         self._line(json.dumps(event))
 
     def _line(self, text: str) -> None:
-        if self._file is None:  # after an error
+        if self._file is None:  # closed after an error
             return
         self._file.write("\n" + text if self._first else ",\n" + text)
         self._first = False
@@ -116,7 +123,7 @@ class ChromeTrace:
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
-#: kinds of what a program does, by the category of its events
+#: kind of the program's activity for each category of events
 PROGRAM = {"forward": "forward", "input": "backward", "parameters": "backward", "update": "update", "wait": "waiting"}
 MESSAGES = "messages"
 _SECONDS = 1e-6
@@ -127,11 +134,12 @@ class StepLanes:
     """One step of one rank.
 
     Attributes:
-        begin_seconds: begin, relative to the first rank's.
-        seconds: its length.
-        lanes: by kind (the values of `PROGRAM`, and `MESSAGES`), disjoint sorted intervals in seconds since the first rank's
+        rank: rank of the process.
+        begin_seconds: begin of the step, relative to the first rank's.
+        seconds: duration of the step.
+        lanes: disjoint sorted intervals by kind (the values of `PROGRAM`, and `MESSAGES`), in seconds since the first rank's
             begin.
-        tracks: intervals of messages, by the name of their queue.
+        tracks: intervals of messages by the name of their queue.
     """
 
     rank: int
@@ -171,7 +179,7 @@ def _of_rank(rank: int, events: Sequence[Event], step: Interval, zero: float) ->
 
 
 def _messages(events: Sequence[Event]) -> dict[str, list[Interval]]:
-    """Return, by track, each operation from its post to its end."""
+    """Return the interval of each operation from its post to its end, by track."""
     names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     posted = {event["id"]: event["ts"] for event in events if event["ph"] == "b" and event.get("cat") == "communication"}
     tracks: dict[str, list[Interval]] = {}
@@ -182,7 +190,7 @@ def _messages(events: Sequence[Event]) -> dict[str, list[Interval]]:
 
 
 def _within(intervals: Iterable[Interval], step: Interval, zero: float) -> list[Interval]:
-    """Return the parts of the intervals inside a step, in order, in seconds from `zero` on."""
+    """Return the sorted parts of the intervals inside a step, in seconds since `zero`."""
     inside = ((max(first, step[0]), min(last, step[1])) for first, last in intervals)
     return sorted(((first - zero) * _SECONDS, (last - zero) * _SECONDS) for first, last in inside if last > first)
 

@@ -1,13 +1,14 @@
 """Tabulate the time of a step from its trace: layer | compute | communication | hidden | exposed | rank that came late.
 
-All numbers are means over the counted steps of one rank, in seconds. Each instant of the program counts once: as computation
-of a row, as posting and testing of messages, as a wait of a row (exposed), or as time in no recorded event (left over). So
-compute, messages and exposed of all rows and the left over add up to the step. Communication overlaps with the program: a
-row's communication is the time in which at least one of its operations was posted and not known to be complete; hidden is
-the part of it in which the program did not wait. Exposed time is never a difference: it is the measured waits, without
-what was computed in them.
+All numbers are means over the counted steps of one rank, in seconds. Each instant of the program counts once: as computation of a
+row, as posting and testing of messages, as a wait of a row (exposed), or as time in no recorded event (left over). Compute,
+messages and exposed of all rows and the left over therefore add up to the step.
 
-A set of intervals is a pair of int64 arrays (start, stop); `union` makes it sorted and disjoint, as the other functions require.
+Communication overlaps with the program. The communication of a row is the time in which at least one of its operations was posted
+and not known to be complete; hidden is the part of it in which the program did not wait. Exposed time is not a difference: it is
+the measured waits without the updates computed during them.
+
+A set of intervals is a pair of int64 arrays (start, stop). `union` makes it sorted and disjoint, as the other functions require.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Intervals: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 def union(start: np.ndarray, stop: np.ndarray) -> Intervals:
-    """Return the same instants as sorted, disjoint intervals."""
+    """Return the union of intervals as sorted, disjoint intervals."""
     order = np.argsort(start, kind="stable")
     start, stop = start[order], stop[order]
     if not len(start):
@@ -37,7 +38,7 @@ def union(start: np.ndarray, stop: np.ndarray) -> Intervals:
 
 
 def total_length(intervals: Intervals) -> int:
-    """Return the total length."""
+    """Return the total length of disjoint intervals."""
     return int((intervals[1] - intervals[0]).sum())
 
 
@@ -59,9 +60,9 @@ def clip(a: Intervals, window: Intervals) -> Intervals:
 
 
 def own_time(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return sorted segments (start, stop, index) of nested intervals: each instant belongs to the innermost one that covers it.
+    """Return sorted segments (start, stop, index) of nested intervals, each with the index of the innermost interval there.
 
-    Intervals nest as calls do: an inner one ends no later than the one in which it started (clipped if clocks round).
+    Intervals nest as calls do: an inner one ends no later than the one in which it started (it is clipped if clocks round).
     """
     order = np.lexsort((-stop, start))
     segments: list[tuple[int, int, int]] = []
@@ -88,7 +89,7 @@ def own_time(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _covered(intervals: Intervals, at: np.ndarray) -> np.ndarray:
-    """Return the length of the part of a disjoint set before each of the instants `at`."""
+    """Return the length of the part of a disjoint set before each of the times `at`."""
     start, stop = intervals
     before = np.concatenate([[0], np.cumsum(stop - start)])
     k = np.searchsorted(start, at, side="right")
@@ -102,16 +103,16 @@ _MESSAGES = (Category.AVERAGING, Category.MESSAGES)
 _WORD = re.compile(r"[\w.]+")
 _SECONDS = 1e-9
 
-# Accepted types of a field, by the text of its annotation.
+# accepted types of a field, by the text of its annotation
 _TYPES: dict[str, type | tuple[type, ...]] = {"float": (int, float), "int": (int, float), "str": str}
 
 
 @dataclass(frozen=True)
 class Late:
-    """The lateness of ranks in a row's collectives.
+    """Lateness of ranks in a row's collectives.
 
     Attributes:
-        rank: the rank that most often posted last.
+        rank: rank that most often posted last.
         share: share of the collectives in which it posted last.
         behind_first_seconds: mean delay after the first rank in these collectives.
     """
@@ -126,10 +127,17 @@ class Row:
     """One line of the table, in seconds per step.
 
     Attributes:
-        kind: "layer", "communication" (of no single layer) or "work".
-        compute_seconds: for a layer, the sum of the phases (forward, gradients of its parameters and of its input).
-        messages_seconds: the program's own time for posting and testing.
-        delay_seconds: total upper bound of the time between the turns of operations and their posts.
+        name: name of a layer, an operation or other work.
+        kind: "layer", "communication" (if it belongs to no single layer) or "work".
+        compute_seconds: time of computation; for a layer, the sum of the phases (forward, parameters, input).
+        forward_seconds, parameters_seconds, input_seconds: time of each phase of a layer.
+        communication_seconds: time in which operations were in flight.
+        hidden_seconds: part of it in which the program did not wait.
+        exposed_seconds: time of waits.
+        operations: number of operations per step.
+        late: rank that came late; None if unknown.
+        messages_seconds: time of the program for posting and testing.
+        delay_seconds: upper bound of the total time between the turns of operations and their posts.
     """
 
     name: str
@@ -152,9 +160,12 @@ class TimeTable:
     """All rows, and their total.
 
     Attributes:
-        step_seconds: mean of the counted steps.
-        median_step_seconds: median of the same steps.
-        events: recorded events per step.
+        left_over_seconds: time in no recorded event.
+        step_seconds: mean duration of the counted steps.
+        median_step_seconds: median duration of the same steps.
+        steps: number of counted steps.
+        events: number of recorded events per step.
+        tracing_seconds: time that the recording took per step.
     """
 
     rows: tuple[Row, ...]
@@ -174,7 +185,7 @@ def from_json(content: Mapping[str, Any]) -> TimeTable:
     """Return the table from the result of `dataclasses.asdict`.
 
     Raises:
-        TypeError, KeyError: other content.
+        TypeError, KeyError: the content is not that of a table.
     """
     rows = tuple(_row_from_json(row) for row in content["rows"])
     return _checked(TimeTable(**{**content, "rows": rows, "total": _row_from_json(content["total"])}))
@@ -189,7 +200,7 @@ def _checked(value: _Stored) -> _Stored:
     """Return `value` after a check of the types of its fields.
 
     Raises:
-        TypeError: a field is of another type.
+        TypeError: a field has another type.
     """
     for each in fields(value):
         expected = _TYPES.get(str(each.type))
@@ -199,7 +210,11 @@ def _checked(value: _Stored) -> _Stored:
 
 
 class RowNames:
-    """Names of rows: the layer's name if an event's name contains one layer or parameter of one, otherwise the event's own."""
+    """Names of rows.
+
+    An event that names exactly one layer, or parameters of one layer, belongs to the row of that layer. Any other event belongs
+    to the row of its own name.
+    """
 
     def __init__(self, layers: Iterable[str]) -> None:
         self.layers = tuple(dict.fromkeys(layers))
@@ -227,7 +242,7 @@ def layer_names(events: Events) -> tuple[str, ...]:
 
 
 def counted_steps(events: Events, skip: int = 1) -> Intervals:
-    """Return the recorded steps, sorted, without the first `skip` (which make plans and buffers) unless none is left then."""
+    """Return the recorded steps, sorted, without the first `skip`, which make plans and buffers. With fewer steps, return all."""
     steps = events.of(Category.STEP)
     order = np.argsort(steps.start_ns)
     if len(order) > skip:
@@ -282,7 +297,7 @@ def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
 
 
 def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
-    """Assign every instant of the program to its row; return the waits as intervals, and the left-over time, in ns."""
+    """Assign every instant of the program to its row, and return the waits as intervals and the left-over time in ns."""
     program = inside.select(~np.isin(inside.category, CONCURRENT))
     start, stop, owner = own_time(program.start_ns, program.stop_ns)
     lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
@@ -309,7 +324,7 @@ def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, flo
 def _communication(
     events: Events, names: RowNames, rows: dict[str, dict[str, float]], window: Intervals, waits: Intervals
 ) -> int:
-    """Add each row's communication and hidden time, in ns; return the length of all communication together."""
+    """Add each row's communication and hidden time in ns, and return the total time with any communication."""
     operations = events.of(Category.COMMUNICATION)
     begun = _starts_in(operations.start_ns, window)
     members: dict[str, list[int]] = {}
@@ -327,7 +342,7 @@ def _communication(
 
 
 def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> None:
-    """Add each row's delays of postings that began in a step, in ns."""
+    """Add the delays of postings that began in a step to their rows, in ns."""
     delays = inside.of(Category.DELAY)
     for name, nanoseconds in zip(delays.name.tolist(), (delays.stop_ns - delays.start_ns).tolist(), strict=True):
         _add(rows, names.of(delays.names[name]), "communication", "delay", nanoseconds)
@@ -366,15 +381,17 @@ def _row(name: str, values: Mapping[str, float], per_step: float) -> Row:
     )
 
 
-#: columns of numbers
+#: numeric columns of a row
 _COLUMNS = tuple(column.name for column in fields(Row) if column.type == "float")
 
 
 def merge(tables: Sequence[TimeTable], late: Mapping[str, Late], ranks: Sequence[int] | None = None) -> TimeTable:
-    """Return the mean over ranks, row by row, with late ranks; a rank without a row counts as zero.
+    """Return the mean over ranks, row by row, with late ranks. A rank without a row counts as zero.
 
     Args:
-        ranks: number of ranks for which each table stands; None: one.
+        tables: table of each rank.
+        late: late rank of each row.
+        ranks: number of ranks that each table represents; None: one.
     """
     weights = [1] * len(tables) if ranks is None else ranks
     rows: dict[str, list[tuple[Row, int]]] = {}
@@ -407,7 +424,13 @@ def _mean(rows: Sequence[tuple[Row, int]], count: int) -> Row:
 
 @dataclass(frozen=True)
 class Postings:
-    """One rank's posted operations on rank 0's clock. groups: for each queue, the world rank of its group's first member."""
+    """One rank's posted operations on rank 0's clock.
+
+    Attributes:
+        rank: rank in the world.
+        operations: recorded operations.
+        groups: world rank of the first member of each queue's group.
+    """
 
     rank: int
     operations: Events
@@ -415,10 +438,10 @@ class Postings:
 
 
 def latest(postings: Sequence[Postings], names: RowNames, window: Intervals) -> dict[str, Late]:
-    """Return, for each row, which rank came late to its collectives.
+    """Return for each row the rank that came late to its collectives.
 
-    Operations of one group, queue and sequence number are one collective. A collective counts if several ranks posted it, and
-    the first of them inside `window` (on rank 0's clock).
+    Operations of one group, queue and sequence number are one collective. A collective counts if several ranks posted it and the
+    first post is inside `window` (on rank 0's clock).
     """
     arrivals: dict[tuple[int, str, int], list[tuple[int, int, str]]] = {}
     for each in postings:

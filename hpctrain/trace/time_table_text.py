@@ -1,4 +1,4 @@
-"""Format a time table for a terminal: shares and milliseconds of a step, the longest rows first, and the hidden communication."""
+"""Time tables as text for a terminal: shares and milliseconds of a step, longest rows first, and the hidden communication."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def lines(
     width: int | None = COLUMNS,
     most: int | None = LINES,
 ) -> list[str]:
-    """Return the lines of the table, the rows with the most time first; rows without room are summed in one.
+    """Return the lines of the table, longest rows first. Rows that do not fit are summed in one line.
 
     Args:
-        clock_error_seconds: smaller delays of late ranks are within the error of the clocks, and not shown.
-        width: columns, to which long names are folded; None: no limit.
+        table: time table.
+        clock_error_seconds: error of the clocks; smaller delays of late ranks are not shown.
+        ranks: number of ranks.
+        width: number of columns, to which long names are folded; None: no limit.
         most: maximum number of lines; None: no limit.
     """
     step = table.step_seconds
@@ -52,7 +54,7 @@ def lines(
 
 
 def is_sum(line: str) -> bool:
-    """Return whether a line is the sum of the rows without room."""
+    """Return whether a line is the sum of the rows that did not fit."""
     return _SUM.match(line) is not None
 
 
@@ -70,18 +72,18 @@ def _summary(table: TimeTable, ranks: int) -> str:
 
 
 def _sum(rows: Sequence[Row]) -> Row:
-    """Return the sum of the rows without room, without their communication, because simultaneous times do not add up."""
+    """Return the sum of the rows that did not fit, without their communication, because simultaneous times do not add up."""
     compute = sum(row.compute_seconds for row in rows)
     return Row(f"and {len(rows)} more", "work", compute_seconds=compute, exposed_seconds=sum(map(_taken, rows)))
 
 
 def _share(row: Row) -> float:
-    """Return the time of the program that a row used."""
+    """Return the program's time for a row."""
     return row.compute_seconds + _taken(row)
 
 
 def _taken(row: Row) -> float:
-    """Return the time of the program that messages used: waits, and its own work for them."""
+    """Return the program's time for messages: waits, posting and testing."""
     return row.exposed_seconds + row.messages_seconds
 
 
@@ -124,7 +126,7 @@ def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def _folded(text: str, width: int | None) -> list[str]:
-    """Return the lines of a text; from the second line on they are two columns shorter, for the indent."""
+    """Return the lines of a text. Lines after the first are two columns shorter, because they are indented."""
     if width is None or len(text) <= width:
         return [text]
     first, *rest = textwrap.wrap(text, width, break_on_hyphens=False)

@@ -1,7 +1,8 @@
-"""A recorder of timed events. Its arrays are allocated once; there is no object per event, and no cost without a recorder.
+"""Recorder of timed events. Its arrays are allocated once; events are no objects, and code without a recorder has no cost.
 
 Code that can be traced holds a `Tracer` or None and tests `if tracer is not None`. Times are nanoseconds of one process's clock;
-`ClockMap` (comm/link.py) maps several processes' clocks to one. `chrome.py` writes the events, `time_table.py` sums them up.
+`ClockMap` (comm/link.py) maps the clocks of several processes to one. `chrome.py` writes the events, `time_table.py` sums them
+up.
 """
 
 from __future__ import annotations
@@ -16,37 +17,37 @@ from typing import Any
 
 import numpy as np
 
-#: events of a job's file that viewers can open, and the least and most events of one rank
+# maximum number of events in a job's file that viewers can open, and minimum and maximum number of events of one rank
 _JOB_EVENTS = 1 << 21
 _FEWEST_EVENTS = 1 << 14
 _MOST_EVENTS = 1 << 18
 
 
-#: name of the work of averager and progress engine between operators, and for messages inside of them
+#: name of the time that averager and progress engine take between operators, and for messages inside of them
 HOOKS = "posting and progress"
 
 
 class Category(IntEnum):
-    """The kind of an event. Events in CONCURRENT overlap with the program; all others are the program's own time and nest."""
+    """Kind of an event. Events in CONCURRENT overlap with the program; all others are the program's time, and nest."""
 
-    FORWARD = 0  # an operator's three phases; name: the layer
+    FORWARD = 0  # first of an operator's three phases; name: name of the layer
     PARAMETERS = 1
     INPUT = 2
     COMMUNICATION = 3  # from the start of the post until completion was noticed; name: purpose, track: queue, number: sequence
-    WAIT = 4  # the program can only wait; name, track and number of the awaited operation
-    UPDATE = 5  # optimiser
-    AVERAGING = 6  # averager's own work between operators, posting, progress calls
+    WAIT = 4  # the program waits; name, track and number: those of the awaited operation
+    UPDATE = 5  # update by the optimiser
+    AVERAGING = 6  # work of the averager between operators: posting and progress
     LOADING = 7  # wait for the next batch
     WORK = 8  # other named work of the step
-    STEP = 9  # a whole step, loading included; number: its position in the epoch
-    MESSAGES = 10  # the engine's time for posting and progress, outside of waits; an update inside is an event of its own
-    THREAD = 11  # in parallel with the program: work of a second thread on messages, updates included
-    DELAY = 12  # in parallel with the program: from an operation's possible turn until its posting began; track and number
+    STEP = 9  # a whole step with the loading of its batch; number: position in the epoch
+    MESSAGES = 10  # time of the engine for posting and progress, outside of waits; an update inside is a separate event
+    THREAD = 11  # concurrent: work of a second thread on messages, including updates
+    DELAY = 12  # concurrent: from the turn of an operation until its posting began; track and number
 
 
 #: track of a second thread's events
 THREAD_TRACK = "posting thread"
-#: kinds that are not the program's own time
+#: kinds that overlap with the program
 CONCURRENT = (Category.COMMUNICATION, Category.THREAD, Category.DELAY)
 
 
@@ -61,8 +62,8 @@ class Events:
         names, tracks: strings; `name` and `track` are indices into them.
         category, name, track: int32 (n,).
         number: int64 (n,).
-        start_ns, stop_ns: int64 (n,), by the clock of the process.
-        dropped: number of events that did not fit.
+        start_ns, stop_ns: times of the process's clock, int64 (n,).
+        dropped: number of events that exceeded the capacity.
     """
 
     names: tuple[str, ...]
@@ -89,13 +90,13 @@ class Events:
 
 
 class Tracer:
-    """Records events of one thread, and separately those of a second thread, whose own time is of kind THREAD.
+    """Records events of one thread, and separately those of a second thread, whose events get the kind THREAD unless concurrent.
 
-    Counts the events that exceed its capacity as dropped.
+    Events that exceed the capacity are counted as dropped.
 
     Args:
-        capacity: number of events.
-        clock_ns: returns nanoseconds since any start.
+        capacity: maximum number of events of each thread.
+        clock_ns: function that returns nanoseconds since an arbitrary start.
     """
 
     def __init__(self, capacity: int, *, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -104,7 +105,7 @@ class Tracer:
         self.capacity = capacity
         self.dropped = 0
         self._count = 0
-        # Plain arrays: writing an element is several times faster than with NumPy's.
+        # Writing an element of a plain array is several times faster than one of a NumPy array.
         self._category = array("i", bytes(4 * capacity))
         self._name = array("i", bytes(4 * capacity))
         self._track = array("i", bytes(4 * capacity))
@@ -150,13 +151,13 @@ class Tracer:
             self._second_tracer.clear()
 
     def second_thread(self, identifier: int | None) -> None:
-        """Record calls of the thread with this identifier separately from now on; None: there is no second thread."""
+        """Record further calls of the thread with this identifier separately; None: there is no second thread."""
         if identifier is not None and self._second_tracer is None:
             self._second_tracer = Tracer(self.capacity, clock_ns=self.clock_ns)
         self._second = identifier
 
     def events(self) -> Events:
-        """Return a copy of the recorded events; those of a second thread come last."""
+        """Return a copy of the recorded events. Those of a second thread come last."""
         own_events = self._own_events()
         return own_events if self._second_tracer is None else joined(own_events, self._second_tracer.events())
 
@@ -178,7 +179,7 @@ class Tracer:
 
 
 def joined(first: Events, second: Events) -> Events:
-    """Return the events of both, in this order."""
+    """Return the events of `first`, followed by those of `second`."""
     names, tracks = (
         tuple(dict.fromkeys((*one, *other))) for one, other in ((first.names, second.names), (first.tracks, second.tracks))
     )
@@ -192,12 +193,12 @@ def joined(first: Events, second: Events) -> Events:
 
 
 def capacity_for(ranks: int) -> int:
-    """Return the number of events that each rank of a job records, so that viewers can open the job's file."""
+    """Return the number of events to record on each rank, so that viewers can open the job's file."""
     return max(_FEWEST_EVENTS, min(_MOST_EVENTS, _JOB_EVENTS // ranks))
 
 
 def cost_per_event_seconds(events: int = 20_000) -> float:
-    """Return the CPU time of two clock readings and the record of one event, measured now; the minimum of three."""
+    """Measure and return the CPU time of two clock readings and the record of one event; the minimum of three measurements."""
     tracer = Tracer(events)
     clock_ns = tracer.clock_ns
     best = float("inf")

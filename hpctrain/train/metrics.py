@@ -16,8 +16,7 @@ import numpy as np
 
 from hpctrain.backend.operators import LossSums
 from hpctrain.comm.base import Communicator, GradientSums
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.comm.sums import tree_sums_over
 from hpctrain.core.intervals import ShardsOfRank
 

@@ -8,13 +8,12 @@ that is being written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.group_sums import JointNorms
@@ -40,7 +39,7 @@ from hpctrain.train.metrics import RunningSums, StepReduction, StepTotals
 from hpctrain.train.passes import Passes
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position, Shards
-from hpctrain.train.step import StepGuard, TimedOptimizer, TrainingStep
+from hpctrain.train.step import StepGuard, TrainingStep
 from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
 
 #: phase of a user program outside hpctrain's calls
@@ -143,22 +142,9 @@ class LoopState:
             )
 
 
-@dataclass(frozen=True)
-class Optimizers:
-    """Optimisers of a replica, by parameter group.
-
-    Attributes:
-        unbound: optimisers that averagers are to bind and own.
-        guards: wrappers inside these optimisers that detect writes to their state by other code.
-    """
-
-    unbound: dict[str, Optimizer] = field(default_factory=dict)
-    guards: dict[str, GuardedOptimizer] = field(default_factory=dict)
-
-
 def make_optimizers(
     make: Callable[[], Optimizer] | None, network: Network, progress: ProgressEngine, ema: EmaRule | None
-) -> Optimizers:
+) -> dict[str, GuardedOptimizer]:
     """Return one optimiser per parameter group; none if `make` is None.
 
     Args:
@@ -168,18 +154,14 @@ def make_optimizers(
     Raises:
         BackendError: the optimiser cannot compute where the arrays of the network are stored.
     """
-    optimizers = Optimizers()
     if make is None:
-        return optimizers
-    for name in network.groups:
-        guard = optimizers.guards[name] = GuardedOptimizer(with_ema(usable(make(), network), ema))
-        optimizers.unbound[name] = TimedOptimizer(guard, progress)
-    return optimizers
+        return {}
+    return {name: GuardedOptimizer(with_ema(usable(make(), network), ema), progress) for name in network.groups}
 
 
 def make_strategies(
     make: Callable[[PlannedGroup], Strategy] | None,
-    optimizers: Optimizers,
+    optimizers: Mapping[str, Optimizer],
     network: Network,
     groups: GridGroups,
     nominal_batch: int | None,
@@ -194,7 +176,7 @@ def make_strategies(
     if make is None:
         return {}
     planned = partial(_planned_group, network, groups, nominal_batch, passes)
-    strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.unbound.items()}
+    strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.items()}
     for strategy in strategies.values():
         _check_rounding(strategy, network)
     return strategies
@@ -249,7 +231,7 @@ def make_averagers(
     groups: GridGroups,
     progress: ProgressEngine,
     strategies: Mapping[str, Strategy],
-    optimizers: Optimizers,
+    optimizers: Mapping[str, Optimizer],
     stored: Mapping[str, CollectiveSchedule],
     transport: Transport,
     passes: Passes,
@@ -267,7 +249,7 @@ def make_averagers(
         CollectiveMismatchError: the schedules of the ranks differ.
     """
     norms = None
-    if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.unbound.values()):
+    if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.values()):
         norms = JointNorms(groups.norms, progress, tuple(network.groups.values()))
     shared = None
     if MODEL in network.groups and strategies:
@@ -278,7 +260,7 @@ def make_averagers(
         group, comm = network.groups[name], groups.gradients[name]
         gradients = passes.gradients(group, comm)
         of_group = _transport_of(name, network, transport)
-        setup = AveragerSetup(group, optimizers.unbound[name], comm, progress, norms, shared, of_group, gradients)
+        setup = AveragerSetup(group, optimizers[name], comm, progress, norms, shared, of_group, gradients)
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 
@@ -439,7 +421,7 @@ class Replica:
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
         if self._checks.every_steps and averagers:
-            self.watch = WeightWatch(self.network, averagers, self._optimizers.guards, self.average, self.groups, self._checks)
+            self.watch = WeightWatch(self.network, averagers, self._optimizers, self.average, self.groups, self._checks)
         self._step = self._training_step()
         if self._skips:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness, self.watch)

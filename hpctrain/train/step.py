@@ -1,9 +1,9 @@
 """One training step: forward, loss and backward of each micro-batch. Gradients are announced as they become final.
 
-If a step is traced, operators, the time between them and updates are recorded (`TracingHooks`, `TimedOptimizer`). `StepGuard`
-undoes steps with non-finite values. All ranks agree on each step before any rank continues: the step updates the parameters as
-usual, slice by slice. After its last update every rank checks the values that it has updated, and the ranks sum one number. If
-any rank has found a non-finite value, each restores its copy from before the step.
+If a step is traced, `TracingHooks` records operators and the time between them. `StepGuard` undoes steps with non-finite values.
+All ranks agree on each step before any rank continues: the step updates the parameters as usual, slice by slice. After its last
+update every rank checks the values that it has updated, and the ranks sum one number. If any rank has found a non-finite value,
+each restores its copy from before the step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.nn.network import Network
-from hpctrain.nn.parameter import FlatGroup, Parameter, Segment
+from hpctrain.nn.parameter import FlatGroup, Parameter
 from hpctrain.nn.program import StepHooks
-from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
 from hpctrain.train.finiteness import Cause, FiniteCheck, Finiteness
 from hpctrain.train.metrics import StepReduction
@@ -91,29 +90,6 @@ class TracingHooks(StepHooks):
     def data_free(self, parameter: Parameter) -> None:
         self._inner.data_free(parameter)
         self._ready = self._clock_ns()
-
-
-class TimedOptimizer(ForwardingOptimizer):
-    """Optimiser that reports its updates to the engine's account, and records them if there is a tracer."""
-
-    def __init__(self, inner: Optimizer, progress: ProgressEngine) -> None:
-        super().__init__(inner)
-        self._account, self._trace = progress.account, progress.trace
-
-    def prepare_norms(self, segments: Sequence[Segment]) -> None:
-        if self.prepares_norms:
-            self._timed(segments, lambda: self.inner.prepare_norms(segments))
-
-    def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        self._timed(segments, lambda: self.inner.update(segments, lr, norms))
-
-    def _timed(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
-        begin_ns = self._account.clock_ns()
-        write()
-        stop_ns = self._account.clock_ns()
-        self._account.updated(begin_ns, stop_ns)
-        if segments and self._trace is not None:
-            self._trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
 
 
 class Sum(Protocol):

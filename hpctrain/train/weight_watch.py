@@ -168,7 +168,7 @@ class PartGuard:
     """Detects changes of a part's pieces between two writes. All buffers are allocated in the constructor.
 
     Attributes:
-        found: names of the pieces that had changed when a change was first detected; empty if none has.
+        changed_arrays: names of the pieces that had changed when a change was first detected; empty if none has.
         remembered: whether the correct values are known.
     """
 
@@ -178,7 +178,7 @@ class PartGuard:
         self._on_host = all(piece.arithmetic.on_host for piece in self._part)
         self._asked: list[tuple[Sequence[int], Fetch]] = []
         self.remembered = False
-        self.found: tuple[str, ...] = ()
+        self.changed_arrays: tuple[str, ...] = ()
 
     def remember(self) -> None:
         """Remember the current values as correct. Call it just after they were written."""
@@ -208,9 +208,9 @@ class PartGuard:
         self._asked = [(numbers, guard.fetch_changed()) for numbers, guard in self._guards]
 
     def read_findings(self) -> None:
-        """Update `found` from the latest `fetch_findings`."""
+        """Update `changed_arrays` from the latest `fetch_findings`."""
         changed = sorted(numbers[place] for numbers, fetch in self._asked for place in np.flatnonzero(fetch.result()).tolist())
-        self.found = self.found or tuple(self._part[number].name for number in changed)
+        self.changed_arrays = self.changed_arrays or tuple(self._part[number].name for number in changed)
         self._asked = []
 
     def verify(self) -> None:
@@ -609,7 +609,7 @@ class WeightWatch:
         """Return whether any values that only this rank writes have changed without a write. After a drain."""
         for guard in self._guards:
             guard.verify()
-        return any(guard.found for guard in self._guards)
+        return any(guard.changed_arrays for guard in self._guards)
 
     def explains(self, findings: Sequence[Finding | None]) -> bool:
         """Return whether damage on some ranks explains non-finite values. Collective; after a drain, and before `error`.
@@ -657,7 +657,7 @@ class WeightWatch:
             kept_step: step of the newest checkpoint; None if there is none.
         """
         self.verify()  # an owner may not yet have compared its arrays with the values that it wrote
-        changed = tuple(name for guard in self._guards for name in guard.found)
+        changed = tuple(name for guard in self._guards for name in guard.changed_arrays)
         reports = self._comm.allgather_object(RankReport(self._sent, changed))
         found = difference(reports, (*self._alike, *self._alike), self._comm.world_ranks, self._sent_step)
         text = " ".join(filter(None, (found.sentence(kept_step), self._hint)))
@@ -673,7 +673,7 @@ class WeightWatch:
     def _knows_owned(self, name: str) -> bool:
         """Return whether a group's owned parameters are known to hold the last update's values, or are reported as changed."""
         rounded = self._rounded.get(name)
-        return self._optimizers[name].vouches if rounded is None else all(guard.remembered for guard in rounded)
+        return self._optimizers[name].guards_all_parameters if rounded is None else all(guard.remembered for guard in rounded)
 
     def _turn(self, step: int, parts: Sequence[object]) -> int:
         """Return the index of the part that is compared after `step` steps."""
@@ -696,7 +696,7 @@ class WeightWatch:
             guard.read_findings()
         kinds = (self._sent[kind::_KINDS] for kind in range(_KINDS))
         checksums = [zlib.crc32(b"".join(one.digests.tobytes() for one in kind)) for kind in kinds]
-        return self._agreed.numbers(checksums, found=any(guard.found for guard in self._guards))
+        return self._agreed.numbers(checksums, found=any(guard.changed_arrays for guard in self._guards))
 
 
 def _complete(averagers: Iterable[GradientAverager], part: WatchedPart) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging import agreement, link_simulation, slicing
+from hpctrain.averaging import averagers, link_simulation, slicing
 from hpctrain.averaging.averager_state import UndoCopy, copy_parameters, swap_parameters, unique_segments
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.link_simulation import StepClock, Times
-from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategies.blocking import Blocking, BlockingAverager
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
@@ -33,8 +34,7 @@ from hpctrain.backend.operators import Operator, StepContext
 from hpctrain.backend.specs import Spec, TensorSpec
 from hpctrain.comm.base import Communicator, Complete, SingleCommunicator
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.posting_queue import LocalEvent
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import LocalEvent, ProgressEngine
 from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
@@ -287,7 +287,7 @@ def _run(averager: GradientAverager, steps: range) -> None:
 
 
 def _measure(monkeypatch: pytest.MonkeyPatch, link: LinkModel) -> None:
-    monkeypatch.setattr(agreement, "calibrate", lambda comm, progress: link)
+    monkeypatch.setattr(averagers, "calibrate", lambda comm, progress: link)
 
 
 def _first(strategy: str, ranks: int, steps: range, sizes: str = "measured") -> list[StoredRun]:
@@ -342,7 +342,7 @@ def test_an_order_not_yet_measured_is_measured_after_the_resume(monkeypatch: pyt
     _measure(monkeypatch, FAST)
     first = _first("sharded", 2, range(stop))[0]
     assert CollectiveSchedule.from_json(first[2]).timed is (stop > 5)
-    monkeypatch.setattr(agreement, "calibrate", calibrate)
+    monkeypatch.setattr(averagers, "calibrate", calibrate)
     assert CollectiveSchedule.from_json(_second("sharded", 2, range(stop, 12), first, stored=True)[0][2]).timed
     assert bool(measured) is (stop <= 5)
 
@@ -513,7 +513,7 @@ def test_an_averager_that_owns_parts_says_which_of_them_count(monkeypatch: pytes
 
     def taken(comm: ThreadCommunicator) -> None:
         (averager,) = made(comm, task_on(1, 2, "plain"), "blocking").averagers.values()
-        with pytest.raises(AssertionError, match="which of them count"):
+        with pytest.raises(AssertionError, match="must define `counted`"):
             list(unique_segments(averager))
 
     run_virtual(2, taken)

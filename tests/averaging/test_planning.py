@@ -144,9 +144,9 @@ def test_a_linear_layer_in_slices_leaves_each_rank_as_many_rows(inputs: int, out
 def test_more_slices_than_can_be_planned_are_refused() -> None:
     shapes = {"w": (1_000_000, 1_000_000)}
     layout = GroupLayout({name: ParameterSpec(shape, lambda random, shape: np.zeros(shape)) for name, shape in shapes.items()})
-    with pytest.raises(ConfigError, match=r"w would travel in 1,000,000 slices, but the largest number is 10,000"):
+    with pytest.raises(ConfigError, match=r"w would be cut into 1,000,000 slices, but the maximum is 10,000"):
         cut(layout, per_parameter(layout), 1_000_000)
-    with pytest.raises(ConfigError, match=r"w would travel in \d+,\d+ slices"):
+    with pytest.raises(ConfigError, match=r"w would be cut into \d+,\d+ slices"):
         sufficient_factor_slices(layout, "w", (), 1, 1_000_000)
     assert len(cut(layout, per_parameter(layout), 10**8)) == 10_000
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.agreement import check_same_schedule
 from hpctrain.averaging.allreduce import AllreduceStrategy
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import check_same_schedule, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.averaging.collective_schedule import (
     ALL_SLICES,
@@ -31,7 +30,7 @@ from hpctrain.averaging.collective_schedule import (
     slices_of_groups,
 )
 from hpctrain.averaging.link_simulation import Times
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slicing import Compression, Slice, cut, fused, layer_slices
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
@@ -545,8 +544,8 @@ def test_strategies_that_sum_gradients_are_accepted_for_exact_runs(name: str, op
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("lazy", {}, "averager lazy does not add up the gradients of each step"),
-        ("sparse", {}, "averager sparse does not add up the gradients of each step"),
+        ("lazy", {}, "averager lazy does not sum the unchanged gradients of each step"),
+        ("sparse", {}, "averager sparse does not sum the unchanged gradients of each step"),
         ("sharded", {"wire": "bfloat16"}, "wire is bfloat16"),
         ("bucketed", {"wire": "float16"}, "wire is float16"),
         ("sharded", {"wire_parameters": "float16"}, "wire_parameters is float16"),

@@ -265,7 +265,7 @@ def test_what_is_not_rounded_has_no_words_and_no_casts() -> None:
 def test_unknown_values_are_refused(name: str) -> None:
     kind, _ = ALL[name]
     for option in ("wire",) if name in WHOLE else ("wire", "wire_parameters"):
-        with pytest.raises(OptionError, match=f"{option} is 'int8', but it is one of float32, bfloat16, float16"):
+        with pytest.raises(OptionError, match=f"{option} is 'int8', but must be one of float32, bfloat16, float16"):
             kind.Options(**{option: "int8"})
     check_wire(wire="float16")
 

@@ -72,7 +72,7 @@ def test_a_planned_run_needs_no_data() -> None:
     point = next(one for one in POINTS if one.plan == "mixed" and one.ranks == 4)
     task = planned_run(point)
     assert (task.plan.rows, task.plan.cols) == (2, 2)
-    assert task.image_shape == image_shape(point)
+    assert task.job.image_shape == image_shape(point)
     assert sum(task.counts) == NETWORKS[point.network].batch
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,7 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, checkpoint, checks, faults, finetune, flat, flight, hashes, large_batch, lars, shards
+from benchmarks import (
+    accuracy,
+    before_after,
+    checkpoint,
+    checks,
+    faults,
+    finetune,
+    flat,
+    flight,
+    hashes,
+    large_batch,
+    lars,
+    shards,
+)
 from benchmarks.accuracy import BASE, VARIANTS
 from benchmarks.finetune import OURS, PEER, RANDOM
 from benchmarks.large_batch import Curve
@@ -400,3 +415,16 @@ def test_without_a_fault_no_rank_is_blamed() -> None:
     values = faults.measure(sound)
     assert not values["named"], values
     assert values["code"] == 0
+
+
+def test_a_commit_and_the_working_tree_run_each_their_own_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a change would be compared with itself."""
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, check=False).returncode:
+        pytest.skip("These files are in no clone.")
+    with before_after.checked_out("HEAD") as base:
+        assert before_after.environment_of(base, 1)["PYTHONPATH"] == str(base)
+        with pytest.raises(RuntimeError, match="instead of hpctrain in"):
+            before_after.environment_of(base / "docs", 1)
+    assert not base.exists()
+    assert before_after.main(["--base", "HEAD", "--only", "small-28", "--threads", "1", "--rounds", "1"]) == 0
+    assert re.search(r"^small-28 +1 +\d+\.\d\d  \d+\.\d{3} \[", capsys.readouterr().out, re.MULTILINE)

@@ -128,7 +128,7 @@ def test_a_damaged_record_leaves_the_others_readable(tmp_path: Path) -> None:
         _ends_in_words(["watch", str(run.path), "--once"], f"{case} {damage} {victim.name}")
         if victim.parent == run.flight:
             assert "a training step" in words, (case, damage, words)
-            assert "1 entry is no flight record" in words
+            assert "1 entry is not a flight record" in words
             notes = json.loads(_ends_in_words(["autopsy", str(run.path), "--json"], damage))["notes"]
             assert (damage in _SEEN) <= any(str(victim) in note for note in notes), (case, damage, notes)
 

@@ -201,7 +201,7 @@ def test_a_conversion_that_is_killed_goes_on(tmp_path, keep):
     (tmp_path / "a.h5").unlink()
     kill_in_the_middle()
     Image.new("RGB", (60, 60)).save(tmp_path / "tree" / "ant" / "00.jpg")
-    assert "was begun from other images or options; it is begun again" in finish("a.h5")
+    assert "belongs to a conversion of other images or with other options; starting from scratch" in finish("a.h5")
     assert not ImageFile.open(tmp_path / "a.h5").pixels[0].any()
 
 
@@ -355,7 +355,7 @@ def test_notes_are_told_and_count_when_asked_to(path):
     code, output = check(path)
     assert code == 0
     lines = output.splitlines()
-    assert lines[0] == "note: 2 samples in different classes have the same image as others: 1, 4."
+    assert lines[0] == "note: 2 samples in different classes have the same image as other samples: 1, 4."
     assert lines[1] == "note: class 1 (bee) has no sample."
     assert lines[2].endswith("a.h5: 6 images of 3 classes, as it was written")
     assert check(path, "--strict")[0] == 2

@@ -115,7 +115,7 @@ BROKEN = {
         Broken(
             "wrong-grid",
             "the nearest legal grid is 2 x 1.",
-            "A grid of 3 x 1 has 3 places, the world has 2 ranks",
+            "A grid of 3 x 1 has 3 places, but the number of ranks is 2",
             words=("tiny.yaml", "grid.rows=3", "grid.cols=1"),
             ranks=2,
         ),

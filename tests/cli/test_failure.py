@@ -23,7 +23,7 @@ from hpctrain.core.text import place
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 
-_LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ |note: ")
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
@@ -58,8 +58,8 @@ predict: photos --checkpoint file => file
 predict: photos --config nowhere.yaml => nowhere.yaml: Cannot read the configuration
 predict: photos --config CONFIG => has a checkpoint; train one first
 predict: photos --checkpoint best --runs photos => No run in photos has a best checkpoint
-autopsy: nowhere => There is no directory nowhere; give that of a run.
-autopsy: photos => photos holds no flight records (rank-*.flight); give the directory of a run that kept them.
+autopsy: nowhere => There is no directory nowhere; give the directory of a run.
+autopsy: photos => photos contains no flight records (rank-*.flight); give the directory of a run.
 trace: nowhere => nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
 watch: photos --once => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 watch: --once => There is no run in runs; give the directory of a run, or of all runs with --runs.
@@ -72,18 +72,18 @@ checkpoint verify: file => 1 of 1 checkpoints cannot be used; there is no other 
 checkpoint show: nowhere => nowhere contains no checkpoints
 checkpoint show: file => file
 checkpoint convert: nowhere --out new.h5 => nowhere contains no checkpoints
-checkpoint convert: file --out photos => photos is there already, and nothing is overwritten
-checkpoint convert: file --out new.h5 => new.h5 would be taken for a file
+checkpoint convert: file --out photos => photos exists already and is not overwritten
+checkpoint convert: file --out new.h5 => The name new.h5 does not match the layout
 checkpoint prune: nowhere --keep 2 => nowhere is not a directory; give a run directory
-weights import: nowhere.pt --model resnet18 --out new.safetensors => There is no file of weights nowhere.pt
-weights import: file --model resnet18 --out new.safetensors => The name of file does not say which kind of file it is
+weights import: nowhere.pt --model resnet18 --out new.safetensors => There is no weight file nowhere.pt
+weights import: file --model resnet18 --out new.safetensors => Cannot determine the format of file from its name
 weights import: nowhere.pt --model resnet18 --out new.pt => it must end in .safetensors.
 weights export: nowhere --out new.safetensors => nowhere contains no checkpoints
 weights export: file --out new.safetensors => file
 weights export: photos --out new.h5 => it must end in .safetensors, .pt, .pth or .onnx.
-weights export: nowhere.safetensors --out new.onnx => There is no file of weights nowhere.safetensors
+weights export: nowhere.safetensors --out new.onnx => There is no weight file nowhere.safetensors
 weights export: w.pt --averaged --out new.onnx => --averaged applies to runs and checkpoints, but w.pt is a file of weights
-weights show: nowhere.safetensors => There is no file of weights nowhere.safetensors
+weights show: nowhere.safetensors => There is no weight file nowhere.safetensors
 calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml
 config show: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config show: CONFIG batch => must have the form key=value

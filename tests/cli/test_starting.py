@@ -231,7 +231,7 @@ def test_the_rank_to_blame_is_named(job: Job, folder: Path, fault: str, words: s
     assert values["blamed"] == [1], values["findings"]
     assert words in " ".join(values["findings"])
     if fault in ("load", "compute", "evaluate"):
-        assert "autopsy: Rank 1" in outcome.stderr or f"{place(1, 2)}nothing has moved for the deadline of 3 s" in outcome.stderr
+        assert "autopsy: Rank 1" in outcome.stderr or f"{place(1, 2)}no progress within the deadline of 3 s" in outcome.stderr
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_where_all_hang_alike_the_job_ends(job: Job, folder: Path, ranks: int, f
     outcome = _faulty(job, folder, ranks, -1, fault)
     assert outcome.code == 124 if ranks == 0 else outcome.code not in (0, 85), outcome.output
     place = {"load": "data loading", "compute": "a training step, step 2", "evaluate": "evaluation, step 2"}[fault]
-    assert f"nothing has moved for the deadline of 3 s, in {place}" in outcome.stderr
+    assert f"no progress within the deadline of 3 s, in {place}" in outcome.stderr
     assert place.split(",")[0] in _autopsy(folder).output
 
 

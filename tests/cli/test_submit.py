@@ -31,6 +31,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name in ("PATH", "CALLS", "HOME"):
             monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data" / "fashion-mnist"
+    data.mkdir(parents=True)
+    for split in ("train", "test"):
+        (data / f"{split}.h5").touch()
+    monkeypatch.setattr("hpctrain.site.job._is_installed", lambda name: False)
     return tmp_path
 
 
@@ -53,6 +58,19 @@ def test_a_job_is_submitted_and_its_number_told(folder: Path) -> None:
     assert f"ENVIRONMENT={sys.prefix} " in text
     for line in ("--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=16", "--account=mine", "--time=06:00:00"):
         assert re.search(rf"^#SBATCH {line}( |$)", text, re.MULTILINE), line
+
+
+def test_what_would_fail_after_the_queue_is_noted_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _submit(CONFIG, "--site", "slurm", "--dry-run").stderr == ""
+    (folder / "data" / "fashion-mnist" / "test.h5").unlink()
+    monkeypatch.setattr("hpctrain.site.job._is_installed", lambda name: True)
+    missing, launcher = _submit(CONFIG, "--site", "slurm", "--dry-run").stderr.splitlines()
+    assert missing.startswith("note: data/fashion-mnist/test.h5 does not exist on this host")
+    assert "which srun starts only with --mpi=pmi2" in launcher
+    assert (
+        len(_submit(CONFIG, "--site", "perlmutter-cpu", "data.test=null", "--account", "m", "--dry-run").stderr.splitlines()) <= 1
+    )
+    assert _submit(CONFIG, "--site", "slurm", "data.train=synthetic", "data.test=null", "--dry-run").stderr.count("note:") == 1
 
 
 def test_a_dry_run_prints_the_same_script_and_does_nothing(folder: Path) -> None:

@@ -32,7 +32,7 @@ from hpctrain.cli.simulation_tables import (
     size_lines,
 )
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, job_of
+from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, on_any_grid
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
 from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
@@ -193,7 +193,7 @@ def test_a_plan_has_a_line_for_each_layer_and_each_rank() -> None:
 
 def test_bytes_of_an_averager_that_leaves_layers_out_are_said_to_differ() -> None:
     quickstart = (str(CONFIGS / "quickstart.yaml"), "batch=8", "backend=numpy", "--image", "28", "28", "1", "--classes", "10")
-    sentence = "this is one that averages all layers"
+    sentence = "for a step that averages all layers"
     assert sentence in run("show", *quickstart, "--ranks", "2", "averager=lazy").output
     assert sentence not in run("show", *quickstart, "--ranks", "2").output
 
@@ -212,7 +212,7 @@ def outcome(*overrides: str) -> PlannedSearch:
         )
     ]
     asked = task(*overrides)
-    return PlannedSearch(asked, job_of(asked), SearchResult(tuple(choices), 7))
+    return PlannedSearch(asked, on_any_grid(asked), SearchResult(tuple(choices), 7))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.averaging import agreement
+from hpctrain.averaging import averagers
 from hpctrain.comm.link import LinkModel
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
@@ -154,7 +154,7 @@ def on_a_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ou
     """Trains on a link that measures as slow or as fast as said: slices are of other sizes then."""
 
     def train(alpha: float, *more: str, ranks: int = 3, code: int = 0) -> Outcome:
-        monkeypatch.setattr(agreement, "calibrate", lambda comm, progress: LinkModel(alpha, 1e-8))
+        monkeypatch.setattr(averagers, "calibrate", lambda comm, progress: LinkModel(alpha, 1e-8))
         options = ("model.hidden=199", "optimizer.clip_norm=0.3", "averager.fc_exchange=never")
         return _train(ranks, folder, *options, *more, code=code)
 

@@ -248,7 +248,7 @@ def test_steps_allocate_nothing(emulated_device: EmulatedDeviceFactory) -> None:
 def test_only_those_with_a_second_stage_sum(emulated_device: EmulatedDeviceFactory) -> None:
     def program(comm: ThreadCommunicator) -> None:
         rank = DeviceRank(comm, emulated_device(0), lambda inner, arithmetic: DeviceMpiCommunicator(inner, arithmetic))
-        with pytest.raises(AssertionError, match="moves arrays of the device, and sums none"):
+        with pytest.raises(AssertionError, match="does not sum device arrays"):
             rank.comm.iallreduce(rank.on_device([1.0]))
 
     run_virtual(1, program)
@@ -414,7 +414,8 @@ def test_another_order_on_another_rank_is_an_error(emulated_device: EmulatedDevi
         wait(*[rank.comm.iallreduce(buffer) for buffer in buffers])
 
     with pytest.raises(
-        EmulatedDeviceError, match=r"^The devices of ranks 0 and 1 have enqueued different calls: sum to all of 3 float64; and sum to"
+        EmulatedDeviceError,
+        match=r"^The devices of ranks 0 and 1 have enqueued different calls: sum to all of 3 float64; and sum to",
     ):
         run_virtual(2, mixed)
 
@@ -473,7 +474,7 @@ def test_texts_and_faults() -> None:
     assert str(handle) == "allreduce of 3 elements, enqueued, waiting for the device or its peers"
     group.links.failed = "NCCL_ERROR_SYSTEM_ERROR: remote process exited"
     message = (
-        r"^NCCL failed in an allreduce of 3 elements: NCCL_ERROR_SYSTEM_ERROR: remote process exited; start again with --resume"
+        r"^NCCL failed in allreduce of 3 elements: NCCL_ERROR_SYSTEM_ERROR: remote process exited; start again with --resume"
     )
     with pytest.raises(BackendError, match=message):
         handle.test()
@@ -514,7 +515,7 @@ def test_ranks_that_share_a_gpu_are_told(emulated_device: EmulatedDeviceFactory)
 
     for own, shared, missing in run_virtual(4, program):
         assert own is None
-        assert shared == "ranks 1 and 3 share a GPU, and NCCL takes one rank on each"
+        assert shared == "ranks 1 and 3 share a GPU, but NCCL allows one rank per GPU"
         assert missing == "on rank 2 there is no NCCL"
 
 
@@ -560,7 +561,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_messages_that_arrive_are_compared(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_probe.outcome() == AWARE  # through MPI itself: this process's memory is what it can take
     monkeypatch.setattr(mpi, "send_to_itself", lambda *words: None)
-    assert device_probe.outcome() == f"{UNAWARE}: the bytes that arrived are others"
+    assert device_probe.outcome() == f"{UNAWARE}: the received bytes differ from the sent bytes"
 
 
 def test_a_gpu_that_cannot_be_used_is_told(cupy: Any) -> None:

@@ -11,18 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.comm.base import Complete, SingleCommunicator
-from hpctrain.comm.posting_queue import MessageAccount, PostingQueue, Ticket
-from hpctrain.comm.progress import (
-    MORE_RANKS_THAN_CORES,
-    SLEEPS_AT_ONCE,
-    TIMEOUT_EXIT_CODE,
-    FurtherPolls,
-    ProgressEngine,
-    WaitPolicy,
-)
+from hpctrain.comm.progress import MessageAccount, PostingQueue, ProgressEngine, Ticket
+from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, SLEEPS_AT_ONCE, FurtherPolls, WaitPolicy
 from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.core.text import place
 from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.launch.process_end import DEADLINE
 from hpctrain.trace.tracer import Category, Tracer
 
 
@@ -216,7 +210,7 @@ def _timed_out(tmp_path: Path, wait_for_handle: bool) -> tuple[str, list[int], C
 
 def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -> None:
     report, codes, clock = _timed_out(tmp_path, wait_for_handle=False)
-    assert codes == [TIMEOUT_EXIT_CODE]
+    assert codes == [DEADLINE]
     assert 2.0 < clock.now < 2.2
     lines = report.splitlines()
     assert lines[:5] == [
@@ -248,7 +242,7 @@ def test_a_job_that_was_suspended_has_not_waited() -> None:
 
 def test_a_handle_outside_the_queues_has_the_deadline_too(tmp_path: Path) -> None:
     report, codes, _ = _timed_out(tmp_path, wait_for_handle=True)
-    assert codes == [TIMEOUT_EXIT_CODE]
+    assert codes == [DEADLINE]
     assert "a halo: outside the queues, operation a switch" in report
     assert "conv1.weight" in report
 
@@ -559,7 +553,7 @@ def test_a_second_thread_has_its_own_sum() -> None:
     thread.start()
     thread.join()
     account.end()
-    assert (account.seconds, account.beside_seconds) == (pytest.approx(45e-9), pytest.approx(10e-9))
+    assert (account.seconds, account.thread_seconds) == (pytest.approx(45e-9), pytest.approx(10e-9))
 
 
 def test_a_posting_that_waits_for_the_next_look_is_recorded_as_late_at_most_since_the_last_one() -> None:

@@ -214,7 +214,7 @@ _HANGS = {"time.sleep(60)": 124, "ctypes.PyDLL(None).sleep(60)": 1}
 def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: int) -> None:
     program = f"""
     import ctypes, time
-    from hpctrain.comm.progress import guard
+    from hpctrain.comm.waiting import guard
 
     def the_culprit():
         {hang}
@@ -235,7 +235,7 @@ def test_a_phase_that_hangs_ends_the_process_with_its_stacks(hang: str, code: in
 def test_a_phase_that_ends_is_left_alone() -> None:
     program = """
     import time
-    from hpctrain.comm.progress import guard
+    from hpctrain.comm.waiting import guard
     with guard("quick", 0.2):
         pass
     try:
@@ -314,7 +314,7 @@ def test_the_descriptor_of_another_process_is_known_for_what_it_is(tmp_path: Pat
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
     os.truncate(other, os.fstat(descriptor).st_size)
     for number, known in ((other, token), (descriptor, bytes(16)), (12345, token)):
-        with pytest.raises(OSError, match=r"do not see each other|No such file"):
+        with pytest.raises(OSError, match=r"cannot access each other|No such file"):
             shared_memory._open((os.getpid(), number, known), 100)
     opened = shared_memory._open((os.getpid(), descriptor, token), 100)
     assert os.fstat(opened).st_ino == os.fstat(descriptor).st_ino

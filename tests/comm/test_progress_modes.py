@@ -12,10 +12,11 @@ import pytest
 
 from hpctrain.averaging.base import check_at_least_one
 from hpctrain.comm.base import Complete, SingleCommunicator
-from hpctrain.comm.posting_queue import LocalEvent, Ticket
-from hpctrain.comm.progress import TIMEOUT_EXIT_CODE, ProgressEngine, ProgressThread
+from hpctrain.comm.progress import LocalEvent, ProgressEngine, Ticket
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode, apply, choose, measure
+from hpctrain.comm.waiting import ProgressThread
 from hpctrain.core.errors import CommunicationTimeoutError
+from hpctrain.launch.process_end import DEADLINE
 from hpctrain.trace.tracer import THREAD_TRACK, Category, Tracer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
@@ -294,7 +295,7 @@ def test_a_thread_that_hangs_in_a_start_is_told_of_at_the_deadline(tmp_path: obj
         engine.stop_thread()
         stream.seek(0)
         report = stream.read()
-    assert codes == [TIMEOUT_EXIT_CODE]
+    assert codes == [DEADLINE]
     assert "in hang" in report  # the stack of the thread
 
 
@@ -333,7 +334,7 @@ def test_what_the_thread_does_is_recorded_beside_the_program() -> None:
     engine.stop_thread()
     events = tracer.events()
     assert engine.account.seconds == before
-    assert engine.account.beside_seconds > 0
+    assert engine.account.thread_seconds > 0
     assert len(events.of(Category.UPDATE)) == 0
     beside = events.of(Category.THREAD)
     assert {events.names[index] for index in beside.name} == {"conv.weight", "posting and progress"}

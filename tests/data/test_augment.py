@@ -328,7 +328,7 @@ def test_operations_without_strength_change_nothing(channels: int) -> None:
 @pytest.mark.parametrize("channels", [2, 4])
 def test_other_channels_are_refused(channels: int) -> None:
     for augmentation in (RandAugment(), TrivialAugmentWide()):
-        with pytest.raises(ShapeError, match=f"of 1 or 3 channels, and not of {channels}"):
+        with pytest.raises(ShapeError, match=rf"requires images of 1 \(grey\) or 3 \(RGB\) channels, not {channels}"):
             augmentation.output_shape(9, 9, channels)
     check_channels("randaugment", 3)
 

@@ -255,8 +255,11 @@ def test_a_size_that_a_training_does_not_come_to_needs_no_room(epochs, largest):
     ("steps", "sentence"),
     [
         ((), "at least one"),
-        (((1, 24),), r"Size 0 of images, \(1, 24\), begins at epoch 1, but images need a size from the first epoch on"),
-        (((0, 24), (8, 32), (8, 40)), "Size 2 .* begins at epoch 8, but the size before at epoch 8; the smallest value is 9"),
+        (((1, 24),), r"Image size 0, \(1, 24\), begins at epoch 1, but the first size must begin at epoch 0"),
+        (
+            ((0, 24), (8, 32), (8, 40)),
+            "Image size 2, .* begins at epoch 8, but the previous size begins at epoch 8; the smallest value is 9",
+        ),
         (((0, 24), (3, 0)), "has images of 0 px; the smallest side is 1"),
     ],
 )
@@ -326,7 +329,7 @@ def test_sizes_that_a_crop_cannot_make_are_refused(make_file):
     pipeline = Pipeline([("center_crop", {"size": 4})], 5, file.mean, file.std)
     assert ImageSizes(((0, 9), (1, 3))).shapes(pipeline, file.shape) == ((9, 9, 3), (3, 3, 3))
     assert ImageSizes(((0, 9), (1, 30))).shapes(pipeline, file.shape, 1) == ((9, 9, 3),)
-    with pytest.raises(ShapeError, match=r"There cannot be images of 30 px: center_crop.size 30 is larger .*; at most 9 fits\."):
+    with pytest.raises(ShapeError, match=r"Images of 30 px are not possible: center_crop.size 30 is larger .*; at most 9 fits\."):
         ImageSizes(((0, 9), (1, 30))).shapes(pipeline, file.shape)
 
 

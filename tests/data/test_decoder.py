@@ -249,7 +249,7 @@ def test_other_formats_are_decoded(kind):
 
 @pytest.mark.parametrize("kind", ["EPS", "ICO", "TGA", "PCX", "PDF"])
 def test_formats_that_start_programs_or_take_any_bytes_are_refused(kind):
-    with pytest.raises(DataError, match=r"of no format that hpctrain reads\.$"):
+    with pytest.raises(DataError, match=r"its format is not supported\.$"):
         decode(encoded(random_image(), kind), None)
 
 
@@ -288,7 +288,7 @@ def test_the_limit_of_pixels_can_be_raised_by_name(kind, monkeypatch):
     monkeypatch.setattr(decoding, "MAX_PIXELS", 70)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
     content = encoded(random_image(11, 7), kind)
-    with pytest.raises(DataError, match="it has 77 pixels, the limit is 70; --max-pixels 77 allows them"):
+    with pytest.raises(DataError, match="it has 77 pixels, more than the limit of 70; give --max-pixels 77 to allow them"):
         decode(content, (5, 5))
     assert decode(content, (5, 5), max_pixels=77).shape == (5, 5, 3)
 
@@ -296,7 +296,9 @@ def test_the_limit_of_pixels_can_be_raised_by_name(kind, monkeypatch):
 def test_a_bomb_is_refused_before_its_pixels_have_memory():
     header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
     bomb = decoding._PNG + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1 << 20))) + chunk(b"IEND", b"")
-    with pytest.raises(DataError, match="it has 3,600,000,000 pixels, the limit is 178,956,970; --max-pixels 3600000000"):
+    with pytest.raises(
+        DataError, match="it has 3,600,000,000 pixels, more than the limit of 178,956,970; give --max-pixels 3600000000"
+    ):
         decode(bomb, (5, 5))
 
 

@@ -94,7 +94,7 @@ def test_files_that_are_something_else_are_kept_unless_they_may_be_overwritten(t
     assert (tmp_path / "train.h5").read_text() == "another program's"
     (tmp_path / "train.h5").unlink()
     fetch(tmp_path, sources, splits, "xyz")
-    with pytest.raises(DataError, match=r"train\.h5 exists already, with 3 classes that are not those of Fashion-MNIST"):
+    with pytest.raises(DataError, match=r"train\.h5 exists already, with 3 classes other than those of Fashion-MNIST"):
         fetch(tmp_path, [forbidden], splits, "abc")
     fetch(tmp_path, sources, splits, "abc", overwrite=True)
     for split in ("train", "test"):

@@ -294,7 +294,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (".", "is a directory; give a file to write"),
+        (".", "is a directory; give the path of a file"),
         ("file/a.h5", "cannot be written: (Not a directory|File exists)"),
         ("x" * 300, "cannot be written: File name too long"),
     ],
@@ -335,8 +335,8 @@ def with_change(path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: f.attrs.modify("version", 1), "has version 1 of the data format, this hpctrain reads versions 2 and 3"),
-        (lambda f: f.attrs.modify("version", 4), "has version 4 of the data format, this hpctrain reads versions 2 and 3"),
+        (lambda f: f.attrs.modify("version", 1), "has version 1 of the data format; this hpctrain reads versions 2 and 3"),
+        (lambda f: f.attrs.modify("version", 4), "has version 4 of the data format; this hpctrain reads versions 2 and 3"),
         (lambda f: f.attrs.modify("format", "other"), "not a data file of hpctrain"),
         (lambda f: f["labels"].write_direct(np.full(13, 7)), r"label 7, which is outside 0\.\.4"),
         (lambda f: f["labels"].write_direct(np.zeros(13, np.int64)), "labels changed"),
@@ -487,7 +487,7 @@ def test_names_are_compared_in_the_composed_form(make_file):
     decomposed = [unicodedata.normalize("NFD", name) for name in composed]
     assert decomposed != composed
     assert class_difference(composed, decomposed[::-1]) is None
-    assert class_difference(composed, [*decomposed[:2], "dog"]) == "class 2 is '猫' and 'dog', '猫' is in one of them only"
+    assert class_difference(composed, [*decomposed[:2], "dog"]) == "class 2 is '猫' and 'dog', '猫' is in only one of them"
     file, _, labels = make_file(classes=3)
     file.class_names = tuple(decomposed)
     mapped = with_class_order(file, composed[::-1], "the checkpoint")
@@ -496,7 +496,7 @@ def test_names_are_compared_in_the_composed_form(make_file):
 
 
 def test_counts_and_the_name_that_is_alone():
-    assert class_difference(["a", "b"], ["a", "b", "c"]) == "there are 2 and 3 classes, 'c' is in one of them only"
+    assert class_difference(["a", "b"], ["a", "b", "c"]) == "there are 2 and 3 classes, 'c' is in only one of them"
     assert class_difference(["a", "a"], ["a"]) == "there are 2 and 1 classes"
 
 

@@ -183,7 +183,9 @@ def test_too_many_of_them_are_an_error(make_file, monkeypatch):
     file.pixels.policy = ReadPolicy(2, " (on node7)", ())
     BadDisk(monkeypatch, file, {3, 4, 6})
     assert np.array_equal(file.pixels[:6], images[[0, 1, 2, 5, 5, 5]])
-    with pytest.raises(UnreadableError, match=r"Sample 6 .* 3 such samples, and data.max_unreadable allows for 2 \(on node7\)"):
+    with pytest.raises(
+        UnreadableError, match=r"Sample 6 .* 3 of .* samples are unreadable, with data.max_unreadable = 2 \(on node7\)"
+    ):
         file.pixels[6]
 
 
@@ -191,7 +193,7 @@ def test_a_file_that_is_gone_as_a_whole_is_an_error(make_file, monkeypatch):
     file, _, _ = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(100, "", ())
     BadDisk(monkeypatch, file, set(range(9)), errno.ENOTCONN)
-    with pytest.raises(UnreadableError, match="there are 9 such samples"):
+    with pytest.raises(UnreadableError, match="9 of 9 samples are unreadable"):
         file.pixels[2]
 
 

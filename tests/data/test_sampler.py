@@ -230,7 +230,7 @@ def test_a_broken_picture_reads_as_zeros_and_says_why(tmp_path: Path) -> None:
     assert sorted(decoded.broken) == [1, 3]
     assert not images[[1, 3]].any()
     assert images[[0, 2]].any(axis=(1, 2, 3)).all()
-    assert decoded.broken[1] == "The image cannot be decoded: it is of no format that hpctrain reads."
+    assert decoded.broken[1] == "The image cannot be decoded: its format is not supported."
 
 
 def test_directories_stand_for_their_images_sorted(tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_a_directory_is_searched_as_a_conversion_searches_it(tmp_path: Path, cap
     decoded = DecodedPictures(files, ImageForm((2, 2, 1)))
     decoded.take(np.arange(6), np.empty((6, 2, 2, 1), np.uint8))
     assert sorted(decoded.broken) == [1, 3, 4, 5]
-    assert f"left out, not a picture by the name: 1 ({folder / 'notes.txt'})" in caplog.text
-    assert f"searched already: 1 ({folder / 'up'})" in caplog.text
+    assert f"left out, not the name of a picture: 1 ({folder / 'notes.txt'})" in caplog.text
+    assert f"already searched: 1 ({folder / 'up'})" in caplog.text
     (folder / "gone").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"1 place \(.*photos/gone: No such file or directory\) cannot be read"):
         picture_files([folder])
@@ -269,7 +269,7 @@ def test_a_directory_is_searched_as_a_conversion_searches_it(tmp_path: Path, cap
 
 def test_what_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no image; give one with files that end in"):
+    with pytest.raises(DataError, match=r"empty contains no pictures; give one with files that end in"):
         picture_files([tmp_path / "empty"])
     with pytest.raises(DataError, match=r"There is no image .*nowhere.jpg; give the path of a picture file"):
         picture_files([tmp_path / "nowhere.jpg"])

@@ -38,7 +38,7 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
-from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, PlannedGroup
 from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.strategies.sharded import Sharded

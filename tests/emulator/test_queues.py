@@ -457,7 +457,9 @@ def test_unlike_calls_are_told(call: Any, sentence: str, emulated_device: Emulat
     def program(rank: _Rank) -> None:
         array = rank.array([1.0, 2.0])
         call(rank, array)
-        with pytest.raises(EmulatedDeviceError, match=rf"^The devices of ranks 0 and 1 have enqueued different calls: {sentence}\.$"):
+        with pytest.raises(
+            EmulatedDeviceError, match=rf"^The devices of ranks 0 and 1 have enqueued different calls: {sentence}\.$"
+        ):
             rank.values(array)
 
     _on_ranks(2, program, emulated_device, seeds=1)

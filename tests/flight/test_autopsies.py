@@ -211,7 +211,7 @@ def test_a_wait_for_what_has_not_begun_is_for_what_is_in_flight() -> None:
     assert "number 1 of sums of 0-1" in found.sentences[0]
     alone = _held_up([waiting(0, gather, ranks=2), waiting(1, replace(gather, started_ns=1), ranks=2)])
     assert alone.blamed == (0,)
-    assert alone.sentences[0].startswith("Rank 0 waits for what it has not posted itself: x, number 2")
+    assert alone.sentences[0].startswith("Rank 0 waits for an operation that it has not posted: x, number 2")
 
 
 def test_waits_are_followed_to_the_one_that_waits_for_nobody() -> None:
@@ -239,7 +239,7 @@ def test_pieces_of_an_all_to_all_may_differ() -> None:
     found = _held_up([waiting(rank, each) for rank, each in enumerate(parts)])
     assert found.blamed == ()
     assert found.sentences[0].startswith(
-        "All ranks posted what rank 0 waited 60 s for (a training step, step 812), the all-to-all"
+        "All ranks posted the operation that rank 0 waited 60 s for (a training step, step 812), the all-to-all"
     )
 
 
@@ -266,8 +266,9 @@ def test_where_all_have_posted_and_move_it_is_the_transport() -> None:
     assert (found.blamed, found.sentences) == (
         (),
         (
-            "All ranks posted what rank 0 waited 60 s for (a training step, step 812), the reduce-scatter of 64 float32 elements "
-            "for x, number 1 of data of 0-2 (averaging/some.py:7): the transport did not complete it; a link may be cut.",
+            "All ranks posted the operation that rank 0 waited 60 s for (a training step, step 812), "
+            "the reduce-scatter of 64 float32 elements "
+            "for x, number 1 of data of 0-2 (averaging/some.py:7): the transport did not complete it; a link may be broken.",
         ),
     )
 
@@ -283,8 +284,8 @@ def test_a_turn_that_does_not_come_as_the_transport_moves_nothing_is_no_fault_of
         ahead = waiting(0, next_one, replace(sums, done_ns=2), gather, **{**moves, "wait_since_ns": 41 * SECOND})
     found = _held_up([ahead, waiting(1, behind, sums, **moves)])
     assert found.blamed == ()
-    assert found.sentences[0].startswith("All ranks posted what rank 1 waited 60 s for")
-    assert found.sentences[0].endswith("number 1 of sums of 0-1: the transport did not complete it; a link may be cut.")
+    assert found.sentences[0].startswith("All ranks posted the operation that rank 1 waited 60 s for")
+    assert found.sentences[0].endswith("number 1 of sums of 0-1: the transport did not complete it; a link may be broken.")
 
 
 STOPPED = {"seen_ns": 41 * SECOND, "alive_ns": 41 * SECOND}
@@ -307,7 +308,7 @@ def test_a_rank_that_does_not_move_what_it_has_posted_is_to_blame(state: dict[st
     """MPI moves a message only while both sides call it."""
     found = _held_up(_all_posted(MOVES, state))
     assert found.blamed == (2,)
-    assert found.sentences[0].endswith("of data of 0-2 (averaging/some.py:7); rank 2 stopped driving it.")
+    assert found.sentences[0].endswith("of data of 0-2 (averaging/some.py:7); rank 2 stopped making progress.")
     assert found.sentences[1:] == (last,)
 
 
@@ -373,7 +374,7 @@ def test_a_directory_tells_its_latest_start(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_records(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no flight records"):
+    with pytest.raises(DataError, match="contains no flight records"):
         records_in(tmp_path)
     with pytest.raises(DataError, match=r"There is no directory .*x"):
         records_in(tmp_path / "x")

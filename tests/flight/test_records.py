@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.posting_queue import PostingQueue
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import PostingQueue, ProgressEngine
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import place
 from hpctrain.flight import recorder as source_lines
@@ -252,7 +251,7 @@ def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(1 << 20)])
 def test_what_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.flight").write_bytes(content)
-    with pytest.raises(DataError, match=r"x.flight is no flight record of this version"):
+    with pytest.raises(DataError, match=r"x.flight is not a flight record of this version"):
         read(tmp_path / "x.flight")
 
 
@@ -522,11 +521,11 @@ def test_one_that_stands_still_is_ended_with_its_place(tmp_path: Path) -> None:
             heartbeat.look()
         stream.seek(0)
         text = stream.read()
-    assert text.startswith(f"{place(3)}nothing has moved for the deadline of 4 s, in data loading; stacks of all threads:\n")
+    assert text.startswith(f"{place(3)}no progress within the deadline of 4 s, in data loading; stacks of all threads:\n")
     assert "test_one_that_stands_still" in text
     assert text.endswith(f"{place(3)}autopsy: rank 1 held all up\n")
     found = read(tmp_path / file_name(0))
-    assert (found.end, found.sentence) == (End.DEADLINE, "nothing has moved for the deadline of 4 s, in data loading")
+    assert (found.end, found.sentence) == (End.DEADLINE, "no progress within the deadline of 4 s, in data loading")
 
 
 def test_what_others_need_to_know_is_written_at_half_the_deadline(tmp_path: Path) -> None:
@@ -565,7 +564,7 @@ def test_a_keeper_that_stands_still_is_ended(tmp_path: Path) -> None:
             recorder.beats += 1
             heartbeat.look()
         stream.seek(0)
-        assert stream.read().startswith(f"{place(3)}the parent process of this rank was stopped, or hung")
+        assert stream.read().startswith(f"{place(3)}the parent process of this rank was stopped or hung")
     assert ended
     assert read(path).end is End.FAILED
 

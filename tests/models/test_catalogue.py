@@ -81,7 +81,7 @@ def test_check_gives_all_options_with_values_of_their_types() -> None:
         ("resnet18", {"clases": 10}, 'the nearest is "classes"'),
         ("resnet18", {"width": "wide"}, 'Option "width" of model "resnet18" is "wide", but must be a number'),
         ("resnet18", {"classes": 2.5}, 'Option "classes" of model "resnet18" is 2.5, but must be an integer'),
-        ("vgg16", {"depth": 19}, 'Model "vgg16" means depth = 16, not 19; leave the option out'),
+        ("vgg16", {"depth": 19}, 'Model "vgg16" fixes depth = 16, not 19; remove the option'),
         ("vgg", {"depth": 12}, "There is no VGG of depth 12"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_users_model_is_built_for_its_images_without_data(
     if line:
         assert catalogue.image_shape(name) == (9, 8, 1)
     else:
-        with pytest.raises(ConfigError, match="does not say for which images it is meant; add a line such as IMAGE_SHAPE"):
+        with pytest.raises(ConfigError, match="does not declare the size of its images; add a line such as IMAGE_SHAPE"):
             catalogue.image_shape(name)
 
 

@@ -65,14 +65,14 @@ def test_every_difference_is_a_sentence_with_the_nearest_name() -> None:
         "a.pt lacks fc.weight, which the model resnet18 has; the nearest name is fc.wieght.",
         "a.pt has fc.wieght, which the model resnet18 does not have; the nearest name is fc.weight.",
         "conv1.weight of a.pt holds int64 numbers, but weights must be floating-point numbers.",
-        "fc.bias of a.pt has shape (7,), that of the model resnet18 has (5,).",
+        "fc.bias has shape (7,) in a.pt, but (5,) in the model resnet18.",
         "A hint.",
     ]
 
 
 def test_many_differences_are_counted() -> None:
     entries = declared_state(catalogue.build("resnet50", narrow("resnet50")))
-    with pytest.raises(CheckpointError, match=r"There are more such differences between a.pt and the model resnet50\."):
+    with pytest.raises(CheckpointError, match=r"There are further differences between a.pt and the model resnet50\."):
         check_fits(entries, state_of("resnet18"), source="a.pt", model="resnet50")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.averaging.agreement import check_same_schedule
+from hpctrain.averaging.averagers import check_same_schedule
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions

@@ -133,7 +133,7 @@ def test_patterns_that_do_not_fit_are_sentences() -> None:
     ):
         frozen_layers(model, ["conv1", "conv3"])
     with pytest.raises(
-        ConfigError, match=r"match all 4 layers with parameters, so that nothing is trained; leave fc2 to be trained"
+        ConfigError, match=r"match all 4 layers with parameters, so nothing would be trained; exclude at least fc2"
     ):
         frozen_layers(model, ["conv*", "fc*"])
     assert frozen_layers(model, []) == frozenset()

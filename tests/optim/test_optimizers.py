@@ -290,11 +290,11 @@ def test_a_watched_lamb_finds_nothing_but_a_bit_that_changes_between_updates() -
     optimizer.bind(group, group.segments)
     optimizer.watch(parameters=True)
     go_on(optimizer, group, grads[:3], RATES[:3])
-    assert not optimizer.found
+    assert not optimizer.changed_arrays
     assert group.data.tobytes() == expected.tobytes()
     optimizer.state(group.segments[1])["second_moment"][2] += 1
     go_on(optimizer, group, grads[3:], RATES[3:4])
-    assert optimizer.found == ("the second_moment of norm.weight",)
+    assert optimizer.changed_arrays == ("the second_moment of norm.weight",)
 
 
 def test_norms_are_asked_for_and_demanded() -> None:
@@ -430,7 +430,7 @@ def test_the_clipped_gradient_has_at_most_the_asked_norm() -> None:
         (Sgd, {"weight_decay": float("nan")}, "weight_decay nan must be"),
         (Sgd, {"weight_decay": float("inf")}, "weight_decay inf must be"),
         (Sgd, {"clip_norm": 0.0}, "clip_norm 0.0"),
-        (Sgd, {"decay_exclude": "bias"}, "decay_exclude 'bias' is unknown; it is one of norm_and_bias, none"),
+        (Sgd, {"decay_exclude": "bias"}, "decay_exclude 'bias' is unknown; use one of norm_and_bias, none"),
         (Lars, {"trust_coefficient": 0.0}, "trust_coefficient 0.0"),
         (Lars, {"epsilon": -1e-9}, "epsilon -1e-09"),
         (Lars, {"momentum": 2}, "momentum 2"),

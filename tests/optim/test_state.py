@@ -132,7 +132,7 @@ def test_updates_are_those_of_the_optimiser_and_nothing_is_found(dtype: str) -> 
         _watched_step(plain, other, _pieces(other), number)
     watched.verify()
     assert group.data.tobytes() == other.data.tobytes()
-    assert watched.found == ()
+    assert watched.changed_arrays == ()
 
 
 @given(place=st.integers(0, 24), bit=st.integers(0, 31), late=st.booleans())
@@ -149,7 +149,7 @@ def test_every_flipped_bit_is_found_with_its_parameter(place: int, bit: int, lat
     else:
         with np.errstate(all="ignore"):  # a flipped exponent may overflow
             _watched_step(watched, group, _pieces(group), 1)
-    assert watched.found == (f"the momentum of {segment.parameter}",)
+    assert watched.changed_arrays == (f"the momentum of {segment.parameter}",)
 
 
 @pytest.mark.parametrize(("parameters", "found"), [(True, ("parameter b.weight",)), (False, ())])
@@ -160,7 +160,7 @@ def test_parameters_are_watched_where_nothing_else_writes_them(parameters: bool,
     group.parameters["b.weight"].data[2] += 1.0
     group.data[0] += 1.0  # which this rank does not own
     _watched_step(watched, group, _pieces(group), 1)
-    assert watched.found == found
+    assert watched.changed_arrays == found
 
 
 def _forgets(watched: GuardedOptimizer, group: FlatGroup) -> None:
@@ -180,7 +180,7 @@ def test_what_is_loaded_or_updated_in_other_pieces_is_no_damage(change: Callable
         _watched_step(watched, group, _pieces(group), number)
         change(watched, group)
     watched.verify()
-    assert watched.found == ()
+    assert watched.changed_arrays == ()
 
 
 def test_without_state_and_parameters_there_is_nothing_to_watch() -> None:
@@ -190,7 +190,7 @@ def test_without_state_and_parameters_there_is_nothing_to_watch() -> None:
         _watched_step(watched, group, _pieces(group), number)
         group.data[5] = 0.0
     watched.verify()
-    assert watched.found == ()
+    assert watched.changed_arrays == ()
 
 
 def test_an_optimiser_that_is_not_watched_compares_nothing() -> None:
@@ -201,7 +201,7 @@ def test_an_optimiser_that_is_not_watched_compares_nothing() -> None:
     group.data[...] = 0.0
     _watched_step(optimizer, group, _pieces(group), 1)
     optimizer.verify()
-    assert optimizer.found == ()
+    assert optimizer.changed_arrays == ()
 
 
 @pytest.mark.parametrize("inner", [Sgd(momentum=0.5, clip_norm=0.3), Lars(), Sgd()])

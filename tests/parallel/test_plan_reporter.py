@@ -14,7 +14,7 @@ from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.groups import ProcessGrid
-from hpctrain.comm.posting_queue import Ticket
+from hpctrain.comm.progress import Ticket
 from hpctrain.core.errors import ConfigError
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue

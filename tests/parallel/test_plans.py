@@ -79,7 +79,7 @@ def test_a_pattern_without_a_layer_is_refused_with_the_nearest() -> None:
 
 
 def test_tiles_must_multiply_to_the_split_group() -> None:
-    with pytest.raises(ConfigError, match=r"2 x 2 make 4 parts, grid.rows is 6; the nearest legal tiles are 6 x 1"):
+    with pytest.raises(ConfigError, match=r"2 x 2 make 4 parts, but grid.rows is 6; the nearest legal tiles are 6 x 1"):
         ParallelPlan(6, 1, tiles=(2, 2))
     assert ParallelPlan(6, 1, tiles=(2, 3)).image_tiles == (2, 3)
     assert ParallelPlan(6, 1).image_tiles == (6, 1)
@@ -97,10 +97,10 @@ def test_uses_may_be_given_as_plain_strings() -> None:
     [
         ({"use": {"c": "domian"}}, r"'domian'; the nearest is .domain. \(of .batch., .model., .domain.\)\."),
         ({"default": None}, "cannot be None; there are .batch., .model., .domain."),
-        ({"rows": 0}, r"A grid with grid.rows = 0 is not possible; the smallest is 1\."),
-        ({"cols": -1}, "A grid with grid.cols = -1"),
-        ({"rows": True}, "A grid with grid.rows = True"),
-        ({"cols": 2.0}, r"A grid with grid.cols = 2\.0"),
+        ({"rows": 0}, "grid.rows is 0, but must be an integer of at least 1"),
+        ({"cols": -1}, "grid.cols is -1,"),
+        ({"rows": True}, "grid.rows is True,"),
+        ({"cols": 2.0}, r"grid.cols is 2\.0,"),
         ({"overlapped": "conv1"}, "must be a set of layer names"),
     ],
 )
@@ -540,7 +540,7 @@ def test_plans_of_equal_graphs_are_one_and_share_operators_of_equal_layers() -> 
     assert [type(step.operator) for step in plan.steps] == [type(step.operator) for step in alone.steps]
 
 
-NO_ROW = NoInterior("leaves rank 0 of a split group no row to compute while its halo travels", by_size=True)
+NO_ROW = NoInterior("has no row that rank 0 of a split group can compute without a halo", by_size=True)
 
 
 def _interior_of(
@@ -588,7 +588,7 @@ def test_random_convolutions_are_cut_into_what_they_are() -> None:
         (_convolution(7, 1, 3), (1, 9, 5, 2), (3, 1), NO_ROW),
         (_convolution(3, 1, 1), (1, 2, 5, 2), (3, 1), NO_ROW),
         (_convolution(3, 1, 1), (1, 12, 8, 2), (2, 2), NoInterior("has images that are split by columns too (grid.tiles)")),
-        (PoolSpec("max", Window((3, 3), (1, 1), (1, 1, 1, 1))), (1, 12, 5, 2), (3, 1), NoInterior("is no convolution")),
+        (PoolSpec("max", Window((3, 3), (1, 1), (1, 1, 1, 1))), (1, 12, 5, 2), (3, 1), NoInterior("is not a convolution")),
     ],
 )
 def test_what_is_left_undivided_and_why(

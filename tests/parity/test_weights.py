@@ -116,9 +116,9 @@ class Sprung:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"fc.weight": Sprung()}, "cannot be read as tensors alone"),
-        ({"epoch": 3}, "holds no state dictionary"),
-        ([], "holds no state"),
+        ({"fc.weight": Sprung()}, "Cannot read .* as tensors only"),
+        ({"epoch": 3}, "contains no state dictionary"),
+        ([], "contains no state"),
     ],
 )
 def test_other_files_of_pytorch_are_refused_and_run_nothing(
@@ -129,5 +129,5 @@ def test_other_files_of_pytorch_are_refused_and_run_nothing(
         weights_file.read(tmp_path / "w.pt")
     assert "unpickled" not in capsys.readouterr().out
     (tmp_path / "w.pt").write_bytes(b"no pickle")
-    with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
+    with pytest.raises(CheckpointError, match=r"Cannot read .* as tensors only"):
         weights_file.read(tmp_path / "w.pt")

@@ -16,7 +16,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, report_plan
 from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.machine import Machine
-from hpctrain.planner.planned_run import PlannedRun, averaging_bytes, candidate, description, group_schedules, job, prepare
+from hpctrain.planner.planned_run import PlannedRun, averaging_bytes, description, group_schedules, prepare
 from hpctrain.planner.step_program import exchanged_bytes, predict, split_bytes, step_program
 from hpctrain.planner.tasks import Compute, Prediction
 from hpctrain_testing import formulas
@@ -81,8 +81,8 @@ def test_the_best_grids_are_those(uses: dict[str, Parallelism], best: int) -> No
 def test_batchs_words_are_the_means_of_what_ranks_exchange(name: str, ranks: int) -> None:
     config, _ = load(CONFIG, [f"model={{name: {name}, width: 0.1}}", "averager=blocking", "batch=24", "backend=numpy"])
     task = prepare(config, ranks, (227, 227, 3), 10)
-    layers = weighted_layers(task.graph_of(1))
-    biases = sum(spec.shape[0] for parameter, spec in task.specs.items() if parameter.endswith("bias"))
+    layers = weighted_layers(task.job.graph_of(1))
+    biases = sum(spec.shape[0] for parameter, spec in task.job.specs.items() if parameter.endswith("bias"))
     expected = sum(formulas.batch(layer, ranks).words for layer in layers) + 2 * (ranks - 1) / ranks * biases
     bytes_of_ranks = averaging_bytes(task, group_schedules(task, LinkModel(0.0, 0.0)))
     assert mean(bytes_of_ranks) / formulas.WORD_BYTES == pytest.approx(expected, rel=1e-12)
@@ -146,7 +146,7 @@ def task_of(model: str, ranks: int, *overrides: str) -> PlannedRun:
 
 def assert_equal_bytes(task: PlannedRun, per_node: int) -> None:
     report, nodes = description(task), machine(per_node)
-    program = step_program(job(task), candidate(task), nodes, RateCosts(nodes))
+    program = step_program(task.job, task.candidate, nodes, RateCosts(nodes))
     forward, backward = (
         direction(report.item_bytes) for direction in (report.traffic.bytes_forward, report.traffic.bytes_backward)
     )
@@ -177,7 +177,7 @@ CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
 def prediction(nodes: Machine, *overrides: str, ranks: int = 4) -> Prediction:
     config, _ = load(CIFAR, ["batch=16", "backend=numpy", *overrides])
     task = prepare(config, ranks, (32, 32, 3), 10)
-    return predict(job(task), candidate(task), nodes, RateCosts(nodes))
+    return predict(task.job, task.candidate, nodes, RateCosts(nodes))
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_a_step_takes_at_least_its_compute(averager: str, grid: tuple[str, ...])
     predicted = prediction(nodes, *overrides)
     config, _ = load(CIFAR, ["batch=16", "backend=numpy", *overrides])
     task = prepare(config, 4, (32, 32, 3), 10)
-    program = step_program(job(task), candidate(task), nodes, RateCosts(nodes))
+    program = step_program(task.job, task.candidate, nodes, RateCosts(nodes))
     compute = max(sum(one.seconds for one in ranks.tasks if isinstance(one, Compute)) for ranks in program.classes)
     assert predicted.step.seconds >= compute * (1 - 1e-9)
     assert predicted.memory_bytes == max(ranks.memory_bytes for ranks in program.classes) > 0

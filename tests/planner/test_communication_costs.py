@@ -448,7 +448,7 @@ def test_sparse_averaging_costs_no_more_than_dense(density: float, share: float)
 
 def test_averagers_whose_steps_are_not_alike_say_so() -> None:
     assert "averages all layers" in str(AveragerChoice("lazy").costs.note)
-    assert "warmed up" in str(AveragerChoice("sparse", {"warmup_steps": 100}).costs.note)
+    assert "after the warm-up" in str(AveragerChoice("sparse", {"warmup_steps": 100}).costs.note)
     alike = [AveragerChoice("lazy", {"max_interval": 1}), AveragerChoice("sparse"), AveragerChoice("sharded")]
     assert [choice.costs.note for choice in alike] == [None, None, None]
 

@@ -251,11 +251,11 @@ def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search
     config = _config(folder)
     assert planned_config(config, 2, None, None, None).automatic == ()
     with pytest.raises(
-        ConfigError, match=r"^grid and plan and averager are auto, which follows from the number of ranks; give --ranks"
+        ConfigError, match=r"^grid and plan and averager are auto, which depends on the number of ranks; give --ranks"
     ):
         planned_config(config, None, None, None, None)
     bare = config.model_copy(update={"machine": None})
-    with pytest.raises(ConfigError, match=r"follows from the machine; give --machine, or values in place of auto\.$"):
+    with pytest.raises(ConfigError, match=r"depends on the machine; give --machine, or values instead of auto\.$"):
         planned_config(bare, 2, None, None, None)
     assert planned_config(bare, 2, str(folder / "machine.yaml"), None, None).automatic == ()
     closed = _config(folder, "grid={}", "plan={}", "averager=sharded")

@@ -119,7 +119,7 @@ def passes(text, *overrides):
             "cols: 3",
             'rows: 2\n  overlap: ["*.conv2", "*.relu1"]\nplan:\n  default: domain',
             26,
-            ["'*.relu1', but no such layer", "relu1 is no convolution", "or leave it out"],
+            ["'*.relu1', but no such layer", "relu1 is not a convolution", "or leave it out"],
         ),
         ("cols: 3", 'rows: 1\n  overlap: ["*.conv2"]', 26, ["'*.conv2', but grid.rows is 1", "set grid.rows to 2 or more"]),
         ("cols: 3", 'rows: 2\n  overlap: ["*.conv2"]', 26, ["layer1.0.conv2 is not under domain"]),
@@ -226,7 +226,7 @@ def test_an_averager_that_is_chosen_has_no_options_yet():
     ("override", "place"),
     [
         ("init.freeze=[conv1, layer9.*]", "matches no layer with parameters; the nearest layer is layer"),
-        ('init.freeze=["*"]', "so that nothing is trained; leave fc to be trained, at least."),
+        ('init.freeze=["*"]', "so nothing would be trained; exclude at least fc."),
         (
             "init.weights=runs/first",
             "init.weights is runs/first, but a file of weights ends in .safetensors, .pt, .pth; make one",

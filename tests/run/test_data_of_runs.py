@@ -22,13 +22,13 @@ from hpctrain.comm import shared_memory
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.config.images import open_images, training_images
+from hpctrain.config.images import evaluation_images, open_images, training_images
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CacheConfig
-from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.data import pipeline as batch_threads
 from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, summed
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import DataFacts, ImageFile, synthetic_file
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
 from hpctrain.data.readers import UnreadableError
@@ -204,6 +204,17 @@ def test_the_share_that_is_kept_is_told(folder: Path) -> None:
     )
     both = notes(folder, 2, {"memory": 300 * SIZE}, loaders=2)  # the second file has what the first leaves
     assert [note.split(" stay")[0] for note in both] == ["data train.h5: all samples", "data train.h5: 46 % of the samples"]
+
+
+def test_other_channels_are_refused_with_both_files_named() -> None:
+    config = parse(
+        "{model: small, data: {train: synthetic}, batch: 4, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}"
+    )[0]
+    grey, colour = (DataFacts.of(synthetic_file("train", 8, (8, 8, channels), 2)) for channels in (1, 3))
+    with pytest.raises(DataError, match=r"synthetic has images of 3 channels, those of train\.h5 have 1; .* --channels 1\."):
+        evaluation_images(config, synthetic_file("test", 8, (8, 8, 3), 2), grey, "train.h5")
+    with pytest.raises(DataError, match=r"synthetic has images of 1 channel, those of the checkpoint have 3;"):
+        training_images(config, synthetic_file("train", 8, (8, 8, 1), 2), colour)
 
 
 def test_a_disk_without_room_is_told(folder: Path, tmp_path: Path) -> None:
@@ -514,8 +525,8 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
         file.truncate(size // 4)
     told, read = run("cut")
     # A place behind the end that another rank writes behind has zeros. Each rank says once what it has met.
-    reasons = [re.search(r"cannot be trusted \((.*)\); these samples are read from the data file again", line) for line in told]
-    assert {reason and reason[1] for reason in reasons} in ({"it is cut short"}, {"it is cut short", "bytes of it have changed"})
+    reasons = [re.search(r"is damaged \((.*)\); the affected samples are read from the data file again", line) for line in told]
+    assert {reason and reason[1] for reason in reasons} in ({"it is truncated"}, {"it is truncated", "bytes have changed"})
     assert len({(line.split()[0], reason and reason[1]) for line, reason in zip(told, reasons, strict=True)}) == len(told)
     assert read == IMAGES - IMAGES // 4
     with train.open("r+b") as file:
@@ -525,7 +536,7 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
         file.write(bytes([byte ^ 16]))
     told, read = run("changed")
     assert len(told) == 1
-    assert "(bytes of it have changed)" in told[0]
+    assert "(bytes have changed)" in told[0]
     assert read == 1
     assert run("mended") == ([], 0)
 
@@ -537,7 +548,7 @@ def test_a_copy_without_room_grows_no_further(trainings: Trainings, undisturbed:
     assert outcome.code == 0, outcome.output
     told = [line for line in outcome.output.splitlines() if "gets no larger" in line]
     assert len(told) == 2  # of rank 1, for each data file once
-    assert all("(No space left on device); others are read from the data file" in line for line in told)
+    assert all("(No space left on device); other samples are read from the data file" in line for line in told)
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[2])
     # Rank 1 has kept 40 of the 80 samples of its first epoch, and no more of any later one.
     assert trainings.reads("runs")["file_samples"] > IMAGES + TEST_IMAGES
@@ -575,7 +586,9 @@ def test_a_small_disk_takes_what_fits(trainings: Trainings, undisturbed: dict[in
     if fault == "pass":
         assert f"{trainings.copies} has room for 5.9e-05 GB" in " ".join(said.split())
     else:
-        assert said.count("gets no larger (No space left on device); others are read from the data file") == 2  # of both files
+        assert (
+            said.count("cannot grow (No space left on device); other samples are read from the data file") == 2
+        )  # of both files
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[0])
     read = trainings.reads("runs")
     assert read["local_samples"] > 0

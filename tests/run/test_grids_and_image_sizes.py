@@ -126,7 +126,7 @@ def sizes_config(sizes: str, model: str = "resnet50") -> Config:
             "[{from_epoch: 2, size: 32}]",
             "resnet50",
             (0,),
-            "data.sizes.0 begins at epoch 2, but images need a size from the first",
+            "data.sizes.0 begins at epoch 2, but the first size must begin at epoch 0",
         ),
         ("[{size: 32}, {size: 64}]", "resnet50", (1,), "data.sizes.1 begins at epoch 0, but .*; the smallest value is 1."),
         (

@@ -221,7 +221,7 @@ def test_the_records_until_the_loss_are_kept(job: Job, folder: Path) -> None:
     [
         ("raise", [], "ZeroDivisionError"),
         ("SIGKILL", ["on_lost_rank.least=3"], "which leaves 2, but on_lost_rank.least is 3"),
-        ("SIGKILL", ["grid.cols=3"], "A grid of 1 x 3 has 3 places, the world has 2 ranks"),
+        ("SIGKILL", ["grid.cols=3"], "A grid of 1 x 3 has 3 places, but the number of ranks is 2"),
         # Of its keeper; the sentence of the rank that ends the job may be lost with the pipes of this launcher.
         ("SIGKILL", ["on_lost_rank=stop"], f"{place(1, 3)}the process was ended by SIGKILL"),
     ],

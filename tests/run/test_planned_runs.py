@@ -38,7 +38,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.planner import configured_search, planned_run
+from hpctrain.planner import configured_search
 from hpctrain.planner.compute_costs import RateCosts, update_key
 from hpctrain.planner.configured_search import (
     SearchTask,
@@ -47,7 +47,7 @@ from hpctrain.planner.configured_search import (
     configured_costs,
     configured_setting,
     is_here,
-    job_of,
+    on_any_grid,
     overrides,
     plot,
     with_candidate,
@@ -63,9 +63,7 @@ from hpctrain.planner.planned_run import (
     PlannedPinnedMemory,
     PlannedRun,
     averaging_bytes,
-    candidate,
     group_schedules,
-    job,
     pinned_memory,
     prepare,
 )
@@ -134,9 +132,9 @@ def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
     config, plan, progress = task.config, task.plan, virtual_engine(comm)
     groups = GridGroups(ProcessGrid(comm, plan.rows, plan.cols))
     model = catalogue.build(config.model.name, {"classes": 10, **config.model.options})
-    kernels, dtype = task.kernels, config.dtype
+    kernels, dtype = task.job.kernels, config.dtype
     network = make_network(
-        model, task.image_shape, kernels, groups=groups, progress=progress, plan=plan, dtype=dtype, frozen=config.init.freeze
+        model, task.job.image_shape, kernels, groups=groups, progress=progress, plan=plan, dtype=dtype, frozen=config.init.freeze
     )
     replica = Replica(
         network,
@@ -166,10 +164,10 @@ def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: st
     overrides = ["batch=12", "backend=numpy", f"optimizer={optimizer}", "averager={name: priority, window: 3}", "micro_batches=2"]
     config, _ = load(CIFAR, overrides)
     task = prepare(config, 2, (32, 32, 3), 10)
-    training, chosen = job(task), candidate(task)
+    training, chosen = task.job, task.candidate
     assert (training.model, training.batch, training.dtype, training.image_shape) == ("resnet20", 12, "float32", (32, 32, 3))
     assert (training.norms_needed, training.momentum) == (norms_needed, 0.9)
-    assert training.kernels is task.kernels
+    assert training.kernels is task.job.kernels
     assert chosen == Candidate(task.plan, AveragerChoice("priority", {"window": 3}), 2)
     group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)
     assert isinstance(training.strategy(chosen.averager.name, chosen.averager.options, group), Priority)
@@ -182,10 +180,10 @@ def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
     overrides = ["batch=12", "backend=numpy", "averager={name: sparse, momentum_correction: 0.9, two_level: false}"]
     config, _ = load(CIFAR, [*overrides, "optimizer={name: sgd, lr: 0.1, momentum: 0.0}"])
     task = prepare(config, 2, (32, 32, 3), 10)
-    assert group_strategies(job(task), candidate(task))
-    of_both = replace(job(task), momentum=0.9)
-    with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer has a momentum of 0.9"):
-        group_strategies(of_both, candidate(task))
+    assert group_strategies(task.job, task.candidate)
+    of_both = replace(task.job, momentum=0.9)
+    with pytest.raises(ConfigError, match=r"momentum_correction is 0.9, but the optimizer already has a momentum of 0.9"):
+        group_strategies(of_both, task.candidate)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,7 @@ def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
 )
 def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tuple[str, ...], arrays: int) -> None:
     config, _ = load(CIFAR, ["batch=12", "backend=numpy", *overrides])
-    assert job(prepare(config, 2, (32, 32, 3), 10)).state_arrays == arrays
+    assert prepare(config, 2, (32, 32, 3), 10).job.state_arrays == arrays
 
 
 LINK = Link((LinkSegment(0, 1e-5, 1e-8),))
@@ -237,12 +235,12 @@ def test_every_way_leads_to_the_candidate(name: str, number: int, tmp_path: Path
 def test_what_a_search_chooses_is_what_a_run_with_its_keys_does() -> None:
     path = CONFIGS / "quickstart.yaml"
     changes = ("model={name: small, batch_norm: false, hidden: 512}", "batch=4", "backend=numpy")
-    planned = planned_run.job(prepare(load(path, changes)[0], 2))
+    planned = prepare(load(path, changes)[0], 2).job
     result = search(planned, SLOW, RateCosts(SLOW), 2, SearchSpace(simulated=3))
     assert {choice.candidate.plan.rows for choice in result.choices} > {1}
     for choice in result.choices:
         config, _ = load(path, [*changes, *overrides(choice.candidate)])
-        assert planned_run.candidate(prepare(config, 2)) == choice.candidate
+        assert prepare(config, 2).candidate == choice.candidate
 
 
 def test_a_shell_takes_the_command_line() -> None:
@@ -333,7 +331,7 @@ def test_both_ranks_of_a_node_measure_and_one_keeps_the_times(tmp_path: Path, mo
     coverage = measure(here, candidates, 30.0)
     assert coverage.programs >= 2
     assert coverage.left == 0
-    times = OperatorTimes(configured_search.configured_setting(here.machine, job_of(here)), cache_file())
+    times = OperatorTimes(configured_search.configured_setting(here.machine, on_any_grid(here)), cache_file())
     assert times.setting.concurrency == 2
     assert len(times) > 10
     again = measure(here, candidates, 30.0)
@@ -352,13 +350,13 @@ def grid_task(*overrides: str, ranks: int = 4, keep: tuple[str, ...] = ()) -> Se
 @pytest.mark.parametrize("ranks", [1, 3, 7, 12, 1000])
 def test_the_job_does_not_depend_on_the_configured_grid(ranks: int) -> None:
     """Neither a grid of two rows on 3 ranks nor fewer samples than ranks are in its way."""
-    job = job_of(grid_task("batch=8", ranks=ranks))
-    assert (job.plan.rows * job.plan.cols, job.image_shape) == (ranks, IMAGE)
-    assert len(job.specs) == len(job_of(grid_task("batch=8", ranks=1)).specs)
+    planned = on_any_grid(grid_task("batch=8", ranks=ranks))
+    assert (planned.plan.rows * planned.plan.cols, planned.job.image_shape) == (ranks, IMAGE)
+    assert len(planned.job.specs) == len(on_any_grid(grid_task("batch=8", ranks=1)).job.specs)
 
 
 def space_of(searched: SearchTask) -> SearchSpace:
-    return configured_space(searched.config, searched.ranks, searched.keep, job_of(searched).kernels)
+    return configured_space(searched.config, searched.ranks, searched.keep, on_any_grid(searched).job.kernels)
 
 
 def test_nothing_is_fixed_but_what_is_kept() -> None:
@@ -570,8 +568,8 @@ WHOLE = ("plan.features.*=domain",)
 NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
 NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
 SENTENCE = (
-    "The averager plain adds up no norms (its class does not set adds_norms), which optimizer.clip_norm and lars need; leave "
-    "clip_norm out and use sgd, or use another averager."
+    "The averager plain computes no norms (its class does not set adds_norms), which optimizer.clip_norm and lars require; "
+    "remove clip_norm and use sgd, or use another averager."
 )
 #: a strategy of somebody's own that has never heard of norms
 PLAIN_STRATEGY = """
@@ -596,7 +594,7 @@ class Plain(Strategy):
 
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Overrides for a strategy that adds up no norms."""
+    """Overrides for a strategy that computes no norms."""
     package = tmp_path / "own_strategies"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -105,7 +105,9 @@ def test_the_choice_is_that_of_all_ranks(wanted: str, found: Sequence[str | None
 
 
 def test_nccl_needs_a_gpu_for_each_rank_and_a_library() -> None:
-    shared = "transport is nccl, but ranks 0 and 2 share a GPU, and NCCL takes one rank on each; set transport to auto or staged."
+    shared = (
+        "transport is nccl, but ranks 0 and 2 share a GPU, but NCCL allows one rank per GPU; set transport to auto or staged."
+    )
     assert _choices("nccl", (None,) * 3, "aba") == [shared] * 3
     missing = "transport is nccl, but on rank 1 CuPy finds no NCCL; set transport to auto or staged."
     assert _choices("nccl", (None,) * 3, fault="CuPy finds no NCCL") == [missing] * 3

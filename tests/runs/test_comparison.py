@@ -80,6 +80,12 @@ def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None
     assert (figures.images_per_second, figures.seconds, figures.end) == (100.0, 30.0, "finished")
 
 
+def test_figures_begin_with_what_was_trained(tmp_path: Path) -> None:
+    config = "model: {name: small}\ndata: {train: a.h5}\nbatch: 8\noptimizer: {name: sgd, lr: 0.1}\nschedule: {name: cosine}\n"
+    written = summary_texts([summary(read_runs([write_run(tmp_path, config=config).path])[0])])
+    assert written[:4] == [("model", ["small"]), ("data", ["a.h5"]), ("batch", ["8"]), ("optimiser", ["sgd, lr 0.1, cosine"])]
+
+
 def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
     times = {"measured_step_seconds": 0.05, "measured_exposed_seconds": 0.001, "predicted_step_seconds": 0.04567891}
     run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
@@ -106,7 +112,8 @@ def test_waits_for_data_are_those_of_all_epochs(tmp_path: Path) -> None:
     assert (figures.data_share, figures.most_data_share) == (1 / 16, 4 / 16)
     assert dict(summary_texts([figures]))["waited for data"] == ["6.2% of the time, at most 25.0% on a rank"]
     without = summary(read_runs([write_run(tmp_path).path])[0])
-    assert dict(summary_texts([without]))["waited for data"] == [UNKNOWN]
+    assert "waited for data" not in dict(summary_texts([without]))
+    assert dict(summary_texts([without, figures]))["waited for data"][0] == UNKNOWN
 
 
 def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:

@@ -220,7 +220,11 @@ def test_ranks_never_share_cores(site: str, ranks: int) -> None:
             JobRequest(1, hostfile=Path("nowhere")),
             "Cannot read --hostfile nowhere: No such file or directory; give a readable text file in UTF-8.",
         ),
-        ("perlmutter-gpu", JobRequest(1, ranks_per_node=5), "--ranks-per-node is 5, but a node of site perlmutter-gpu has at most"),
+        (
+            "perlmutter-gpu",
+            JobRequest(1, ranks_per_node=5),
+            "--ranks-per-node is 5, but a node of site perlmutter-gpu has at most",
+        ),
         ("slurm", JobRequest(1, 8, 9), "--cores-per-rank is 9, but 8 ranks share the 64 cores of a node of site slurm"),
         ("slurm", JobRequest(1, time="soon"), "--time is 'soon', but must be a time such as 06:00:00 or 5h30m."),
         ("slurm", JobRequest(1, time="0"), "--time is '0', but must be a time"),

@@ -174,7 +174,7 @@ def test_files_of_others(tmp_path):
         read_store(tmp_path / "text.h5")
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["images"] = np.zeros(3)
-    with pytest.raises(CheckpointError, match="no checkpoint of hpctrain"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of hpctrain"):
         read_store(tmp_path / "other.h5")
 
 
@@ -277,7 +277,7 @@ def test_sixteen_bits_become_the_same_numbers_in_32(tmp_path: Path) -> None:
 def test_a_damaged_file_is_a_sentence(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is no safetensors file that can be read \(.*\); write or fetch it again\.$"):
+    with pytest.raises(CheckpointError, match=r"as a safetensors file \(.*\); write or download it again\.$"):
         weights_file.read(path)
 
 
@@ -286,12 +286,12 @@ def test_a_truncated_file_is_a_sentence(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "w.safetensors"
     weights_file.write(path, WeightsFile({"a": np.arange(10.0)}))
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
+    with pytest.raises(CheckpointError, match="as a safetensors file"):
         weights_file.read(path)
 
 
 def test_missing_files_and_other_kinds_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="There is no file of weights"):
+    with pytest.raises(CheckpointError, match="There is no weight file"):
         weights_file.read(tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match=r"it must end in \.safetensors, \.pt or \.pth\.$"):
         weights_file.read(tmp_path / "w.h5")
@@ -347,7 +347,7 @@ def test_names_of_a_file_of_ours_stay(tmp_path: Path) -> None:
 def test_two_tensors_never_become_one(tmp_path: Path) -> None:
     tensors = {"a._orig_mod.weight": np.zeros(1), "a.weight": np.ones(1)}
     weights_file.write(tmp_path / "w.safetensors", WeightsFile(tensors))
-    with pytest.raises(CheckpointError, match=r"has both a\S+ and a\S+, which are one name without the wrappers of PyTorch"):
+    with pytest.raises(CheckpointError, match=r"has both a\S+ and a\S+, which are equal without the names of PyTorch"):
         weights_file.read(tmp_path / "w.safetensors")
 
 

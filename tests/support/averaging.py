@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.group_sums import JointNorms

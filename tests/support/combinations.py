@@ -235,10 +235,11 @@ def _distance(found: Result, expected: Result, row: Row) -> float:
     exact = gradients is parameters is None  # a sample between two classes may fall to either, where anything is rounded
     pairs = zip(found.totals, expected.totals, strict=True)
     losses = [abs(a.loss - b.loss) / (abs(b.loss) or 1.0) + (a.count != b.count) + (exact and a.top1 != b.top1) for a, b in pairs]
-    statistics = distance(found.statistics, expected.statistics) if expected.statistics else 0.0
-    # All together, where anything is rounded: a bias behind a batch norm of few samples is small, and follows from large ones.
-    compared = (one.parameters if exact else _together(one.parameters) for one in (found, expected))
-    return max(*losses, distance(*compared), statistics)
+    # If messages are rounded, all values are compared together: the bias after a batch norm of few samples, and the running mean
+    # of normalised images, are small differences of large numbers.
+    compared = (lambda values: values) if exact else _together
+    statistics = distance(compared(found.statistics), compared(expected.statistics)) if expected.statistics else 0.0
+    return max(*losses, distance(compared(found.parameters), compared(expected.parameters)), statistics)
 
 
 def _together(parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

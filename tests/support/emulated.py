@@ -29,6 +29,15 @@ PLANTED_TEXTS = {
     "ucontext": f"#define CPU_UCONTEXT\n{sources.text(PLANTED.stem, PLANTED.parent)}",
 }
 
+#: texts of a kernel `add`, which adds 1 or 10 to the first element
+ADDING_TEXTS = tuple(
+    f"""#include "cuda_on_cpu.h"
+extern "C" __global__ void add(float* x) {{ if (!blockIdx.x && !threadIdx.x) x[0] += {number}; }}
+EXPORT(add)
+"""
+    for number in ("1.0f", "10.0f")
+)
+
 EmulatedDeviceFactory = Callable[..., EmulatedDevice]
 CudaKernelsFactory = Callable[..., CudaKernelSet]
 
@@ -83,4 +92,4 @@ class EmulatedDevices:
 
 def prepare() -> None:
     """Build all sources of the package and of the tests."""
-    kernels.prepare([*map(sources.text, sources.names()), *PLANTED_TEXTS.values()])
+    kernels.prepare([*map(sources.text, sources.names()), *PLANTED_TEXTS.values(), *ADDING_TEXTS])

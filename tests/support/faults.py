@@ -177,14 +177,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "all ranks too slow",
         _STEP.format(_HANG),
-        ("nothing has moved for the deadline of 3 s, in a training step, step 2",),
+        ("no progress within the deadline of 3 s, in a training step, step 2",),
         ranks=tuple(range(RANKS)),
         blamed=False,
     ),
     Fault(
         "a checkpoint on a disk that hangs",
         f'from hpctrain.storage import checkpoint\nonce(checkpoint, "write", lambda write, *rest: {_HANG})',
-        ("Rank 0 was in a checkpoint", "nothing has moved for the deadline of 3 s, in a checkpoint"),
+        ("Rank 0 was in a checkpoint", "no progress within the deadline of 3 s, in a checkpoint"),
         ranks=(0,),
         overrides=("checkpoint.asynchronous=false",),
         blamed=False,
@@ -199,7 +199,7 @@ FAULTS: tuple[Fault, ...] = (
         "a data read that hangs on all ranks",
         f'from hpctrain.data.loader import Loader\nonce(Loader, "_make", lambda make, *rest: {_HANG}, '
         "lambda self, slot, epoch, step, begin: step == 1)",
-        ("nothing has moved for the deadline of 3 s, in data loading",),
+        ("no progress within the deadline of 3 s, in data loading",),
         ranks=tuple(range(RANKS)),
         blamed=False,
     ),
@@ -265,7 +265,7 @@ FAULTS: tuple[Fault, ...] = (
         Fault(f"{name} at the start", line, words)
         for name, line, words in (
             ("an import error", "raise ImportError('no such module')", ("Rank 1 failed first: ImportError: no such module",)),
-            ("sys.exit", "sys.exit(3)", ("Rank 1 failed first: the program left with 3",)),
+            ("sys.exit", "sys.exit(3)", ("Rank 1 failed first: the program exited with 3",)),
             ("os._exit(0)", "os._exit(0)", ("Rank 1 exited with code 0 before the run was over",)),
             ("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)", ("Rank 1 was ended by SIGKILL",)),
             ("a sleep", "time.sleep(100)", ("Rank 1 never posted the start of MPI",)),

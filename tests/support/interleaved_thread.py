@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any
 
-from hpctrain.comm.progress import ProgressThread
+from hpctrain.comm.waiting import ProgressThread
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "hpctrain")
 #: code between whose lines a pass may lie: all that runs between kernels and knows of messages

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hpctrain.averaging.agreement import make_averager
+from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, PlannedGroup
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.operators import MixedLabels, StepContext

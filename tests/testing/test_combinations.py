@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from hpctrain.averaging.owner_operations import OwnerOperations
+from hpctrain.averaging.reduce_scatter import OwnerOperations
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import BatchThreads, Work
 from hpctrain.run.accounts import RunHashes

@@ -367,13 +367,13 @@ def test_a_guard_finds_what_has_changed_since_it_was_remembered(sizes: list[int]
     flip()
     guard.remember()
     guard.compare()
-    assert guard.found == ()
+    assert guard.changed_arrays == ()
     flip()
     guard.compare()
-    assert guard.found == (piece.name,)
+    assert guard.changed_arrays == (piece.name,)
     guard.remember()
     guard.verify()
-    assert guard.found == (piece.name,)
+    assert guard.changed_arrays == (piece.name,)
 
 
 NAMES = ("parameter conv.weight", "the momentum of conv.weight", "parameter fc.weight")
@@ -439,7 +439,7 @@ def test_what_is_said(reports: list[RankReport], ranks: tuple[int, ...], text: s
 
 @pytest.mark.parametrize(("verified", "ranks"), [((True, False), (11,)), ((False, True), (10,)), ((True, True), (10, 11))])
 def test_of_two_ranks_the_owner_is_right(verified: tuple[bool, bool], ranks: tuple[int, ...]) -> None:
-    """The owner is right if it vouches for its values. If both ranks vouch, both are named."""
+    """The owner is right if it has verified its values. If both ranks have, both are named."""
     looks = [Checksums(NAMES[:1], np.array([rank], np.uint32), 3, 8, (verified[rank],)) for rank in range(2)]
     found = difference([RankReport((look,)) for look in looks], ([range(2)],), [10, 11], 9)
     assert found.ranks == ranks

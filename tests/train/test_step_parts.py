@@ -16,13 +16,12 @@ from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import LossSums
 from hpctrain.comm.base import Communicator, SingleCommunicator
-from hpctrain.comm.posting_queue import MessageAccount
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import MessageAccount, ProgressEngine
 from hpctrain.core.errors import BackendError
 from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
-from hpctrain.optim.optimizers import Lars, Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain.trace import time_table
 from hpctrain.trace.tracer import CONCURRENT, Category, Events, Tracer
 from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes, StepTrace
@@ -30,7 +29,7 @@ from hpctrain.train.metrics import StepReduction, StepTotals
 from hpctrain.train.passes import check_memory, micro_batches_of, planned
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
-from hpctrain.train.step import GradientSum, TimedOptimizer
+from hpctrain.train.step import GradientSum
 from hpctrain.train.stopping import EarlyStop, Stagnation, TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -543,17 +542,6 @@ def test_operations_are_numbered_alike_on_all_ranks() -> None:
 
     assert keys(found[0]) == keys(found[1]) == keys(found[2])
     assert len(keys(found[0])) == len(found[0].of(Category.COMMUNICATION))
-
-
-def test_an_optimiser_that_is_timed_needs_what_it_needed() -> None:
-    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, trace=Tracer(8))
-    for inner in (Sgd(clip_norm=0.5), Lars()):
-        wrapped = TimedOptimizer(inner, engine)
-        assert (wrapped.norms_needed, wrapped.layer_norms, wrapped.clip_norm) == (
-            inner.norms_needed,
-            inner.layer_norms,
-            inner.clip_norm,
-        )
 
 
 def test_steps_are_recorded_with_the_loading_of_their_batches() -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.core.errors import CollectiveMismatchError, DeadlockError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait

@@ -1,4 +1,4 @@
-"""Blocking averaging: one allreduce of all gradients after backward, the same update everywhere. The oracle of all others."""
+"""Blocking averaging, the reference of all strategies: one allreduce of all gradients after backward, one update everywhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hpctrain.nn.parameter import Parameter
 
 
 class BlockingAverager(GradientAverager):
-    """Sum all gradients in `end_backward`, which is collective over `comm` and waits, then update all parameters.
+    """Averager that sums all gradients in `end_backward` and then updates all parameters. `end_backward` is collective and waits.
 
-    The gradients travel in one message, whatever their size, so that the sums are those of the transport alone and no rule for
-    cutting decides which numbers are added first: the oracle of all other strategies. The price is that nothing is hidden. In
-    addition to forward, backward and the allreduce, a step includes the full update on every rank and the wait for the slowest
-    rank. For a message above some 32 MB an MPI may allocate memory, and touch it for the first time, in every step, as it may
-    for a bare one; cutting it as `parts_of` does would avoid that, and may change last bits with the MPI's algorithm.
+    All gradients travel in one message of any size. The sums are therefore those of the transport, and no rule for cutting
+    determines which numbers are added first; this makes it the reference for all other strategies. Nothing is hidden: in addition
+    to forward, backward and the allreduce, a step includes the full update on every rank and the wait for the slowest rank. For a
+    message above some 32 MB, MPI may allocate and touch memory in every step. Cutting it as `parts_of` does would avoid that, but
+    could change last bits with MPI's algorithm.
     """
 
     def __init__(self, setup: AveragerSetup, agreement: Agreement) -> None:
@@ -38,7 +38,7 @@ class BlockingAverager(GradientAverager):
             self._step = self._joint.begin_step(self._member)
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """No-op: nothing leaves before all gradients are there."""
+        """No-op: nothing is sent before all gradients are ready."""
 
     def end_backward(self) -> None:
         self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self._terms(0, self.group.size)), "all gradients"))
@@ -63,7 +63,7 @@ class BlockingAverager(GradientAverager):
         self._update_late()
 
     def _update_late(self) -> None:
-        """Make the step's update, if it had to wait for norms of several groups; else `end_backward` has made it."""
+        """Apply the step's update if it had to wait for norms of several groups; otherwise `end_backward` has applied it."""
         step, self._unfinished = self._unfinished, None
         if step is not None:
             self.progress.wait(step.ticket)
@@ -71,7 +71,7 @@ class BlockingAverager(GradientAverager):
 
 
 class Blocking(Strategy):
-    """One allreduce of all gradients after backward, and a wait for it: the simplest strategy, the oracle of all others.
+    """One allreduce of all gradients after backward, and a wait for it: the simplest strategy, and the reference of all others.
 
     Every rank holds all parameters and all optimiser state. It has no schedule.
     """

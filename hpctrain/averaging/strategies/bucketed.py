@@ -1,4 +1,4 @@
-"""Bucketed averaging: nonblocking allreduces of fused gradients in backward's order, as large as the link asks for."""
+"""Bucketed averaging: nonblocking allreduces of fused gradients in the order of backward, in buckets sized for the link."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class BucketedOptions:
     """Options of `bucketed`.
 
     Args:
-        bucket_bytes: Least size of a bucket, in bytes; null: by `sizes`.
-        sizes: Rule for sizes that are not given: "rule" takes the same ones in every run on the same number of ranks, so that
-            runs repeat bit by bit; "measured" follows the link, which is measured at the start.
-        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
-            full precision.
-        two_level: Where nodes have several ranks each, sums that travel in 16 bits are made in full precision within a node
-            first, and rounded to cross nodes only; the MPI's own allreduce does float32.
+        bucket_bytes: Minimum size of a bucket in bytes; null: by `sizes`.
+        sizes: Rule for sizes that are not set: "rule" uses the same sizes in every run on the same number of ranks, so that runs
+            repeat bit by bit; "measured" follows the link, which is measured at the start.
+        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
+            bits, and sums are still computed in full precision.
+        two_level: If nodes have several ranks each, sum gradients that travel in 16 bits in full precision within a node first,
+            and round them only to cross nodes; float32 is left to MPI's allreduce.
 
     Raises:
-        OptionError: bucket_bytes below 1, or given though sizes are to be measured; an unknown value of wire.
+        OptionError: bucket_bytes is below 1, or set although sizes are measured, or wire is unknown.
     """
 
     bucket_bytes: int | None = None

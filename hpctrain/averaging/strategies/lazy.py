@@ -1,11 +1,11 @@
-"""Lazy averaging: front layers add up their gradients locally and are averaged every few steps only. It changes the optimisation.
+"""Lazy averaging: front layers accumulate their gradients locally and are averaged every few steps. It changes the optimisation.
 
 Lee, Kang, Al-Bahrani, Agrawal, Choudhary and Liao, "Improving scalability of parallel CNN training by adaptively adjusting
 parameter update frequency", JPDC 2022. The messages of front layers leave last, when no backward is left to hide them under.
 
-The lazy parameters lie in slices of their own at the front of the flat buffers. In a step that averages, the sum G of their
-gradients since the last time takes the place of the latest gradient f. In a step that compares f and G, the sum of f over the
-ranks costs a second reduce-scatter of these slices.
+The lazy parameters lie in separate slices at the front of the flat buffers. In a step that averages, the sum G of their gradients
+since the last averaging replaces the latest gradient f. In a step that compares f and G, the sum of f over the ranks costs a
+second reduce-scatter of these slices.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from hpctrain.averaging.collective_schedule import EventKind, OperationKind, Str
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
-from hpctrain.comm.posting_queue import Ticket
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.nn.parameter import Parameter
 
 _ADDED = "lazy_gradient"
@@ -33,11 +32,15 @@ _NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2
 def next_interval(interval: int, steps: int, latest: float, total: float, difference: float, most: int) -> int:
     """Return the interval that follows from one averaging.
 
-    Both conditions true: one more; both false: one less, at least 1; else the same.
+    If both conditions of the paper hold, it grows by one. If both fail, it shrinks by one, down to 1. Otherwise it stays.
 
     Args:
-        steps: how many gradients were added up. latest: |f|^2, f the last of them, over all ranks. total: |G|^2, G their sum.
-        difference: |f - G|^2. most: the largest interval.
+        interval: current interval.
+        steps: number of gradients that were accumulated.
+        latest: |f|^2 over all ranks; f is the last of these gradients.
+        total: |G|^2 over all ranks; G is their sum.
+        difference: |f - G|^2.
+        most: maximum interval.
     """
     angle = difference + latest <= total
     magnitude = steps * latest <= total
@@ -48,9 +51,11 @@ def next_interval(interval: int, steps: int, latest: float, total: float, differ
 
 @dataclass(frozen=True)
 class LazyStep:
-    """What one step does with the layers that are held back.
+    """Work of one step on the lazy layers.
 
-    averages: they are averaged in it. compares: f and G are compared, too.
+    Attributes:
+        averages: whether the step averages them.
+        compares: whether the step also compares f and G.
     """
 
     averages: bool
@@ -58,20 +63,23 @@ class LazyStep:
 
 
 class LazyInterval:
-    """The number of steps between two averagings of the layers that are held back, shared by the averagers of all groups.
+    """Number of steps between two averagings of the lazy layers, shared by the averagers of all groups.
 
-    Every rank adds up squares of what it owns of f and G in any group, so each element of the network counts on one rank of all.
-    One small allgather a comparison brings the numbers of every rank to all, which add them in rank order: the same bits, and the
-    same decision, everywhere. It is on a communicator of its own, and starts once all groups of a rank have given their part,
-    driven by any wait of the rank; one that owns nothing contributes zeros. The interval that one averaging leads to holds from
-    the next averaging on, so no rank waits for it under a step. Making it is collective over `comm`.
+    Every rank sums the squares of f and G over the elements that it owns in any group, so each element of the network counts on
+    exactly one rank. One small allgather per comparison distributes these numbers. All ranks add them in rank order and come to
+    the same decision. The allgather has a separate communicator and starts once all groups of a rank have contributed, driven by
+    any wait of the rank; a rank that owns nothing contributes zeros. The interval that follows from one averaging applies from
+    the next averaging on, so no rank waits for the decision within a step. Creation is collective over `comm`.
 
     Args:
-        comm: all ranks that hold a part of the network, or a copy of one. members: parameter groups of the network.
-        max_interval: the largest interval. check_every: averagings from one comparison to the next.
+        comm: all ranks that hold a part or a copy of the network.
+        progress: progress engine of the process.
+        members: number of parameter groups of the network.
+        max_interval: maximum interval.
+        check_every: number of averagings from one comparison to the next.
 
     Attributes:
-        interval: the same on every rank.
+        interval: current interval, the same on every rank.
     """
 
     def __init__(
@@ -85,27 +93,27 @@ class LazyInterval:
         self._joined = 0
         self._step = LazyStep(averages=True, compares=False)
         self._squares = np.zeros((copied.size, _NUMBERS), np.float64)
-        self._missing = 0  # members that have still to contribute
+        self._missing = 0  # members that have not contributed yet
         self._ticket: Ticket | None = None
         self._compared_steps = 0
         self._steps = self._averagings = 0
         self.interval = self._decided = 1
 
     def join(self) -> int:
-        """Return the place of another group among the members."""
+        """Return the index of another group among the members."""
         self._joined += 1
-        assert self._joined <= len(self._begun), "there are more groups of parameters than the interval is for"
+        assert self._joined <= len(self._begun), "there are more groups of parameters than members of the interval"
         return self._joined - 1
 
     def begin_step(self, member: int) -> LazyStep:
-        """Begin this member's step. Every member begins one before any begins the next.
+        """Begin this member's step. All members begin a step before any begins the next.
 
-        Waits in a step that averages for the comparison of an earlier one.
+        A step that averages waits for the comparison of an earlier step.
         """
         if self._begun[member] == max(self._begun):
             self._step = self._next_step()
         self._begun[member] += 1
-        assert self._begun[member] == max(self._begun), "a group of parameters has left a step out"
+        assert self._begun[member] == max(self._begun), "a group of parameters has skipped a step"
         return self._step
 
     def _next_step(self) -> LazyStep:
@@ -127,12 +135,13 @@ class LazyInterval:
         return LazyStep(averages=True, compares=True)
 
     def compare(self, add_squares: Callable[[np.ndarray], None], after: Sequence[Ticket]) -> None:
-        """Queue one member's part of a comparison; in a step that compares every member does so, once. Never waits.
+        """Queue one member's part of a comparison. Called once by every member in a step that compares. Never waits.
 
         Args:
-            add_squares: adds |f|^2, |G|^2 and |f - G|^2 of what this rank owns to an array of them. after: what it comes after.
+            add_squares: function that adds |f|^2, |G|^2 and |f - G|^2 of this rank's elements to an array (3,).
+            after: tickets that must be complete first.
         """
-        assert self._missing, "every group of parameters contributes once"
+        assert self._missing, "every group of parameters must contribute once"
         self._queue.post(partial(self._add, add_squares), "squares of gradients that were held back", after)
         self._missing -= 1
         if not self._missing:
@@ -145,7 +154,7 @@ class LazyInterval:
         return Complete()
 
     def settle(self) -> None:
-        """Wait for the comparison that is under way, if any, and decide. Every rank does so between the same steps."""
+        """Wait for the comparison in progress, if any, and decide. Every rank calls it between the same steps."""
         if self._ticket is None:
             return
         self._progress.wait(self._ticket)
@@ -154,24 +163,27 @@ class LazyInterval:
         self._decided = next_interval(self.interval, self._compared_steps, latest, total, difference, self._max_interval)
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers that later steps follow from, by name. After `settle`."""
+        """Return the numbers, by name, that later steps depend on. Call it after `settle`."""
         return {"interval": self.interval, "decided": self._decided, "steps": self._steps, "averagings": self._averagings}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take what `counters` returned, within the largest interval of now."""
+        """Load what `counters` returned, limited to the current maximum interval."""
         self.interval = min(counters.get("interval", 1), self._max_interval)
         self._decided = min(counters.get("decided", self.interval), self._max_interval)
         self._steps, self._averagings = counters.get("steps", 0), counters.get("averagings", 0)
 
 
 class LazyAverager(ReduceScatterAverager):
-    """Average the lazy parameters every few steps, with the sum of their gradients since the last time; all others always.
+    """Averager that averages the lazy parameters every few steps, with the sum of their gradients, and all others in every step.
 
-    In a step that does not average them their slices are neither summed, updated nor gathered.
+    A step that does not average the lazy parameters neither sums, updates nor gathers their slices.
 
     Args:
-        lazy: the parameters of the front layers; no slice holds some of them together with others. interval: that of the network.
-        others: as for the base.
+        setup: objects of this rank that the averager works with.
+        agreement: schedule, communicators and sums that the ranks have agreed on.
+        lazy: parameters of the front layers; no slice contains both lazy and other parameters.
+        interval: interval of the network.
+        others: other arguments of the base.
     """
 
     pending = _ADDED
@@ -189,7 +201,7 @@ class LazyAverager(ReduceScatterAverager):
         self.holders = self.comm.size
         self._now = LazyStep(averages=True, compares=False)
         alone = self._comm.size == 1
-        #: f: this rank's gradients alone, and by slice what it owns of their sum over the ranks; no copies where it is alone
+        #: latest gradient f of this rank and, by slice, the owned part of its sum over the ranks; empty on a single rank
         self._latest = self._arithmetic.zeros(0 if alone else stop, self.group.dtype)
         self._latest_sums: dict[int, Array] = {}
         for k in () if alone else sorted(self._lazy_slices, reverse=True):
@@ -200,7 +212,7 @@ class LazyAverager(ReduceScatterAverager):
 
     @property
     def interval(self) -> int:
-        """Steps from one averaging of the front layers to the next, the same on every rank."""
+        """Number of steps from one averaging of the front layers to the next, the same on every rank."""
         return self._interval.interval
 
     # -- a step --------------------------------------------------------------------------------------------------------------
@@ -229,7 +241,7 @@ class LazyAverager(ReduceScatterAverager):
         super().grad_ready(parameter)
 
     def _add_up_and_keep(self, place: slice, gradient: Array, added: Array) -> None:
-        """Make G of f, and keep what the comparison needs of f."""
+        """Replace f by G in the gradient, and keep what the comparison needs of f."""
         if self._latest_sums:
             self._arithmetic.copy(self._latest[place], gradient)
             self._arithmetic.add(gradient, added)
@@ -246,7 +258,7 @@ class LazyAverager(ReduceScatterAverager):
     # -- the comparison of f and G -------------------------------------------------------------------------------------------
 
     def _queue_comparison(self) -> None:
-        """Queue the sums of the last gradients alone, after all that updates wait for."""
+        """Queue the sums of the latest gradients f, after the operations that updates wait for."""
         assert self.step is not None
         self._arithmetic.fill(self._latest, 0.0)
         self._squares_alone[...] = 0.0
@@ -270,7 +282,7 @@ class LazyAverager(ReduceScatterAverager):
         return self._sums_of.ireduce_scatter(latest, self._latest_sums[k], piece.counts(self._comm.size))
 
     def _add_squares(self, squares: np.ndarray) -> None:
-        """Add |f|^2, |G|^2 and |f - G|^2 of what this rank owns."""
+        """Add |f|^2, |G|^2 and |f - G|^2 of the elements that this rank owns."""
         squares += self._squares_alone
         for k, latest in self._latest_sums.items():
             total = self.operations.sums[k]
@@ -288,7 +300,7 @@ class LazyAverager(ReduceScatterAverager):
         return [*super().changed(), self._added]
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Return also the gradients added up since the last averaging, each rank's. Collective."""
+        """Return the state of the base and, by rank, the gradients accumulated since the last averaging. Collective."""
         state = super().full_state(parameter)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
@@ -318,13 +330,13 @@ class LazyOptions(ShardedOptions):
     """Options of `lazy`, in addition to those of `sharded`.
 
     Args:
-        layers: Number of layers, counted from the input, whose gradients are summed over several steps; all layers of
-            a network with fewer.
-        max_interval: Most steps between two averagings of these layers; 1 averages them in every step.
+        layers: Number of layers, counted from the input, whose gradients are summed over several steps; all layers if the network
+            has fewer.
+        max_interval: Maximum number of steps between two averagings of these layers; 1 averages them in every step.
         check_every: Number of averagings from one check of the interval to the next.
 
     Raises:
-        OptionError: a value below 1, or sizes given and to be measured.
+        OptionError: a value is below 1, or a size is set although sizes are measured.
     """
 
     layers: int = 8
@@ -337,14 +349,14 @@ class LazyOptions(ShardedOptions):
 
 
 class Lazy(Sharded):
-    """Sharded averaging that sums the gradients of front layers over several steps: it changes the optimisation.
+    """Sharded averaging that sums the gradients of front layers over several steps. It changes the optimisation.
 
-    Slices of the front layers, which hold nothing else, are reduced, updated and gathered every `interval` steps, with the sum
-    since the last time. In between these layers keep their parameters, and so does the optimiser's state of their owners. The
-    interval starts at 1 and adapts (see `next_interval`): what one averaging finds holds from the next one on. Finding out costs
-    a second reduce-scatter of these layers, so it is done every `check_every` averagings only.
+    Slices of the front layers, which contain no other parameters, are reduced, updated and gathered every `interval` steps, with
+    the sum of the gradients since the last averaging. In between, these layers keep their parameters and their optimiser state.
+    The interval starts at 1 and adapts (see `next_interval`); a change applies from the next averaging on. The comparison costs a
+    second reduce-scatter of these layers and is therefore made only every `check_every` averagings.
 
-    Linear layers among them never exchange inputs and errors: what is added up over steps is gradients.
+    Linear layers among them never exchange inputs and errors, because the accumulated values are gradients.
     """
 
     sums_shards = False
@@ -360,7 +372,7 @@ class Lazy(Sharded):
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
         """Return the costs of a step that averages all layers."""
-        differ = "The steps of lazy differ: this is one that averages all layers, without the check of the interval."
+        differ = "The numbers for lazy are for a step that averages all layers without checking the interval."
         return replace(super().costs(options), note=None if options.max_interval == 1 else differ)
 
     def words(self) -> str:
@@ -374,7 +386,7 @@ class Lazy(Sharded):
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         interval: LazyInterval | None = setup.shared
         if interval is None:
-            assert not self.group.several_groups, "the groups of a network share their interval"
+            assert not self.group.several_groups, "the groups of a network must share their interval"
             interval = self.shared(setup.comm, setup.progress, 1)
         return LazyAverager(setup, agreement, lazy=self._lazy, interval=interval, **self.averager_arguments(agreement))
 
@@ -382,7 +394,7 @@ class Lazy(Sharded):
 def _front(group: PlannedGroup, layers: int) -> frozenset[str]:
     """Return the group's parameters of the network's first `layers` layers.
 
-    Names that differ after the last dot only are of one layer.
+    Names that differ only after the last dot belong to one layer.
     """
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in group.network_parameters))
     front = set(owners[:layers])

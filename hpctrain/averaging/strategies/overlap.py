@@ -1,4 +1,4 @@
-"""Overlapped averaging: a nonblocking allreduce per parameter, posted in backward. Others are measured against it."""
+"""Overlapped averaging: a nonblocking allreduce per parameter, posted in backward. A baseline for comparisons."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hpctrain.comm.link import LinkModel
 class Overlap(AllreduceStrategy):
     """One allreduce for each parameter, posted when its gradient is ready and waited for in the next forward of its layer.
 
-    It is there to be compared with: `bucketed` sends the same in fewer messages. Most parameters of a network with batch norm
-    hold a few hundred numbers, and each message costs its latency and several polls on either side.
+    It is a baseline for comparisons; `bucketed` sends the same data in fewer messages. Most parameters of a network with batch
+    norm hold a few hundred numbers, and each message costs its latency and several polls on either side.
     """
 
     Options = WireOptions

@@ -15,7 +15,7 @@ from hpctrain.averaging import slicing
 from hpctrain.averaging.base import StrategyCosts, check_at_least_one, check_sizes, words_of_sizes
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.link_simulation import SliceTraffic, Times, Urgency, front_first, two_stream_order
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
 from hpctrain.averaging.slicing import Sizes, Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
@@ -23,10 +23,10 @@ from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
 
 _LEAST_PARAMETERS = 50_000
-# Between two polls of the messages, where it has not been measured: a large operator of a network for images.
+# Time between two polls if it has not been measured: a large operator of a network for images.
 _OPERATOR_SECONDS = 0.02
 _LEAST_WINDOW = 4
-# A message needs several polls on both sides, for its handshake and its end.
+# Polls that a message needs on both sides, for its handshake and its end.
 _POLLS = 3
 
 
@@ -35,23 +35,23 @@ class PriorityOptions:
     """Options of `priority`.
 
     Args:
-        slice_parameters: Most parameters of a slice; smaller neighbours are fused up to half of it. Null takes 50,000 as in the
-            paper, or more if that many messages would take too much of a core.
-        sizes: Rule for sizes that are not given: "rule" takes the same ones in every run on the same number of ranks, so that
-            runs repeat bit by bit; "measured" follows the link and a message's time of a core, both measured at the start.
-        window: Most slices in flight, of gradients and of parameters each. Null takes what the measured link sends between two
-            polls: a smaller window lets the link idle, a larger one lets urgent slices wait longer.
-        fc_exchange: Linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, where that moves less),
+        slice_parameters: Maximum number of parameters in a slice; smaller neighbours are fused up to half of it. Null uses 50,000
+            as in the paper, or more if that many messages would take too much processor time.
+        sizes: Rule for sizes that are not set: "rule" uses the same sizes in every run on the same number of ranks, so that runs
+            repeat bit by bit; "measured" follows the link and the processor time of a message, both measured at the start.
+        window: Maximum number of slices in flight, of gradients and of parameters each. Null uses the number that the measured
+            link sends between two polls: with a smaller window the link idles, with a larger one urgent slices wait longer.
+        fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less),
             "always" or "never".
-        two_level: On nodes with several ranks each, make sums within a node first, and gather parameters across nodes first.
-        replan: Plan the order of the slices again after a few steps, by measured times.
-        wire: How gradients travel: "float32" as they are computed; "bfloat16" and "float16" rounded to 16 bits, and added up in
-            full precision.
-        wire_parameters: How updated parameters travel. Every rank computes with the rounded ones; their owner keeps the
-            rounding errors for the next update.
+        two_level: On nodes with several ranks each, sum within a node first, and gather parameters across nodes first.
+        replan: Plan the order of the slices again after a few steps, from measured times.
+        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
+            bits, and sums are still computed in full precision.
+        wire_parameters: Number format in which updated parameters travel. Every rank computes with the rounded ones; their owner
+            keeps the rounding errors for the next update.
 
     Raises:
-        OptionError: a size or window below 1, sizes given and to be measured, or an unknown value of a wire.
+        OptionError: a size or window is below 1, a size is set although sizes are measured, or a wire is unknown.
     """
 
     slice_parameters: int | None = None
@@ -70,10 +70,10 @@ class PriorityOptions:
 
 
 class Priority(ReduceScatterStrategy):
-    """Sharded averaging in small slices, front layers first: early layers' slices overtake late layers'.
+    """Sharded averaging in small slices, front layers first: slices of early layers overtake those of late layers.
 
-    Reduce-scatters and allgathers have a communicator each, whose queue keeps them in the planned order: a front layer's gradient
-    passes those of late layers that still wait, and its allgather then passes them, too.
+    Reduce-scatters and allgathers have separate communicators, whose queues keep them in the planned order. A front layer's
+    gradient overtakes gradients of late layers that are still waiting, and then its allgather overtakes theirs.
     """
 
     Options = PriorityOptions
@@ -109,24 +109,27 @@ class Priority(ReduceScatterStrategy):
         return credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether a measured link is needed, also for the window."""
+        """Return whether a measured link is needed, including for the window."""
         return super().needs_link(usable) or (usable is None and self.options.window is None)
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether operations are to be measured: for sizes that are measured."""
+        """Return whether the processor time of operations is to be measured: only if sizes are measured."""
         return usable is None and self.options.sizes == "measured"
 
 
 def _typical_bytes(total_bytes: int, ranks: int) -> int:
-    """Return the size of slices by rule, of float32, for `StrategyCosts`."""
+    """Return the size of slices by rule for float32, for `StrategyCosts`."""
     return slicing.slice_bytes(4 * _LEAST_PARAMETERS, total_bytes, ranks, slicing.RULE_LINK)
 
 
 def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Times | None) -> int | None:
-    """Return how many slices of `size_bytes` in flight keep the link busy between polls; None: no limit.
+    """Return the number of slices of `size_bytes` in flight that keeps the link busy between polls; None: no limit.
 
     Args:
-        times: measured ones; polls are at most as far apart as gradients are that become ready one after the other.
+        size_bytes: bytes of a slice.
+        ranks: number of ranks.
+        link: model of the link; None: unknown.
+        times: measured times of a step; None: unknown. The time between polls is at most the longest gap between gradients.
     """
     if link is None or ranks == 1:
         return None

@@ -1,19 +1,20 @@
 """Sparse averaging: only the largest elements of gradients cross between nodes. It changes the optimisation.
 
 Shi et al., "Towards scalable distributed training of deep learning on public cloud clusters", arXiv 2010.10458 (HiTopKComm): a
-dense reduce-scatter within the node, the largest elements of each part across nodes among ranks of equal number, a dense
-allgather within the node; here of parameters, as ranks of equal number update the part, each for its node. What is not sent is
-added to the next step's gradient. It sends less where links between nodes are slow.
+dense reduce-scatter within the node, an allgather of the largest elements of each part across nodes among ranks with the same
+local number, and a dense allgather within the node. Here the last step gathers parameters, because the ranks with the same local
+number all update the part, each for its node. Elements that are not sent are added to the next step's gradient. This sends less
+if links between nodes are slow.
 
-Residuals: Seide et al., Interspeech 2014; the largest elements of a shard: Shi et al. Momentum correction and factor masking:
-Lin, Han, Mao, Wang and Dally, "Deep gradient compression", ICLR 2018, section 3 (u := m u + g, v := v + u, the largest elements
-of v are sent).
+Residuals: Seide et al., Interspeech 2014. Largest elements of a shard: Shi et al. Momentum correction and factor masking: Lin,
+Han, Mao, Wang and Dally, "Deep gradient compression", ICLR 2018, section 3 (u := m u + g, v := v + u, the largest elements of v
+are sent).
 
-Whether it pays is predicted from bytes, messages and the work of choosing. Between m nodes, a part of d elements of b_v bytes
-costs 2 (m - 1) (alpha + d b_v beta / m) where all of it is reduced and gathered, and (m - 1) (alpha + k (b_v + b_i) beta) + c d
-if only the k largest elements are sent, each with a position of b_i bytes; selection and update cost c seconds per element.
-Without alpha and c that is less for k / d < 2 b_v / (m (b_v + b_i)). What travels within nodes is the same in both cases, and
-left out.
+Whether compression pays is predicted from bytes, messages and the time of the selection. Between m nodes, a part of d elements of
+b_v bytes costs 2 (m - 1) (alpha + d b_v beta / m) if all of it is reduced and gathered. It costs (m - 1) (alpha + k (b_v + b_i)
+beta) + c d if only the k largest elements are sent, each with a position of b_i bytes; selection and update cost c seconds per
+element. Without alpha and c, the second is less for k / d < 2 b_v / (m (b_v + b_i)). Traffic within nodes is the same in both
+cases and left out.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from hpctrain.averaging.base import (
 )
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Times
-from hpctrain.averaging.owner_operations import OwnerOperations, StepUpdate
-from hpctrain.averaging.reduce_scatter import ReduceScatterAverager, ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter import OwnerOperations, ReduceScatterAverager, StepUpdate
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.averaging.top_k import Selection, TopK
@@ -49,17 +50,20 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError, OptionError
 from hpctrain.nn.parameter import Parameter, Segment
 
-#: of an element of a part, float32, on one core of a server: 2 ns to add the residual and to choose (benchmarks/compress.py), and
-#: 1 ns as all nodes update it, not one of m
+#: processor time per float32 element of a part, on one core of a server: 2 ns to add the residual and to select
+#: (benchmarks/compress.py), and 1 ns because all nodes update the element, not one of m
 SELECTION_SECONDS = 3e-9
 
 
 @dataclass(frozen=True)
 class PartOnLink:
-    """A part of a slice on the links between nodes.
+    """Part of a slice on the links between nodes.
 
     Attributes:
-        elements: d. nodes: m. item_bytes: b_v. selection_seconds: c, of an element; 0: bytes and messages alone decide.
+        elements: number d of elements.
+        nodes: number m of nodes.
+        item_bytes: bytes b_v of an element.
+        selection_seconds: time c to select and update, per element; 0: only bytes and messages count.
     """
 
     elements: int
@@ -77,18 +81,18 @@ class PartOnLink:
         return 2 * link.allgather_seconds(self.elements * self.item_bytes, self.nodes)
 
     def sparse_seconds(self, link: LinkModel, kept: int) -> float:
-        """Return the seconds of choosing `kept` elements and of their allgather."""
+        """Return the seconds to select `kept` elements and to allgather them."""
         messages = link.allgather_seconds(self.nodes * kept * self.pair_bytes, self.nodes)
         return messages + self.elements * self.selection_seconds
 
 
 def sparse_pays(part: PartOnLink, link: LinkModel, kept: int) -> bool:
-    """Return whether sending `kept` elements of a part takes less time than sending all of it."""
+    """Return whether sending `kept` elements of a part takes less time than sending the whole part."""
     return part.nodes > 1 and part.sparse_seconds(link, kept) < part.dense_seconds(link)
 
 
 def crossover_density(part: PartOnLink, link: LinkModel) -> float:
-    """Return the share of elements below which it pays; 0 or less if it never does."""
+    """Return the share of elements below which compression pays; 0 or less if it never does."""
     others = part.nodes - 1
     spare = part.dense_seconds(link) - part.elements * part.selection_seconds - others * link.alpha_seconds
     return spare / (others * part.pair_bytes * link.beta_seconds_per_byte * part.elements)
@@ -96,12 +100,14 @@ def crossover_density(part: PartOnLink, link: LinkModel) -> float:
 
 @dataclass(frozen=True)
 class SparseSettings:
-    """Options that change no schedule.
+    """Options that do not affect the schedule.
 
     Attributes:
-        density: in the end. warmup_density: at first. warmup_steps: until then; 0: none.
-        momentum_correction: factor of the momentum that is kept before elements are chosen; 0: none.
-        factor_masking: it is forgotten where elements are sent.
+        density: final density.
+        warmup_density: density of the first step.
+        warmup_steps: number of steps until the final density; 0: no warm-up.
+        momentum_correction: momentum factor that is applied before elements are chosen; 0: none.
+        factor_masking: whether the momentum of sent elements is reset.
     """
 
     density: float
@@ -111,28 +117,34 @@ class SparseSettings:
     factor_masking: bool = True
 
     def density_at(self, step: int) -> float:
-        """Return the share of elements that step `step`, counted from 0 over the whole training, sends: falling exponentially."""
+        """Return the density of a step, counted from 0 over the whole training; it falls exponentially during the warm-up."""
         if step >= self.warmup_steps:
             return self.density
         return float(self.warmup_density * (self.density / self.warmup_density) ** (step / self.warmup_steps))
 
     @property
     def largest_density(self) -> float:
-        """The largest share of any step, which buffers must hold."""
+        """Largest density of any step, which determines the size of buffers."""
         return self.warmup_density if self.warmup_steps else self.density
 
 
 class SparsePart:
-    """This rank's part of a compressed slice; on all nodes the ranks of its number have the same part.
+    """This rank's part of a compressed slice. Ranks with the same local number on all nodes have the same part.
 
-    Buffers are made once, for the largest messages.
+    Buffers are allocated once, for the largest messages.
 
     Args:
-        size: elements of the part. dtype: "float32" or "float64". seed: tells slices apart.
-        comm: the ranks with this part, by node. scratch: of all slices, as one is chosen at a time.
+        size: number of elements of the part.
+        dtype: "float32" or "float64".
+        compression: compression of the slice.
+        settings: densities and momentum.
+        comm: ranks with this part, by node.
+        scratch: scratch memory shared by all slices, which are selected one at a time.
+        seed: integers that distinguish slices.
 
     Attributes:
-        residual: what is kept back, (size,). velocity: the momentum before the choice, (size,), or of no elements.
+        residual: gradients that are kept back, (size,).
+        velocity: momentum before the selection, (size,); empty without momentum correction.
     """
 
     def __init__(
@@ -152,9 +164,9 @@ class SparsePart:
         self._buffer = np.empty(comm.size * self._top.message_size, np.uint8)
 
     def send(self, gradient: np.ndarray, step: int) -> Handle:
-        """Choose what a step sends, of its gradient (size,) and of what was kept back, and post its allgather.
+        """Choose the elements to send from the gradient (size,) and the residual, and post their allgather.
 
-        What is not finite is always chosen, so that every node learns of it.
+        Non-finite elements are always chosen, so that they reach every node.
         """
         kept = self._compression.kept(self._size, self._settings.density_at(step))
         if kept != self._top.kept:
@@ -174,7 +186,7 @@ class SparsePart:
         return self._comm.iallgather(None, self._buffer[: sum(counts)], counts)
 
     def receive(self, gradient: np.ndarray) -> None:
-        """Write the sum of what all nodes sent, in their order, so that it has the same bits on all of them."""
+        """Write the sum of all nodes' messages, added in node order, so that it has the same bits on all nodes."""
         gradient[...] = 0.0
         for message in self._messages():
             self._top.add_to(message, gradient)
@@ -186,13 +198,17 @@ class SparsePart:
 
 
 class SparseOperations(OwnerOperations):
-    """The operations of owners, and the exchange of largest elements. Making it is collective.
+    """Operations of owners, with the exchange of the largest elements. Creation is collective.
 
     Args:
-        two: the levels of the streams; None: every rank is a node.
+        setup: objects of this rank that the averager works with.
+        schedule: the agreed schedule.
+        streams: communicators by stream.
+        settings: densities and momentum.
+        two: levels of the streams; None: every rank is a node.
 
     Attributes:
-        nodes: those that exchange; 1 where one rank is alone.
+        nodes: number of nodes that exchange elements.
     """
 
     def __init__(
@@ -207,7 +223,7 @@ class SparseOperations(OwnerOperations):
         self.nodes = self.comm.size if two is None else two.nodes
         self._settings = settings
         self._number, self._node = divmod(self.comm.rank, self.nodes)
-        # Each has one order of operations, that of the stream on which they are posted.
+        # Each communicator has the order of operations of the stream on which they are posted.
         self._reduce_within, self._gather_within = (
             None if two is None else within_node(streams[stream], two, f"{setup.comm.name} {stream}")
             for stream in (Stream.GRADIENTS, Stream.PARAMETERS)
@@ -218,11 +234,11 @@ class SparseOperations(OwnerOperations):
             if piece.compression is not None:
                 size, dtype = piece.owned_size(self.comm.rank, self.comm.size), setup.group.dtype
                 self._parts[k] = SparsePart(size, dtype, piece.compression, settings, streams[Stream.NODES], scratch, (k,))
-        #: of dense slices: momentum that the owner keeps, as compressed ones have theirs before the choice
+        #: momentum of dense slices, kept by the owner; compressed slices have theirs before the selection
         self._velocities: dict[int, np.ndarray] = {}
-        #: of dense slices: what an earlier run kept back of them, until the first step adds it; the same ones on every rank
+        #: residuals of an earlier run for dense slices, until the first step adds them; the same slices on every rank
         self._left: dict[int, np.ndarray] = {}
-        self._added: dict[int, np.ndarray] = {}  # those that the step under way has added
+        self._added: dict[int, np.ndarray] = {}  # residuals that the current step has added
         if settings.momentum_correction:
             sizes = {k: self._bounds(k)[1] - self._bounds(k)[0] for k in range(len(schedule.slices)) if k not in self._parts}
             self._velocities = {k: np.zeros(size, setup.group.dtype) for k, size in sizes.items()}
@@ -232,11 +248,11 @@ class SparseOperations(OwnerOperations):
         return self.schedule.slices[k].part(self.comm.rank, self.comm.size)
 
     def begin_step(self) -> None:
-        """Begin a step: the one before can no longer be undone."""
+        """Begin a step. The previous step can then not be undone."""
         self._added.clear()
 
     def undo(self) -> None:
-        """Note that the last step was undone: what it added of an earlier run's residuals is still to be added."""
+        """Note that the last step was undone: residuals of an earlier run that it added are added again in the next step."""
         self._left |= self._added
 
     def kept_back(self) -> list[np.ndarray]:
@@ -281,7 +297,7 @@ class SparseOperations(OwnerOperations):
             self.group.arithmetic.from_host(gradient, self._corrected(k, values))
 
     def _receive(self, k: int, gradient: Array) -> None:
-        """Write the sum of what all nodes sent; messages, and what is kept back, lie on the host."""
+        """Write the sum of all nodes' messages to a gradient. Messages and residuals lie on the host."""
         if self.group.arithmetic.on_host:
             self._parts[k].receive(gradient)
             return
@@ -290,7 +306,7 @@ class SparseOperations(OwnerOperations):
         self.group.arithmetic.from_host(gradient, total)
 
     def _corrected(self, k: int, gradient: np.ndarray) -> np.ndarray:
-        """Return the gradient of a dense slice with what was left of it, and the momentum that both make."""
+        """Return the gradient of a dense slice plus the residual of an earlier run, with momentum applied if configured."""
         left = self._left.pop(k, None)
         if left is not None:
             self._added[k] = left
@@ -305,19 +321,19 @@ class SparseOperations(OwnerOperations):
     # -- what is kept back, in a checkpoint: an array of each node, of which the sum matters -----------------------------------
 
     def keeps_back(self, name: str) -> bool:
-        """Return whether some of a parameter's gradient is kept back, or may be; the same on every rank."""
+        """Return whether some of a parameter's gradient is or may be kept back, the same on every rank."""
         return any(k in self._parts or k in self._left for k in self.touching[name])
 
     def residual(self, name: str, progress: ProgressEngine) -> np.ndarray:
-        """Return (nodes, size) of what is kept back of a whole parameter; of dense slices the first node has it. Collective."""
+        """Return (nodes, size), the residuals of a whole parameter; those of dense slices are in the first row. Collective."""
         return self._by_node(name, lambda k: self._parts[k].residual if k in self._parts else self._left.get(k), progress)
 
     def velocity(self, name: str, progress: ProgressEngine) -> np.ndarray:
-        """Return the momentum before the choice, as `residual` does. Collective."""
+        """Return the momentum before the selection, in the form of `residual`. Collective."""
         return self._by_node(name, lambda k: self._parts[k].velocity if k in self._parts else self._velocities[k], progress)
 
     def load_residual(self, name: str, by_node: np.ndarray) -> None:
-        """Take what `residual` returned, that of other nodes included."""
+        """Load what `residual` returned, including the rows of other nodes."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, end = self._bounds(k)
@@ -331,7 +347,7 @@ class SparseOperations(OwnerOperations):
                 self._load(segment, begin, by_node.sum(axis=0), left)
 
     def load_velocity(self, name: str, by_node: np.ndarray) -> None:
-        """Take what `velocity` returned."""
+        """Load what `velocity` returned."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, _ = self._bounds(k)
@@ -341,14 +357,17 @@ class SparseOperations(OwnerOperations):
                 self._load(segment, begin, by_node.sum(axis=0), self._velocities[k])
 
     def _load(self, segment: Segment, begin: int, whole: np.ndarray, part: np.ndarray) -> None:
-        """Copy what a rank's part, which begins at `begin`, has of one whole parameter."""
+        """Copy the elements of one whole parameter that lie in a rank's part, which begins at `begin`."""
         inside = segment.part(begin, begin + part.size)
         part[inside.start - begin : inside.stop - begin] = whole[inside.start - segment.start : inside.stop - segment.start]
 
     def _by_node(self, name: str, of_slice: Callable[[int], np.ndarray | None], progress: ProgressEngine) -> np.ndarray:
         """Gather (nodes, size) of a parameter from all ranks' parts.
 
-        of_slice: (slice) -> this rank's part; None: no rank has anything.
+        Args:
+            name: name of the parameter.
+            of_slice: function slice -> this rank's part; None if no rank has one.
+            progress: progress engine of the process.
         """
         segment, comm = self.group.segment(name), self.comm
         by_node = np.zeros((self.nodes, segment.size), self.group.dtype)
@@ -375,12 +394,16 @@ _STEPS = "sparse_steps"
 
 
 class SparseAverager(ReduceScatterAverager):
-    """Update this rank's part of every slice: its own 1/P of a dense one, its node's share of a compressed one.
+    """Averager that updates this rank's part of every slice: 1/P of a dense one, a share of its node's copy of a compressed one.
 
-    Holders of what is kept back are the nodes; each rank has its part of its node's.
+    The holders of gradients that are kept back are the nodes; each rank has its part of its node's.
 
     Args:
-        two: levels of the streams; None: every rank is a node. others: as for the base.
+        setup: objects of this rank that the averager works with.
+        agreement: schedule, communicators and sums that the ranks have agreed on.
+        settings: densities and momentum.
+        two: levels of the streams; None: every rank is a node.
+        others: other arguments of the base.
     """
 
     pending = _RESIDUAL
@@ -413,7 +436,7 @@ class SparseAverager(ReduceScatterAverager):
         return (_RESIDUAL, _VELOCITY) if self._has_velocity else (_RESIDUAL,)
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Return also what each node keeps back of the gradient, and its momentum before the choice. Collective."""
+        """Return the state of the base with each node's residual and, if kept, momentum before the selection. Collective."""
         state = super().full_state(parameter)
         if self._sparse.keeps_back(parameter.name):
             state[_RESIDUAL] = self._sparse.residual(parameter.name, self.progress)
@@ -422,7 +445,7 @@ class SparseAverager(ReduceScatterAverager):
         return state
 
     def state_names(self, parameter: Parameter) -> Collection[str]:
-        """Return also what an earlier run kept back of a parameter that is sent whole now: the first step adds it."""
+        """Return the names of the base and of residuals, which an earlier run may have kept for parameters now sent whole."""
         return {**dict.fromkeys(super().state_names(parameter)), **dict.fromkeys(self.by_holder)}
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
@@ -448,28 +471,29 @@ class SparseOptions:
     """Options of `sparse`.
 
     Args:
-        density: Share of a gradient's elements that a node sends to the others, above 0 and at most 1.
+        density: Share of a gradient's elements that a node sends to the other nodes, above 0 and at most 1.
         warmup_density: Share in the first step, from which it falls exponentially to `density` in `warmup_steps` steps.
-        warmup_steps: Steps until `density` is reached; 0 starts with it.
-        compress: Which of the large parameters are sent so: "auto" takes those for which it takes less time than sending them
-            whole, by bytes and messages (and on a measured link by the work of choosing), "always" takes all.
-        least_elements: Least elements of such a parameter; smaller ones, biases and the parameters of batch norms are sent whole.
-        momentum_correction: Factor of a momentum that each node adds up before it chooses what to send, in [0, 1); it needs an
-            optimizer without momentum. 0 leaves the momentum to the optimizer.
-        factor_masking: With momentum correction, the momentum of elements that are sent starts again from zero.
-        bucket_bytes: Least size of a slice of fused small layers, in bytes; null: by `sizes`.
-        sizes: Rule for sizes that are not given, and for which slices are worth compressing: "rule" decides alike in every run
-            on the same number of ranks, so that runs repeat bit by bit; "measured" follows the link, measured at the start.
-        two_level: Ranks of a node sum their gradients before the node chooses, if all nodes have the same number of ranks;
-            without it, every rank chooses by itself.
-        replan: Plan the order of the allgathers again after a few steps, by measured times.
-        window: Largest number of operations in flight on each communicator; null: no limit.
+        warmup_steps: Number of steps until `density` is reached; 0 starts with it.
+        compress: Large parameters that are compressed: "auto" compresses those for which this takes less time than sending them
+            whole, by bytes and messages (and on a measured link by the time of the selection), "always" compresses all.
+        least_elements: Minimum number of elements of a compressed parameter; smaller ones, biases and the parameters of batch
+            norms are sent whole.
+        momentum_correction: Factor of a momentum that each node accumulates before it chooses what to send, in [0, 1); requires
+            an optimizer without momentum. 0 leaves the momentum to the optimizer.
+        factor_masking: With momentum correction, reset the momentum of elements that are sent to zero.
+        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: by `sizes`.
+        sizes: Rule for sizes that are not set, and for the slices that are compressed: "rule" decides alike in every run on the
+            same number of ranks, so that runs repeat bit by bit; "measured" follows the link, measured at the start.
+        two_level: Sum the gradients of a node's ranks before the node chooses, if all nodes have the same number of ranks;
+            otherwise every rank chooses by itself.
+        replan: Plan the order of the allgathers again after a few steps, from measured times.
+        window: Maximum number of operations in flight on each communicator; null: no limit.
 
     Raises:
-        OptionError: a density outside of (0, 1], a warm-up that begins below the density, or another value out of range.
+        OptionError: a density is outside (0, 1], the warm-up begins below the density, or another value is out of range.
     """
 
-    #: gradients of linear layers are chosen from like all others
+    #: gradients of linear layers are compressed like all others
     fc_exchange: ClassVar[FcExchange] = "never"
 
     density: float = 0.01
@@ -506,14 +530,15 @@ class SparseOptions:
 
 
 class Sparse(ReduceScatterStrategy):
-    """Send only the largest gradients between nodes, and add the rest to the next step's; it changes the optimisation.
+    """Send only the largest gradients between nodes, and add the rest to the next step's gradients. It changes the optimisation.
 
-    Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of
-    each part with their positions. Ranks that own the same part on all nodes add these in the same order and update the part,
-    and parameters are gathered within the node. Small parameters go as with `sharded`, and all of it overlaps as there.
+    Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of each
+    part with their positions. Ranks that own the same part on all nodes add these in the same order and update the part. Then
+    parameters are gathered within the node. Small parameters are averaged as with `sharded`, with the same overlap.
 
     Raises:
-        ConfigError: several ranks, all on one node. OptionError: momentum correction together with an optimizer's momentum.
+        ConfigError: several ranks are all on one node.
+        OptionError: momentum correction is combined with an optimizer's momentum.
     """
 
     sums_shards = False
@@ -528,8 +553,8 @@ class Sparse(ReduceScatterStrategy):
         options = self.options
         if options.momentum_correction and group.momentum:
             raise OptionError(
-                f"momentum_correction is {options.momentum_correction}, but the optimizer has a momentum of {group.momentum}, "
-                f"too; set optimizer.momentum of sgd or lars to 0, or leave momentum_correction out.",
+                f"momentum_correction is {options.momentum_correction}, but the optimizer already has a momentum of "
+                f"{group.momentum}; set optimizer.momentum of sgd or lars to 0, or remove momentum_correction.",
                 "momentum_correction",
             )
         if options.two_level and group.nodes is not None and group.ranks > 1 and len(set(group.nodes)) == 1:
@@ -540,8 +565,8 @@ class Sparse(ReduceScatterStrategy):
 
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
-        """Return the costs of a step that has warmed up."""
-        differ = "Steps of sparse are taken to have warmed up: those before send more."
+        """Return the costs of a step after the warm-up."""
+        differ = "The numbers for sparse are for a step after the warm-up; earlier steps send more."
         return replace(super().costs(options), density=options.density, note=differ if options.warmup_steps else None)
 
     def words(self) -> str:
@@ -554,11 +579,11 @@ class Sparse(ReduceScatterStrategy):
 
     @property
     def nodes(self) -> int:
-        """Number of those that exchange: the nodes or, with one level, the ranks."""
+        """Number of nodes that exchange elements; with one level, the number of ranks."""
         return self.group.ranks if self.levels is None else self.levels.nodes
 
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Return large parameters in compressed slices if that pays; the others fused and cut as `sharded` does."""
+        """Return large parameters in compressed slices if that pays, and the other parameters fused and cut as by `sharded`."""
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         small = [one.parameter for one in layout.segments if not one.decay or one.size < self.options.least_elements]
         candidates = fused(layout, least, small if self.nodes > 1 else list(layout.specs))
@@ -573,18 +598,18 @@ class Sparse(ReduceScatterStrategy):
         return tuple(sorted((*compressed, *dense), key=lambda piece: piece.start))
 
     def _pays(self, size: int, link: LinkModel | None) -> bool:
-        """Return whether a slice of `size` elements is sent in part: by the first rank's part, which is the largest."""
+        """Return whether a slice of `size` elements is compressed, judged by the first rank's part, which is the largest."""
         if self.options.compress == "always":
             return True
         elements = -(-size * self.nodes // self.group.ranks)
-        seconds = SELECTION_SECONDS if self.options.sizes == "measured" else 0.0  # the rule's link has no time of its own
+        seconds = SELECTION_SECONDS if self.options.sizes == "measured" else 0.0  # the rule's link has no selection time
         part = PartOnLink(elements, self.nodes, self.group.layout.item_bytes, seconds)
         return sparse_pays(part, link or slicing.RULE_LINK, Compression(self.nodes, self.options.density).kept(elements))
 
     def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
-        """Return those of a reduce-scatter strategy, with the exchange across nodes.
+        """Return the operations of a reduce-scatter strategy with the exchange across nodes.
 
-        It follows the sum within nodes, or is all there is.
+        The exchange follows the sum within nodes, or replaces it if every rank is a node.
         """
         operations: list[Operation] = []
         for operation in super().operations(slices, times, link):

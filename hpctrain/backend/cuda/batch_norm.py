@@ -61,11 +61,11 @@ class ChannelBlocks:
 
 
 class CudaBatchNorm(InPlace, CudaOperator):
-    """y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the addition of a second input and the ReLU of a fused spec.
+    """Batch norm: y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the sum and the ReLU of a fused spec.
 
     Statistics and coefficients have the dtype of parameters, and are computed in float64 from sums over parts of the rows.
-    Backward reads only x and dy. It recomputes from x where the ReLU was inactive; after an addition, forward saves this as one
-    bit per element. `backward_parameters` computes coefficients that `backward_input` reads, so it comes first.
+    Backward reads only x and dy. It recomputes from x where the ReLU was inactive; after a sum with a second input, forward saves
+    this as one bit per element. `backward_parameters` computes coefficients that `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:

@@ -25,7 +25,7 @@ from hpctrain.backend.specs import LinearSpec, SoftmaxCrossEntropySpec, TensorSp
 
 
 class CudaLinear(SufficientFactors, CudaOperator):
-    """y (N, out) = x (N, in) @ weight (in, out) + bias (out), with the weight in the dtype of activations.
+    """Linear layer: y (N, out) = x (N, in) @ weight (in, out) + bias (out), with the weight in the dtype of activations.
 
     The bias has the dtype of parameters. All products sum in the dtype of parameters, and the gradients of weight and bias have
     it. With bfloat16, the product is written to float32 scratch, so that it is rounded only once, after the bias is added.

@@ -19,7 +19,7 @@ from hpctrain.backend.specs import Conv2dSpec, Spec, TensorSpec, WithRelu, item_
 
 
 class CudaConv2d(OutputReadOnce, CudaOperatorBase):
-    """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K), all in the dtype of activations.
+    """Convolution y (N, Ho, Wo, K) of x (N, H, W, C) with weight (K, R, S, C / groups) and bias (K), in the dtype of activations.
 
     The plan that adds the bias also computes a ReLU after it. Backward then reads the output. In one pass it replaces the
     output's gradient by the gradient before the ReLU, and sums it for the bias.

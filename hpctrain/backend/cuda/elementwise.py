@@ -35,7 +35,7 @@ class _Elementwise(InPlace, CudaOperator):
 
 
 class CudaRelu(_Elementwise):
-    """y = max(x, 0)."""
+    """Rectified linear unit: y = max(x, 0)."""
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, (x,), training=training, runtime=runtime)
@@ -50,7 +50,7 @@ class CudaRelu(_Elementwise):
 
 
 class CudaAdd(_Elementwise):
-    """y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
+    """Residual sum: y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, inputs, training=training, runtime=runtime)
@@ -119,7 +119,7 @@ class SamplePlace:
 
 
 class CudaDropout(InPlace, CudaOperator):
-    """y = x * keep / (1 - rate), with `keep` drawn per element or per sample.
+    """Dropout: y = x * keep / (1 - rate), with `keep` drawn per element or per sample.
 
     The mask is not saved: backward draws it again, which costs less than reading it. Backward must therefore run before the next
     forward pass calls `begin`.

@@ -47,7 +47,7 @@ class _Pool(CudaOperator):
 
 
 class CudaMaxPool(_Pool):
-    """y = maximum over the window, whose first maximum in row-major order receives the gradient (as in torch).
+    """Max pooling. The first maximum of a window in row-major order receives the gradient (as in torch).
 
     Saved: for each output the number of the winning tap, uint8, or uint16 for windows of more than 255 taps. NaN in a window
     makes the output NaN.
@@ -87,7 +87,7 @@ class CudaMaxPool(_Pool):
 
 
 class CudaAveragePool(_Pool):
-    """y = sum over the window / number of its elements that lie inside the image, or inside the padded image."""
+    """Average pooling. The divisor is the number of the window's elements inside the image, or inside the padded image."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, x, training=training, runtime=runtime)
@@ -112,7 +112,7 @@ _MOST_BLOCKS = 1 << 15  # maximum in the second dim of a grid
 
 
 class CudaAdaptiveAveragePool(CudaOperator):
-    """y (N, Ho, Wo, C): means of x (N, H, W, C) over windows. An image without pixels averages to 0.
+    """Adaptive average pooling: y (N, Ho, Wo, C) are means of x (N, H, W, C). An image without pixels averages to 0.
 
     The order of a sum does not depend on the launch: one thread sums its window, or every eighth pixel of a large window.
     """

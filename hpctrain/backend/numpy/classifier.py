@@ -16,7 +16,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class NumpyLinear(SufficientFactors, NumpyOperator):
-    """y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
+    """Linear layer: y (N, out) = x (N, in) @ weight (in, out) + bias (out)."""
 
     def __init__(self, spec: LinearSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)

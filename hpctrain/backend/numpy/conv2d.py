@@ -22,7 +22,7 @@ MANY_WEIGHTS = 1 << 18
 
 
 class NumpyConv2d(NumpyOperator):
-    """y (N, Ho, Wo, K) from x (N, H, W, C), weight (K, R, S, C / groups), bias (K).
+    """Convolution y (N, Ho, Wo, K) of x (N, H, W, C) with weight (K, R, S, C / groups) and bias (K).
 
     The input's gradient of a stride-1 convolution is the convolution of dy with the flipped weights. For other strides, and for
     many weights and few pixels, it is a matrix product whose columns are added to their pixels of origin (col2im). A 1x1

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from hpctrain.backend.counter_random import keep_mask, key
+from hpctrain.backend.counter_random import Key, keep_mask, key
 from hpctrain.backend.numpy.operator import NumpyOperator, RowBlocks
 from hpctrain.backend.numpy.windows import split
 from hpctrain.backend.operators import Buffers, InPlace, Request, StepContext
@@ -23,7 +23,7 @@ def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
 
 
 class Relu(InPlace, NumpyOperator):
-    """y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads only the output."""
+    """Rectified linear unit: y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads only the output."""
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -55,7 +55,7 @@ class Relu(InPlace, NumpyOperator):
 
 
 class Add(InPlace, NumpyOperator):
-    """y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
+    """Residual sum: y = a + b, then ReLU if the spec has `relu` set. The gradient passes to both inputs."""
 
     def __init__(self, spec: AddSpec, *inputs: TensorSpec, training: bool) -> None:
         super().__init__(spec, inputs, training=training)
@@ -105,11 +105,18 @@ def _mask_and_product(size: int, dtype: str) -> list[Request]:
     return [((block,), "bool"), ((block,), dtype)]
 
 
+def _stream(spec: DropoutSpec, context: StepContext, samples: int) -> tuple[Key, np.ndarray]:
+    """Return the key of a layer's random numbers in this step, and the ids of its local samples (samples,)."""
+    ids = context.sample_ids[spec.first_sample : spec.first_sample + samples]
+    assert len(ids) == samples, "dropout needs the id of every sample"
+    return key("dropout", spec.seed, context.step, spec.layer), ids
+
+
 _BLOCK_ELEMENTS = 1 << 16  # of a gradient that is added; they fit a near cache
 
 
 class NumpyStochasticDepth(InPlace, NumpyOperator):
-    """y = x * keep / (1 - rate), with one random number `keep` per sample. Saved: the factors keep / (1 - rate), (N, 1)."""
+    """Stochastic depth: y = x * keep / (1 - rate), with `keep` drawn per sample. Saved: the factors keep / (1 - rate), (N, 1)."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -132,11 +139,9 @@ class NumpyStochasticDepth(InPlace, NumpyOperator):
         if not context.training:
             np.copyto(self.y, self.x)
             return
-        spec, factors = self.dropout, self.saved[0]
-        ids = context.sample_ids[spec.first_sample : spec.first_sample + self.samples]
-        assert len(ids) == self.samples, "stochastic depth needs the id of every sample"
-        stream = key("dropout", spec.seed, context.step, spec.layer)
-        np.multiply(keep_mask(stream, ids, range(1), spec.rate), self.scale, out=factors, casting="same_kind")
+        factors = self.saved[0]
+        stream, ids = _stream(self.dropout, context, self.samples)
+        np.multiply(keep_mask(stream, ids, range(1), self.dropout.rate), self.scale, out=factors, casting="same_kind")
         np.multiply(self.x, factors, out=self.y)
 
     def backward_input(self) -> None:
@@ -179,7 +184,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
 
 
 class NumpyDropout(InPlace, NumpyOperator):
-    """y = x * keep / (1 - rate). Saved: the mask `keep`, one byte per element."""
+    """Dropout: y = x * keep / (1 - rate). Saved: the mask `keep`, one byte per element."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -207,12 +212,9 @@ class NumpyDropout(InPlace, NumpyOperator):
             self._apply(x, mask, y)
 
     def _draw(self, context: StepContext) -> None:
-        spec = self.dropout
-        ids = context.sample_ids[spec.first_sample : spec.first_sample + self.keep.shape[0]]
-        assert len(ids) == self.keep.shape[0], "dropout needs the id of every sample"
-        stream = key("dropout", spec.seed, context.step, spec.layer)
+        stream, ids = _stream(self.dropout, context, self.keep.shape[0])
         for low, high in split(self.keep.shape[0], self.samples):
-            keep_mask(stream, ids[low:high], self.indices, spec.rate, out=self.keep[low:high])
+            keep_mask(stream, ids[low:high], self.indices, self.dropout.rate, out=self.keep[low:high])
 
     def _apply(self, values: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
         np.multiply(values, mask, out=out)

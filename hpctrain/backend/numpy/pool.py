@@ -61,7 +61,7 @@ class _Pool(NumpyOperator):
 
 
 class NumpyMaxPool(_Pool):
-    """y = maximum over the window, whose first maximum in row-major order receives the gradient (as in torch).
+    """Max pooling. The first maximum of a window in row-major order receives the gradient (as in torch).
 
     Saved: for each output the winning tap, counted down from R * S. NaN in a window makes the output NaN.
     """
@@ -113,7 +113,7 @@ class NumpyMaxPool(_Pool):
 
 
 class NumpyAveragePool(_Pool):
-    """y = sum over the window / number of its elements that lie inside the image, or inside the padded image."""
+    """Average pooling. The divisor is the number of the window's elements inside the image, or inside the padded image."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, x, training=training)
@@ -163,7 +163,10 @@ def averaging_matrix(outputs: int, size: int, dtype: str) -> np.ndarray:
 
 
 class NumpyAdaptiveAveragePool(NumpyOperator):
-    """y (N, Ho, Wo, C) = rows (Ho, H) x columns (Wo, W)^T of x (N, H, W, C). An image without pixels averages to 0."""
+    """Adaptive average pooling, as matrix products: y (N, Ho, Wo, C) = rows (Ho, H) x columns (Wo, W)^T of x (N, H, W, C).
+
+    An image without pixels averages to 0.
+    """
 
     def __init__(self, spec: AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)

@@ -17,7 +17,7 @@ from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 
 
 class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
-    """y = gamma (x - mean) / sqrt(var + epsilon) + beta, in x's layout.
+    """Batch norm: y = gamma (x - mean) / sqrt(var + epsilon) + beta, in x's layout.
 
     Training writes the batch's mean and unbiased variance to the statistics "batch_mean" and "batch_var". The biased variance,
     which backward needs, is saved. With a single value per channel, the biased variance 0 replaces the undefined unbiased one.

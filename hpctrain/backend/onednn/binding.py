@@ -28,7 +28,7 @@ _FILE_NAME = f"libdnnl.so.{OLDEST_MAJOR}"
 
 
 class Version(ctypes.Structure):
-    """dnnl_version_t."""
+    """C structure dnnl_version_t."""
 
     _fields_ = (
         ("major", ctypes.c_int),
@@ -110,7 +110,7 @@ Dims = c_int64 * c.MAX_DIMS
 
 
 class ExecutionArgument(ctypes.Structure):
-    """dnnl_exec_arg_t."""
+    """C structure dnnl_exec_arg_t."""
 
     _fields_ = (("arg", c_int), ("memory", c_void_p))
 
@@ -419,7 +419,7 @@ class Call:
         self._raw, self._stream = primitive.primitive, engine.stream
 
     def __call__(self) -> None:
-        """Execute the primitive.
+        """Execute the primitive, and return when it is complete.
 
         Raises:
             BackendError: oneDNN refuses the arguments.

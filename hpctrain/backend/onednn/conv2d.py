@@ -303,7 +303,7 @@ def make_conv2d(
 
 
 class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOperator):
-    """y = x * weight + bias, then ReLU if the spec is a `WithRelu`."""
+    """Convolution: y = x * weight + bias, then ReLU if the spec is a `WithRelu`."""
 
     needs_inputs = (True,)
 

@@ -23,7 +23,7 @@ from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec, WithRelu
 
 
 class ReluMask:
-    """dx = dy where y > 0, otherwise 0; y is the ReLU's output. In place if dx and dy are one buffer.
+    """Gradient of a ReLU with output y: dx = dy where y > 0, otherwise 0. In place if dx and dy are one buffer.
 
     Args:
         label: name of the operation in errors.
@@ -75,7 +75,7 @@ class GradientMask:
 
 
 class Addition:
-    """y = a + b, then ReLU if `relu` is set; y may be a's or b's memory."""
+    """Sum of tensors: y = a + b, then ReLU if `relu` is set; y may share the memory of a or b."""
 
     def __init__(self, engine: Engine, label: str, values: Descriptor, *, relu: bool = False) -> None:
         self._values = values
@@ -90,7 +90,7 @@ class Addition:
 
 
 class ReluOperator(InPlace, LibraryOperator):
-    """y = max(x, 0) in x's layout."""
+    """Rectified linear unit: y = max(x, 0), in x's layout."""
 
     needs_output = True
 
@@ -130,7 +130,7 @@ class ReluOperator(InPlace, LibraryOperator):
 
 
 class AddOperator(InPlace, Accumulating, LibraryOperator):
-    """y = a + b (then ReLU), all in one layout."""
+    """Residual sum: y = a + b (then ReLU), all in one layout."""
 
     needs_inputs = (False, False)
 
@@ -181,7 +181,7 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
 
 
 class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
-    """y = max(inner(x), 0), in place after the inner operator; in plain memory.
+    """An operator with a ReLU after it: y = max(inner(x), 0), in place, in plain memory.
 
     Args:
         inner: operator of `spec.inner`.

@@ -136,7 +136,7 @@ class OnednnKernelSet(KernelSet):
         return "oneDNN has no such operation"
 
     def multiply(self, a: Array, b: Array, out: Array) -> None:
-        """Write the product of float32 matrices to `out`: `Engine.multiply`."""
+        """Write the product of float32 matrices to `out`, by `Engine.multiply`."""
         self._engine.multiply(a, b, out)
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:

@@ -19,7 +19,7 @@ from hpctrain.backend.specs import LinearSpec, TensorSpec, WithRelu
 
 
 class LinearOperator(SufficientFactors, LibraryOperator):
-    """y = x @ weight + bias, then ReLU if the spec is a `WithRelu`."""
+    """Linear layer: y = x @ weight + bias, then ReLU if the spec is a `WithRelu`."""
 
     needs_inputs = (True,)
 

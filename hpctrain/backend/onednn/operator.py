@@ -195,7 +195,7 @@ class Copy:
 
 
 class ReorderOperator(Accumulating, Operator):
-    """y = x in another layout; backward copies the gradient back."""
+    """Change of layout: y = x in another layout; backward copies the gradient back."""
 
     def __init__(self, engine: Engine, source: TensorSpec, target: TensorSpec, *, training: bool = True) -> None:
         self.inputs, self.output = (source,), target

@@ -36,7 +36,7 @@ def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolS
 
 
 class PoolOperator(LibraryOperator):
-    """y = max or mean over each window, in x's layout. Max pooling saves the position of each maximum for backward."""
+    """Max or average pooling, in x's layout. Max pooling saves the position of each maximum for backward."""
 
     def __init__(self, engine: Engine, given: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool) -> None:
         spec = plain_pool(given, x)

@@ -74,7 +74,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of y (N, Ho, Wo, K) = conv(x (N, H, W, C)), both in blocks of `block` channels, with kernel 3x3 and stride 1."""
+    """The tiles of a convolution: y (N, Ho, Wo, K) = conv(x (N, H, W, C)), with kernel 3x3 and stride 1.
+
+    Attributes:
+        size: (H, W) of x.
+        block: number of channels in a block of the layout of x and y.
+        tag: oneDNN's name of the layout.
+    """
 
     batch: int
     size: Pair
@@ -204,12 +210,18 @@ class ScratchPlan:
 
 Work = Callable[[], object]
 
+# Transforms of the input (B^T), output (A^T) and, below, weights (G): Lavin and Gray 2016, section 4.1, eq. 8.
 _BT = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], np.float32)
 _AT = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], np.float32)
 
 
 class Matrix:
-    """target (rows, items) = matrix (rows, columns) @ source (columns, items), then ReLU, or added to the target."""
+    """Product with a constant matrix: target (rows, items) = matrix (rows, columns) @ source (columns, items).
+
+    Args:
+        relu: whether a ReLU follows.
+        add: whether the product is added to the target.
+    """
 
     def __init__(
         self, engine: Engine, label: str, matrix: np.ndarray, items: int, *, relu: bool = False, add: bool = False
@@ -254,7 +266,7 @@ class _Grid:
 
 
 class Patches:
-    """scratch.left = (Bt x Bt) of the overlapping 4x4 patches of x, for the chunks of one form.
+    """Transform of x for the chunks of one form: scratch.left = (Bt x Bt) of the overlapping 4x4 patches of x.
 
     A reorder gathers one of the 16 positions of all patches, with stride 2 between tiles. It cannot skip the parts of patches
     outside an image, so the chunk's part of x is first copied to `scratch.padded`, surrounded by zeros, where every patch is
@@ -342,7 +354,7 @@ class _Corners:
 
 
 class Outputs:
-    """y = (At x At) scratch.right, or added to y, for the chunks of one form.
+    """Inverse transform to y for the chunks of one form: y = (At x At) scratch.right, or added to y.
 
     The transform writes the 2x2 outputs of each tile, position by position. A reorder scatters one of the four positions to every
     second pixel, except over the edge.
@@ -367,7 +379,7 @@ class Outputs:
 
 
 class OutputGradients:
-    """scratch.right = (A x A) dy, for the chunks of one form."""
+    """Transform of dy for the chunks of one form: scratch.right = (A x A) dy."""
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
         self._corners = _Corners(engine, label, tiling, form)
@@ -391,7 +403,9 @@ class OutputGradients:
 
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 
-_BIAS_POSITION = 5  # tile position (1, 1), which adds equally to all four outputs, and is the sum of the four gradients
+# Tile position (1, 1) has the coefficient 1 in all four outputs. A bias added there reaches each of them once, and (A x A) dy
+# there is the sum of the four gradients, so the product of that position also computes the bias gradient.
+_BIAS_POSITION = 5
 
 
 class CallSequence:
@@ -503,7 +517,7 @@ class _Winograd:
 
 
 class Product(_Winograd):
-    """y = conv(x, w) + bias, then ReLU; or y += conv(x, w)."""
+    """Forward convolution by Winograd: y = conv(x, w) + bias, then ReLU; or y += conv(x, w)."""
 
     def __init__(
         self,
@@ -565,7 +579,7 @@ class Product(_Winograd):
 
 
 class WeightGradient(_Winograd):
-    """dw, and db if there is a bias, from x and dy."""
+    """Gradients of the weights, and of the bias if there is one, by Winograd from x and dy."""
 
     def __init__(
         self, engine: Engine, label: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool = False

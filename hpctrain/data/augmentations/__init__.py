@@ -1,4 +1,8 @@
-"""Augmentations: each module defines one, under the module's name."""
+"""Augmentations of images: each module defines one and is named after it.
+
+`base` has the interfaces; read it first. `data.pipeline` creates augmentations by the registry `AUGMENTATIONS` and runs them.
+This package imports the image operations of `data`, `backend` and `core`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Augmentation as pure functions of (seed, epoch, sample id): independent of how samples are grouped into batches.
+"""Interfaces of augmentations, which are pure functions of (seed, epoch, sample id) and do not depend on batches.
 
-Each augmentation is a frozen description with its options as fields; it draws `draws` uniform numbers per sample and works on
-uint8 images. `hpctrain.data.pipeline` runs a list of them and then normalises; those that are `NormalisedAugmentation` come last.
+Each augmentation is a frozen dataclass with its options as fields. It draws `draws` uniform numbers per sample and works on uint8
+images. `hpctrain.data.pipeline` runs a list of augmentations and then normalises; instances of `NormalisedAugmentation` come
+last.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from hpctrain.core.errors import OptionError
 from hpctrain.core.intervals import Box, whole
 
 MOST_PIXELS = 1 << 15
-#: images of fewer bytes gain nothing from OpenCV that would be worth loading it
+#: size in bytes below which OpenCV gains too little to be loaded
 LEAST_FOR_OPENCV = 1 << 14
 
-#: returns the first `count` uniform 32-bit words of a sample, always the same ones
+#: function (count) -> the first `count` uniform 32-bit words of a sample, the same in every call
 Words = Callable[[int], NDArray[np.uint32]]
 
 
 class Augmentation(ABC):
-    """One map of images (N, H, W, C) uint8 to (N, *output_shape) uint8.
+    """Map of images (N, H, W, C) uint8 to (N, *output_shape) uint8.
 
-    An augmentation that defines `apply` alone is computed for whole images where ranks need regions of them; `source` and
-    `apply_region` save that work.
+    If only `apply` is defined, whole images are computed for ranks that need regions. `source` and `apply_region` avoid this
+    work.
 
     Attributes:
-        name: the random numbers follow from it; the class's name where it does not say another one.
-        draws: uniform numbers per sample.
+        name: name from which random numbers are derived; default: the class's name.
+        draws: number of uniform numbers per sample.
     """
 
     name: ClassVar[str]
@@ -52,28 +53,30 @@ class Augmentation(ABC):
         return h, w, c
 
     def resized(self, side: int) -> Augmentation | None:
-        """Return the same augmentation with results of side x side pixels; None if its results are as large as its images."""
+        """Return the augmentation with results of side x side pixels; None if it does not change the size of images."""
         return None
 
     @abstractmethod
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
-        """Write the augmented images to `out`; u: (N, draws) float64 in [0, 1)."""
+        """Write the augmented images to `out`. u: (N, draws) float64 in [0, 1)."""
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         """Return the part of an image of `size` (H, W) that is needed for a region of its result.
 
         Args:
-            u: (draws,), the sample's; None: whatever is drawn.
+            u: (draws,) random numbers of the sample; None: return the part for any random numbers.
         """
         return whole(size)
 
     def apply_region(
         self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
-        """Write a region, which is not empty, of one image's result to `out`, the same pixels as `apply` makes.
+        """Write a non-empty region of one image's result to `out`, with the same pixels as `apply`.
 
         Args:
-            part: the region `source`, as `source` returns it, of an image of `size` (H, W). out: zeros.
+            part: pixels of the region `source` of an image of `size` (H, W).
+            source: part of the image, as returned by `source`.
+            out: output, initially zero.
         """
         result = np.zeros((1, *self.output_shape(*part.shape)), np.uint8)
         self.apply(part[np.newaxis], u[np.newaxis], result)
@@ -83,7 +86,7 @@ class Augmentation(ABC):
         """Raise unless the value of an option is legal.
 
         Raises:
-            OptionError: it is not; the sentence has the value and `rule`.
+            OptionError: the value is illegal. The message has the value and `rule`.
         """
         if not legal:
             value = getattr(self, option)
@@ -92,32 +95,33 @@ class Augmentation(ABC):
 
 
 class WindowAugmentation(Augmentation):
-    """An augmentation that makes no pixels of its own: results are windows of images, black beyond them, and maybe mirrored."""
+    """Augmentation whose results are windows of the images, possibly mirrored. Pixels outside the images are black."""
 
     @abstractmethod
     def windows(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
-        """Return where results begin in images of `size` (H, W), from the numbers u (N, draws): (N, 3).
+        """Return the windows in images of `size` (H, W) for the random numbers u (N, draws): (N, 3).
 
-        Of each: the place of its pixel (0, 0), top and left, and 1, or -1 where the next pixel on the right is one on the left.
+        Each row has the place (top, left) of the window's pixel (0, 0) in the image, and the horizontal direction: 1, or -1 if
+        mirrored.
         """
 
 
 class ResamplingAugmentation(Augmentation):
-    """An augmentation that resizes a part of each image: results are what `hpctrain.backend.pixels` makes of it.
+    """Augmentation that resizes a part of each image, as defined by `hpctrain.backend.pixels`.
 
     Attributes:
-        interpolates: ways that grow are interpolated; else they are filtered, too.
+        interpolates: whether axes that grow are interpolated; otherwise they are filtered, like axes that shrink.
     """
 
     interpolates: ClassVar[bool]
 
     @abstractmethod
     def source_boxes(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
-        """Return the parts of images of `size` (H, W) from the numbers u (N, draws): (N, 4), each top, left, height and width."""
+        """Return the parts (N, 4) of images of `size` (H, W) for u (N, draws): top, left, height and width of each."""
 
 
 class NormalisedAugmentation(Augmentation):
-    """An augmentation of normalised pixels, after all others: it changes some pixels of an image and moves none."""
+    """Augmentation of normalised pixels, applied after all others. It changes pixels of an image without moving any."""
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         out[...] = images
@@ -130,18 +134,19 @@ class NormalisedAugmentation(Augmentation):
         """Change a region (h, w, C) of one normalised image of `size` (H, W), in place.
 
         Args:
-            u: (draws,) float64 in [0, 1), the sample's.
+            u: (draws,) float64 in [0, 1), random numbers of the sample.
+            words: function that returns further random words of the sample.
         """
 
 
 class FillingAugmentation(NormalisedAugmentation):
-    """One that may do no more than replace all of a rectangle by one number."""
+    """Augmentation of normalised pixels that may fill a rectangle with one number."""
 
     @property
     @abstractmethod
     def fill(self) -> float | None:
-        """The number; None: it does something else."""
+        """Number that the rectangle is filled with; None if the augmentation does not fill it with one number."""
 
     @abstractmethod
     def box(self, size: tuple[int, int], u: np.ndarray) -> Box | None:
-        """Return the rectangle in an image of `size` (H, W) from the sample's numbers u (draws,); None if nothing is replaced."""
+        """Return the rectangle in an image of `size` (H, W) for the random numbers u (draws,); None if nothing is filled."""

@@ -1,4 +1,4 @@
-"""The central window."""
+"""Central window of each image."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpctrain.data.augmentations.base import Augmentation, WindowAugmentation
 
 @dataclass(frozen=True)
 class CenterCrop(WindowAugmentation):
-    """The central square window.
+    """Cut out the central square window of each image.
 
     Args:
-        size: Side of the window, in pixels; at most the images' shorter side.
+        size: Side of the window, in pixels; at most the shorter side of the images.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Left and right exchanged at random."""
+"""Random exchange of left and right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, WindowAugmentatio
 
 @dataclass(frozen=True)
 class Flip(WindowAugmentation):
-    """Left and right exchanged at random.
+    """Exchange left and right at random.
 
     Args:
         probability: Share of the images that are mirrored, in [0, 1].

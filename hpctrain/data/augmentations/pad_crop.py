@@ -1,4 +1,4 @@
-"""Black edges, then a random window."""
+"""Black padding, then a random window."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hpctrain.data.augmentations.base import MOST_PIXELS, WindowAugmentation
 
 @dataclass(frozen=True)
 class PadCrop(WindowAugmentation):
-    """Black edges, then a random window of the images' own size (He et al., CVPR 2016, section 4.2).
+    """Pad each image with black, then cut out a random window of the image's original size (He et al., CVPR 2016, section 4.2).
 
     Args:
-        padding: Width of the black edge on each side, in pixels.
+        padding: Width of the padding on each side, in pixels.
     """
 
     padding: int = 4
@@ -57,13 +57,13 @@ class PadCrop(WindowAugmentation):
         return dy, dx
 
     def _shifts(self, u: np.ndarray) -> NDArray[np.int64]:
-        """Return how far windows lie below and to the right of their images, from numbers u (..., 2)."""
+        """Return the shift of each window relative to its image, down and right, for random numbers u (..., 2)."""
         shifts: NDArray[np.int64] = (u * (2 * self.padding + 1)).astype(np.int64) - self.padding
         return shifts
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
-    """Return source and target slices of a window moved by `shift` over an image of `size`; empty if they do not meet."""
+    """Return source and target slices of a window shifted by `shift` over an image of `size`; empty if they do not overlap."""
     length = max(0, size - abs(shift))
     source, target = (shift, 0) if shift >= 0 else (0, -shift)
     return slice(source, source + length), slice(target, target + length)

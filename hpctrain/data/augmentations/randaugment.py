@@ -1,4 +1,4 @@
-"""Some random operations of one strength."""
+"""Several random operations with one strength."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _RANGES = OperationRanges(shear=0.3, rotation=30.0, enhancement=0.9, posterized_
 
 @dataclass(frozen=True)
 class RandAugment(Augmentation):
-    """Operations that are drawn from torchvision's 14, all of one strength (Cubuk et al., NeurIPS 2020).
+    """Apply operations drawn from torchvision's 14, all with the same strength (Cubuk et al., NeurIPS 2020).
 
     Args:
-        operations: Number of operations on each image, one after another, from 1 to 8.
-        magnitude: Strength of each of them, from 0 to bins - 1.
-        bins: Number of steps between no strength and the greatest, at least 2.
-        interpolation: Interpolation of sheared, moved and rotated images: "nearest" or "bilinear".
+        operations: Number of operations per image, from 1 to 8.
+        magnitude: Strength of each operation, from 0 to bins - 1.
+        bins: Number of strengths, from none to the maximum; at least 2.
+        interpolation: Interpolation of sheared, shifted and rotated images: "nearest" or "bilinear".
     """
 
     operations: int = 2
@@ -52,7 +52,7 @@ class RandAugment(Augmentation):
             target[...] = picture_operations.changed(image, self.choices(size, drawn), self.interpolation)
 
     def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
-        """Return (operation, magnitude) in order, from the sample's numbers u (draws,), for an image of `size` (H, W)."""
+        """Return (operation, magnitude) in order, for random numbers u (draws,) and an image of `size` (H, W)."""
         chosen = []
         for which, sign in u.reshape(-1, 2)[: self.operations].tolist():
             name = NAMES[int(which * len(NAMES))]

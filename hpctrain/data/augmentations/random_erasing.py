@@ -1,4 +1,4 @@
-"""A rectangle of normalised pixels replaced."""
+"""Random replacement of a rectangle of normalised pixels."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _QUANTILE_BITS = 16
 
 @dataclass(frozen=True)
 class RandomErasing(FillingAugmentation):
-    """A rectangle of random area and aspect, replaced after normalisation, last in the list (Zhong et al., AAAI 2020).
+    """Replace a rectangle of random area and aspect ratio after normalisation; must be last (Zhong et al., AAAI 2020).
 
-    As torchvision has it: ten tries at a rectangle that is lower and narrower than the image; where none fits, nothing is erased.
+    As in torchvision, ten rectangles are tried until one is lower and narrower than the image. If none is, nothing is erased.
 
     Args:
         probability: Share of the images in which a rectangle is erased, in [0, 1].
-        scale: Least and most share of the image's area that the rectangle has, within [0, 1].
-        ratio: Least and most height over width of the rectangle.
-        value: Number that the rectangle is filled with, in units of normalised pixels, so that 0 is the mean of the data; or
-            "random", a normal number for each value of it.
+        scale: Minimum and maximum share of the image's area, within [0, 1].
+        ratio: Minimum and maximum aspect ratio of the rectangle, height over width.
+        value: Fill value in units of normalised pixels, so 0 is the mean of the data; or "random": a normally distributed number
+            for each value.
     """
 
     probability: float = 0.5
@@ -58,8 +58,8 @@ class RandomErasing(FillingAugmentation):
             return
         where = relative(inside, region)
         if self.value == "random":
-            # All of the rectangle's, also where the region holds a part of it: words of a range are drawn many times as fast as
-            # words here and there.
+            # Draw for the whole rectangle even if the region holds only a part of it: drawing a contiguous range of words is many
+            # times faster than drawing scattered words.
             shape = (*shape_of(box), pixels.shape[2])
             steps = words(math.prod(shape)).reshape(shape)[relative(inside, box)] >> np.uint32(32 - _QUANTILE_BITS)
             pixels[where] = _quantiles()[steps]
@@ -89,9 +89,9 @@ class RandomErasing(FillingAugmentation):
 
 @cache
 def _quantiles() -> NDArray[np.float64]:
-    """Return the normal distribution in 65,536 steps of equal probability.
+    """Return 65,536 equally probable quantiles of the normal distribution.
 
-    A table gives the same numbers on every machine.
+    The table returns equal numbers on every machine.
     """
     steps = 1 << _QUANTILE_BITS
     normal = NormalDist()

@@ -1,4 +1,4 @@
-"""A random window, resized."""
+"""Random window of each image, resized."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _RESIZE_TRIES = 10
 
 @dataclass(frozen=True)
 class RandomResizedCrop(ResamplingAugmentation):
-    """A window of random area and aspect, resized to a square (Szegedy et al., CVPR 2015).
+    """Cut out a window of random area and aspect ratio, and resize it to a square (Szegedy et al., CVPR 2015).
 
-    Ten tries at a window that fits, then the largest central one within `ratio`. Bilinear, with the triangle filter
-    widened where it shrinks.
+    Ten windows are tried until one fits into the image; otherwise the largest central window within `ratio` is used. Resizing is
+    bilinear, with the triangle filter widened for axes that shrink.
 
-    Pillow resizes each way that shrinks, and widens the filter; then OpenCV each way that grows, where it is the same filter.
+    Pillow resizes the axes that shrink, with the widened filter. Then OpenCV resizes the axes that grow, for which both filters
+    are equal.
 
     Args:
         size: Side of the result, in pixels.
-        scale: Least and most share of the image's area that the window has, within (0, 1].
-        ratio: Least and most width over height of the window.
+        scale: Minimum and maximum share of the image's area, within (0, 1].
+        ratio: Minimum and maximum aspect ratio of the window, width over height.
     """
 
     size: int
@@ -100,7 +101,7 @@ class RandomResizedCrop(ResamplingAugmentation):
         return top, left, height, width
 
     def boxes(self, height: int, width: int, u: np.ndarray) -> NDArray[np.int64]:
-        """Return windows (N, 4) int64 inside (height, width), each top, left, height and width."""
+        """Return windows (N, 4) int64 within (height, width): top, left, height and width of each."""
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * u[:, 0 : 2 * _RESIZE_TRIES : 2])
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         aspect = np.exp(low + (high - low) * u[:, 1 : 2 * _RESIZE_TRIES : 2])

@@ -1,4 +1,4 @@
-"""The whole image, resized."""
+"""Resize of the whole image."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpctrain.data.resampling import reach, resample, resample_region
 
 @dataclass(frozen=True)
 class Resize(ResamplingAugmentation):
-    """The whole image, resized until its shorter side has a given length, with the filter of random_resized_crop.
+    """Resize the whole image so that its shorter side has a given length, with the filter of random_resized_crop.
 
     Args:
-        size: Shorter side of the result, in pixels; the other one keeps the image's proportions.
+        size: Shorter side of the result, in pixels. The aspect ratio is kept.
     """
 
     size: int

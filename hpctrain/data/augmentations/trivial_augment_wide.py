@@ -1,4 +1,4 @@
-"""One random operation of random strength."""
+"""One random operation with a random strength."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _RANGES = OperationRanges(shear=0.99, rotation=135.0, enhancement=0.99, posteriz
 
 @dataclass(frozen=True)
 class TrivialAugmentWide(Augmentation):
-    """One operation that is drawn from torchvision's 14, of a strength that is drawn, too (Mueller and Hutter, ICCV 2021).
+    """Apply one operation drawn from torchvision's 14, with a random strength (Mueller and Hutter, ICCV 2021).
 
     Args:
-        bins: Number of steps between no strength and the greatest, at least 2.
-        interpolation: Interpolation of sheared, moved and rotated images: "nearest" or "bilinear".
+        bins: Number of strengths, from none to the maximum; at least 2.
+        interpolation: Interpolation of sheared, shifted and rotated images: "nearest" or "bilinear".
     """
 
     bins: int = 31
@@ -42,7 +42,7 @@ class TrivialAugmentWide(Augmentation):
             target[...] = picture_operations.changed(image, [self.choice(size, drawn)], self.interpolation)
 
     def choice(self, size: tuple[int, int], u: np.ndarray) -> tuple[str, float]:
-        """Return (operation, magnitude) from the sample's numbers u (draws,), for an image of `size` (H, W)."""
+        """Return (operation, magnitude) for random numbers u (draws,) and an image of `size` (H, W)."""
         which, strength, sign = u.tolist()
         name = NAMES[int(which * len(NAMES))]
         magnitude = _RANGES.magnitude(name, int(strength * self.bins), self.bins, size)

@@ -1,5 +1,5 @@
-"""Converters: one module for each kind of files that a data file is made from.
+"""Converters: one module for each kind of source that a data file is made from.
 
-`common` has what they share; read it first. The commands below `hpctrain data convert`, and the modules of `data` that read
-pictures, import the one that they need.
+`common` has the shared parts; read it first. The commands below `hpctrain data convert`, and the modules of `data` that read
+pictures, import the converter that they need.
 """

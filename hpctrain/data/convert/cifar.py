@@ -1,4 +1,4 @@
-"""The binary versions of CIFAR-10 and CIFAR-100 (Krizhevsky 2009): records of label bytes and 3 x 32 x 32 pixels."""
+"""Binary versions of CIFAR-10 and CIFAR-100 (Krizhevsky 2009): records of label bytes and 3 x 32 x 32 pixels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECORDS_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class _RecordFormat:
-    """One of the two data sets: its files, the bytes before the pixels, and which of them is the label."""
+    """Record format of one of the data sets: files, number of bytes before the pixels, and index of the label in these bytes."""
 
     files: tuple[str, ...]
     label_bytes: int
@@ -39,14 +39,14 @@ def convert(
     """Write one split of the binary version in `directory` as a data file.
 
     Args:
-        directory: holds data_batch_1.bin ... and test_batch.bin (CIFAR-10) or train.bin and test.bin (CIFAR-100).
-        coarse: CIFAR-100's 20 superclasses instead of its 100 classes.
+        directory: directory with data_batch_1.bin ... and test_batch.bin (CIFAR-10) or train.bin and test.bin (CIFAR-100).
+        coarse: whether to use CIFAR-100's 20 superclasses instead of its 100 classes.
 
     Raises:
-        DataError: missing files, a size that is no whole number of records, a label out of range; `out` exists.
+        DataError: a file is missing, a size is not a whole number of records, a label is out of range, or `out` exists.
     """
     require_new(out, overwrite)
-    require_directory(directory, "give the one that holds the binary version of CIFAR-10 or CIFAR-100")
+    require_directory(directory, "give the directory with the binary version of CIFAR-10 or CIFAR-100")
     layout = _layout(directory, split, coarse)
     paths = [directory / name for name in layout.files]
     names_file = directory / layout.names
@@ -93,7 +93,9 @@ def _records(path: Path, record: int) -> int:
     require_file(path, "CIFAR batch", "fetch the data set again")
     size = path.stat().st_size
     if size == 0 or size % record:
-        raise DataError(f"{path} has {size} bytes, no whole number of records of {record}: it is truncated or not CIFAR.")
+        raise DataError(
+            f"{path} has {size} bytes, not a multiple of a record's {record}: it is truncated or not CIFAR; fetch it again."
+        )
     return size // record
 
 

@@ -1,7 +1,7 @@
-"""Shared parts of the converters: class names, chunks, images decoded in parallel but in order, and the final summary.
+"""Shared parts of the converters: class names, chunks, parallel decoding in order, and the summary.
 
-`PictureForm` and `pack` put pictures into a data file, as pixels or as the files that they are, a chunk at a time and from
-where a beginning ends.
+`PictureForm` and `pack` write pictures into a data file, as pixels or as unchanged picture files. They write chunks, and continue
+after the end of an unfinished file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hpctrain.launch.control_groups import available_bytes, whole_quota
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-#: called with the number of samples that were just done
+#: callback, called with the number of samples just processed
 Advance = Callable[[int], None]
 
 _CHUNK_BYTES = 16 << 20
 _MOST_CLASSES = 1 << 20
 _MOST_BYTES_OF_NAMES = 64 << 20
-#: number of names that a line of the summary lists
+#: number of names in a line of the summary
 _EXAMPLES = 5
 
 
@@ -53,38 +53,39 @@ def numbered_names(labels: np.ndarray, origin: object, classes: int = 1) -> list
     """Return the class names "0", "1", ... for labels without names.
 
     Args:
-        origin: the file of the labels, for messages. classes: minimum number of classes.
+        origin: file of the labels, for messages.
+        classes: minimum number of classes.
 
     Raises:
-        DataError: a value between 0 and the largest label has no sample, so that the number of classes is unknown; or a label
-            is too large to be a class.
+        DataError: a value between 0 and the largest label has no sample, so the number of classes is unknown; or a label is too
+            large to be a class.
     """
     largest = max(classes - 1, int(labels.max())) if labels.size else classes - 1
     if largest >= _MOST_CLASSES:
-        raise DataError(f"The largest label is {largest} in {origin}; labels without names are below {_MOST_CLASSES}.")
+        raise DataError(f"The largest label is {largest} in {origin}; labels without names must be below {_MOST_CLASSES}.")
     used = np.unique(labels[labels >= 0])
     if used.size and used.size <= largest:
         first = next(value for value in range(largest + 1) if value >= used.size or used[value] != value)
         raise DataError(
             f"The labels in {origin} have {used.size} values from {int(used[0])} to {int(used[-1])}, but none is {first}; name "
-            f"all {largest + 1} classes in --class-names, or number the labels from 0 to {used.size - 1}."
+            f"all {largest + 1} classes in --class-names, or renumber the labels from 0 to {used.size - 1}."
         )
     return [str(label) for label in range(largest + 1)]
 
 
 def require_memory(count: int, origin: object) -> None:
-    """Raise unless `count` bytes fit into memory. Call it before reading what a file claims to hold.
+    """Raise unless `count` bytes fit into memory. Call it before allocating the size that a file declares.
 
     Raises:
         DataError: fewer than `count` bytes are available to this process.
     """
     room = available_bytes()
     if room is not None and count > room:
-        raise DataError(f"{origin} holds {count:,} bytes when it is unpacked, and memory has room for {room:,}; split it.")
+        raise DataError(f"{origin} needs {count:,} bytes of memory, but {room:,} are available; split it.")
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """Yield results in the order of the items, with at most 4 * threads of them in progress; an error ends all of it."""
+    """Yield results in the order of the items, with at most 4 * threads items in progress. The first error ends the iteration."""
     pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="hpctrain-decode") as pool:
         try:
@@ -108,7 +109,7 @@ def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progres
 
 
 def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
-    """Return "2 files (a.jpg, b.jpg)" for messages; long lists are cut."""
+    """Return "2 files (a.jpg, b.jpg)" for messages. Long lists are shortened."""
     shown = ", ".join(map(escaped, names[:limit])) + (f", and {len(names) - limit} more" if len(names) > limit else "")
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({shown})"
 
@@ -117,19 +118,19 @@ def read_names(path: Path) -> list[str]:
     """Return class names from a text file in UTF-8, one per line, in Unicode's composed form.
 
     Raises:
-        DataError: missing, not text, empty, or with a name twice.
+        DataError: the file is missing, not text or empty, or contains a name twice.
     """
-    require_file(path, "file of class names", "it holds one name a line")
+    require_file(path, "file of class names", "it must contain one name per line")
     try:
         with system_errors_as(f"The file of class names {path} cannot be read"):
             text = read_regular(path, _MOST_BYTES_OF_NAMES).decode("utf-8-sig")
         names = [normal_name(line.strip()) for line in text.splitlines() if line.strip()]
     except UnicodeDecodeError as error:
-        raise DataError(f"The file of class names {path} is no UTF-8 text; it holds one name a line.") from error
+        raise DataError(f"The file of class names {path} is not UTF-8 text; it must contain one name per line.") from error
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if not names or twice:
-        reason = f"holds {', '.join(twice[:_EXAMPLES])} twice" if twice else "is empty"
-        raise DataError(f"The file of class names {path} {reason}; it holds one name a line, each once.")
+        reason = f"contains {', '.join(twice[:_EXAMPLES])} twice" if twice else "is empty"
+        raise DataError(f"The file of class names {path} {reason}; it must contain one name per line, each once.")
     return names
 
 
@@ -138,8 +139,9 @@ class LeftOut:
     """Files, directories or samples of a source that were not converted, for one reason.
 
     Attributes:
-        reason: the reason, in words that continue a sentence. places: path or number of each.
-        unreadable: whether they belong to the data set but cannot be read; the user asked to convert the rest.
+        reason: reason, in words that continue a sentence.
+        places: path or number of each item.
+        unreadable: whether the items belong to the data set but are unreadable, and the user requested to skip them.
     """
 
     reason: str
@@ -152,10 +154,12 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """Summary of a conversion: the data file, and what was left out.
+    """Summary of a conversion: the data file, and the items that were left out.
 
     Attributes:
-        path: of the data file. images: (name, number of images) of each class, in the order of the labels.
+        path: path of the data file.
+        images: (name, number of images) of each class, in the order of labels.
+        left_out: items that were left out.
     """
 
     path: Path
@@ -164,10 +168,10 @@ class ConvertedFile:
 
     @classmethod
     def of(cls, path: Path, left_out: Sequence[LeftOut] = ()) -> ConvertedFile:
-        """Return the summary of a data file on the disk.
+        """Return the summary of an existing data file.
 
         Raises:
-            DataError: as `ImageFile.open`.
+            DataError: see `ImageFile.open`.
         """
         file = ImageFile.open(path)
         counts = np.bincount(file.labels, minlength=len(file.class_names)).tolist()
@@ -195,7 +199,7 @@ class ConvertedFile:
 
 
 def _examples(names: Sequence[str]) -> str:
-    """Return the number of names and the first of them, as in "3 (a, b, c)"."""
+    """Return the number of names and the first ones, such as "3 (a, b, c)"."""
     more = f", and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
     return f"{len(names):,} ({', '.join(map(escaped, names[:_EXAMPLES]))}{more})"
 
@@ -205,12 +209,14 @@ _CHUNK_ITEMS = 4096
 
 @dataclass(frozen=True)
 class PictureForm:
-    """The form that pictures get in a data file.
+    """Form of pictures in a data file.
 
     Attributes:
-        size: (H, W) that they are brought to; None: they all have one. fit: "crop" or "squash", how. channels: 1 or 3.
-        keep_files: store the picture files as they are, in place of pixels.
-        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
+        size: (H, W) that pictures are brought to; None: all have one size.
+        fit: "crop" or "squash", see `decoding.decode`.
+        channels: 1 or 3.
+        keep_files: whether to store the unchanged picture files instead of pixels.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
     """
 
     size: tuple[int, int] | None
@@ -223,7 +229,7 @@ class PictureForm:
         """Decode a picture file.
 
         Raises:
-            DataError: it cannot be read or decoded; the sentence does not name it.
+            DataError: the file cannot be read or decoded. The message does not name it.
         """
         content = read_picture(source, self.max_pixels) if isinstance(source, Path) else source
         pixels = decode(content, self.size, self.fit, self.channels, self.max_pixels)
@@ -232,17 +238,18 @@ class PictureForm:
     def writer(
         self, out: Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str], source: str
     ) -> ImageFileWriter | EncodedFileWriter:
-        """Return a writer of `count` such pictures, of `shape` (H, W, C); see `DataFileWriter`."""
+        """Return a writer for `count` pictures in this form, with shape (H, W, C); see `DataFileWriter`."""
         fit = None if self.size is None else self.fit
         if self.keep_files:
             return EncodedFileWriter(out, count, shape, class_names, fit, source, max_pixels=self.max_pixels)
         return ImageFileWriter(out, count, shape, class_names, fit, source)
 
     def source(self, items: object, class_names: Sequence[str], skips: bool = False) -> str:
-        """Return a name for all that a data file is made of and how.
+        """Return an identifier of the inputs and settings of a conversion.
 
         Args:
-            items: identifies the pictures, as JSON can hold it. skips: whether those that cannot be decoded are left out.
+            items: JSON-compatible identification of the pictures.
+            skips: whether undecodable pictures are left out.
         """
         how = [
             self.size,
@@ -259,7 +266,7 @@ class PictureForm:
 
 @dataclass(frozen=True)
 class DecodedPicture:
-    """A picture: pixels (H, W, C) uint8, its label, and the file's content where it is kept."""
+    """Pixels (H, W, C) uint8 of a picture, its label, and the file's content if it is kept."""
 
     pixels: np.ndarray
     label: int
@@ -269,9 +276,10 @@ class DecodedPicture:
 def pack(
     writer: ImageFileWriter | EncodedFileWriter, pictures: Iterable[DecodedPicture | str], advance: Advance, *, skip: bool = False
 ) -> list[str]:
-    """Append pictures; return all that are strings, which are names of pictures that cannot be decoded.
+    """Append pictures to a data file, and return the names of undecodable ones, which `pictures` yields as strings.
 
-    Unless these may be skipped, nothing is appended after the first, but all are read, so that all are named at once.
+    Unless `skip` is set, nothing is appended after the first undecodable picture, but all are read, so that the error can name
+    all.
     """
     unreadable: list[str] = []
     gathered: list[DecodedPicture] = []

@@ -1,7 +1,7 @@
-"""A tree of image files, DIRECTORY/<class>/.../<name>.jpg, decoded and resized in parallel threads.
+"""Tree of image files, DIRECTORY/<class>/.../<name>.jpg, decoded and resized in parallel threads.
 
-A search follows links, and accounts for every entry. An entry is a searched directory, a picture, or left out for a stated
-reason. An entry that cannot be read is an error, unless the user asks to skip it.
+A search follows links, and accounts for every entry: as a searched directory, as a picture, or as left out with a reason. An
+unreadable entry is an error, unless the user requests to skip it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "
 _OF_SYSTEMS = frozenset(
     {"__macosx", "__pycache__", "@eadir", "lost+found", "$recycle.bin", "system volume information", "#recycle", "#snapshot"}
 )
-_HIDDEN = "hidden or made by a system"
-_NO_PICTURE = "not a picture by the name"
+_HIDDEN = "hidden or created by a system"
+_NO_PICTURE = "not the name of a picture"
 _SPECIAL = "not a regular file"
-_LOOSE = "a picture outside of the directories of classes"
-_AGAIN = "a link to a directory above, or to one that was searched already"
+_LOOSE = "a picture outside the class directories"
+_AGAIN = "a link to a directory above, or to one already searched"
 _UNDECODABLE = "cannot be read or decoded"
-_FOREIGN = "this format is not decoded, save the picture as PNG or JPEG"
+_FOREIGN = "this format is not supported, save the picture as PNG or JPEG"
 _log = get_logger(__name__)
 
 _Identity = tuple[int, int]  # device and inode
@@ -51,11 +51,13 @@ _Identity = tuple[int, int]  # device and inode
 
 @dataclass(frozen=True)
 class Tree:
-    """The content of a directory.
+    """Classes and picture files of a directory.
 
     Attributes:
-        class_names: of the labels. files: (file, label), sorted by class and path. named: whether the user has named the classes,
-            which may then be empty. left_out: all other entries.
+        class_names: names of the labels.
+        files: (file, label), sorted by class and path.
+        named: whether the user has named the classes, which may then be empty.
+        left_out: all other entries.
     """
 
     class_names: tuple[str, ...]
@@ -65,19 +67,19 @@ class Tree:
 
 
 def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unreadable: bool = False) -> Tree:
-    """Find the classes and their files.
+    """Find the classes in a directory and their files.
 
     Args:
-        class_names: defines the labels, so that several splits agree, and permits empty classes; None: the directories' names,
+        class_names: names of the labels, so that several splits agree; permits empty classes. None: the names of the directories,
             sorted. Names are compared in Unicode's composed form.
-        skip_unreadable: whether to leave out entries that cannot be read.
+        skip_unreadable: whether to leave out unreadable entries.
 
     Raises:
-        DataError: no such directory, no class directory, one that is not among `class_names`, a class without an image, or no
-            image at all; directories that are splits (train, test, ...), unless `class_names` says that they are classes; a
-            directory, link or file that cannot be read.
+        DataError: the directory is missing or has no class directory; a directory is not among `class_names`; a class, or the
+            whole directory, has no image; the directories are splits (train, test, ...) and not among `class_names`; or an entry
+            is unreadable.
     """
-    require_directory(directory, "it must hold one directory of images for each class")
+    require_directory(directory, "it must contain one directory of images per class")
     search = Search(directory)
     found = _class_directories(search, directory, () if class_names is None else class_names)
     if class_names is None:
@@ -85,7 +87,7 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
     names = tuple(sorted(found) if class_names is None else class_names)
     twice = [name for name, count in Counter(map(normal_name, names)).items() if count > 1]
     if twice:
-        raise DataError(f"Several classes have the name {twice[0]}, so that a directory cannot tell them apart; give others.")
+        raise DataError(f"Several classes have the name {twice[0]}, so their directory is ambiguous; give distinct names.")
     strange = sorted(set(found).difference(map(normal_name, names)))
     if strange:
         raise DataError(f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}.")
@@ -93,38 +95,38 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
     if search.unreadable and not skip_unreadable:
         places = [f"{path}: {reason}" for path, reason in sorted(search.unreadable)]
         raise DataError(
-            f"In {directory} {listed('place', places)} cannot be read, so nothing is converted; mend or remove them, or give "
+            f"In {directory} {listed('place', places)} cannot be read, so nothing was converted; repair or remove them, or give "
             "--skip-unreadable."
         )
     files = tuple((path, label) for label, paths in enumerate(of_classes) for path in paths)
     if not files:
         notes = "".join(f"; {note}" for note in search.left_out())
-        raise DataError(f"{directory} holds no image in a directory of its class, as <class>/<name>.jpg{notes}.")
+        raise DataError(f"{directory} contains no images in class directories, such as <class>/<name>.jpg{notes}.")
     empty = [name for name, paths in zip(names, of_classes, strict=True) if not paths]
     if empty and class_names is None:
         raise DataError(
-            f"In {directory} these directories hold no image that can be read, and would be classes: {', '.join(empty)}; remove "
+            f"In {directory} these directories would be classes, but contain no readable image: {', '.join(empty)}; remove "
             "them, or name all classes in --class-names."
         )
     return Tree(names, files, class_names is not None, search.left_out())
 
 
 def _class_directories(search: Search, directory: Path, class_names: Sequence[str]) -> dict[str, Path]:
-    """Return the directories in `directory`, by name in Unicode's composed form. Note all other entries as left out."""
+    """Return the directories in `directory`, by name in Unicode's composed form. Other entries are noted as left out."""
     found: dict[str, Path] = {}
     for path, is_directory in search.entries(directory, {*map(normal_name, class_names)}):
         name = normal_name(path.name)
         if not is_directory:
             search.leave_out(_LOOSE if path.suffix.lower() in SUFFIXES | FOREIGN_SUFFIXES else _NO_PICTURE, path)
         elif name in found:
-            raise DataError(f"The directories {found[name]} and {path} have the same name in Unicode; rename one, or merge them.")
+            raise DataError(f"The directories {found[name]} and {path} have the same name in Unicode; rename one or merge them.")
         else:
             found[name] = path
     return found
 
 
 def _refuse_splits(directory: Path, directories: Sequence[str]) -> None:
-    """Make sure that the directories are not the splits of a data set; one among others may be a class, such as a train."""
+    """Raise if the directories are the splits of a data set. A single one among others may be a class, such as trains."""
     splits = [name for name in directories if name.lower() in _SPLITS]
     if len(splits) < min(2, len(directories)) or not splits:
         return
@@ -151,15 +153,16 @@ def convert(
 ) -> list[str]:
     """Write the tree as one data file with images of `size` (H, W), and return the files that were skipped.
 
-    Goes on where an interrupted conversion of the same files ended.
+    Continues an interrupted conversion of the same files.
 
     Args:
-        keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
-        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
+        fit: "crop" or "squash", see `decoding.decode`.
+        keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Raises:
-        DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file is left, or none of a
-            class, unless the user has named the classes; `out` exists.
+        DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file remains, or none of a
+            class, unless the user has named the classes; or `out` exists.
     """
     require_new(out, overwrite)
     form = PictureForm(size, fit, channels, keep_files, max_pixels)
@@ -182,7 +185,7 @@ def convert(
             raise DataError(f"None of {listed('image', unreadable)} can be decoded; nothing was written.")
         if unreadable and not skip_unreadable:
             raise DataError(
-                f"{listed('image', unreadable)} cannot be decoded, so {out} was not written; mend or remove them, or give "
+                f"{listed('image', unreadable)} cannot be decoded, so {out} was not written; repair or remove them, or give "
                 "--skip-unreadable."
             )
         _require_all_classes(tree, unreadable)
@@ -199,18 +202,18 @@ def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:
     empty = [tree.class_names[label] for label, count in sorted(left.items()) if not count]
     if empty:
         raise DataError(
-            f"No image can be decoded of these classes: {', '.join(empty)}; remove their directories, or name all classes in "
+            f"No image of these classes can be decoded: {', '.join(empty)}; remove their directories, or name all classes in "
             "--class-names."
         )
 
 
 def left_out(tree: Tree, unreadable: Sequence[str]) -> tuple[LeftOut, ...]:
-    """Return what a conversion has left out of a tree, including the pictures that it could not read or decode."""
+    """Return everything that a conversion left out of a tree, including pictures that it could not read or decode."""
     return (*tree.left_out, *([LeftOut(_UNDECODABLE, tuple(unreadable), unreadable=True)] if unreadable else []))
 
 
 def _item(path: Path, label: int) -> list[object]:
-    """Return facts that distinguish a file from another, and from one of its name that was changed."""
+    """Return facts that identify a version of a file."""
     try:
         status = path.stat()
     except OSError:  # decoding reports the reason
@@ -219,16 +222,16 @@ def _item(path: Path, label: int) -> list[object]:
 
 
 class Search:
-    """Searches directories for pictures, following links.
+    """Search of directories for pictures that follows links.
 
-    Searches each directory once per class, so that links neither lead in circles nor duplicate pictures.
+    Each directory is searched once per class, so links cannot cause endless loops or duplicate pictures.
 
     Args:
-        directory: links to it, or to a directory above it, are left out. None: only links to directories above the top of a
-            search are.
+        directory: top of the data set. Links to it, or to a directory above it, are left out. None: only links to directories
+            above the top of each search are left out.
 
     Attributes:
-        unreadable: (place, reason) of directories, links and pictures that cannot be read.
+        unreadable: (place, reason) of unreadable directories, links and pictures.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -238,10 +241,12 @@ class Search:
         self._class_of: dict[_Identity, str] = {}
 
     def entries(self, directory: Path, shown: Collection[str] = ()) -> Iterator[tuple[Path, bool]]:
-        """Yield (path, whether it is a directory) of the directories and regular files in a directory, sorted. Note the others.
+        """Yield (path, whether it is a directory) of the directories and regular files in a directory, sorted.
+
+        Notes other entries.
 
         Args:
-            shown: names that are not left out as hidden or made by a system.
+            shown: names that are not left out as hidden or created by a system.
         """
         try:
             with os.scandir(directory) as listing:
@@ -257,7 +262,7 @@ class Search:
             try:
                 is_directory = entry.is_dir()
                 if not is_directory and not entry.is_file():
-                    entry.stat()  # a link that leads nowhere raises
+                    entry.stat()  # raises for a broken link
                     raise OSError(errno.EINVAL, _SPECIAL)
             except OSError as error:
                 self._note_unreadable(path, error)
@@ -273,7 +278,7 @@ class Search:
         above = self._above | {*_identities(Path(os.path.realpath(top)).parent)}
         searched: set[_Identity] = set()
         directories, links = deque([top]), deque[Path]()
-        while directories or links:  # links last, so that a picture gets the path of its real directory
+        while directories or links:  # links last, so that a picture has the path of its real directory
             directory = directories.popleft() if directories else links.popleft()
             try:
                 identity = _identity(directory)
@@ -313,7 +318,7 @@ class Search:
         )
 
     def _note_unreadable(self, path: Path, error: OSError) -> None:
-        """Note a path that cannot be read. A pipe, socket or device without a picture's suffix is only left out."""
+        """Note an unreadable path. A pipe, socket or device without a picture's suffix is only left out."""
         if error.strerror == _SPECIAL and path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES:
             self.leave_out(_SPECIAL, path)
         else:
@@ -326,7 +331,7 @@ def _identity(directory: Path) -> _Identity:
 
 
 def _identities(directory: Path) -> Iterator[_Identity]:
-    """Yield the identities of a directory and of all directories above it."""
+    """Yield device and inode of a directory and of all directories above it."""
     for place in (directory, *directory.parents):
         with contextlib.suppress(OSError):
             yield _identity(place)

@@ -1,4 +1,4 @@
-"""HDF5 files of other programs: one dataset of images, one of labels."""
+"""HDF5 files of other programs, with one dataset of images and one of labels."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class ForeignImages:
     """Images and labels of an open file.
 
     Attributes:
-        images: (N, H, W), (N, H, W, C) or, if `channels_first`, (N, C, H, W). labels: (N,) int64. classes: minimum number of
-            classes.
+        images: (N, H, W), (N, H, W, C) or, if `channels_first`, (N, C, H, W).
+        channels_first: whether channels precede height and width.
+        labels: (N,) int64.
+        classes: minimum number of classes.
     """
 
     path: Path
@@ -55,11 +57,12 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
     """Open a file and read its labels.
 
     Args:
-        images, labels: names of the datasets, such as group/x. Labels are whole numbers (N,) or (N, 1), or one-hot (N, K).
-        layout: of images with 4 dims; None: the channels are the only dim of 1, 3 or 4 among the second and the last.
+        images: name of the dataset of images, such as group/x.
+        labels: name of the dataset of labels: whole numbers (N,) or (N, 1), or one-hot (N, K).
+        layout: layout of images with 4 dims; None: the channels are the only dim of 1, 3 or 4 among the second and the last.
 
     Raises:
-        DataError: the file is missing, not readable or no HDF5 file, or lacks these datasets, or they are no images and labels.
+        DataError: the file is missing, unreadable or not HDF5, lacks these datasets, or they do not hold images and labels.
     """
     require_file(path, "foreign HDF5 file", "give the path of an existing one")
     with _errors_of(path, "cannot be read"):
@@ -82,8 +85,8 @@ def convert(
     """Write the images and labels of an open file as one data file.
 
     Raises:
-        DataError: pixels outside of 0 .. 255, a label without a class name, a part that cannot be read, or too little space on
-            the disk; `out` exists.
+        DataError: a pixel is outside 0 .. 255, a label has no class name, a part is unreadable, the disk has too little space, or
+            `out` exists.
     """
     require_new(out, overwrite)
     names = numbered_names(source.labels, source.path, source.classes) if class_names is None else class_names
@@ -93,7 +96,7 @@ def convert(
         free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
-            f"The images in {source.path} take {needed:,} bytes, and the disk of {out} has {free:,}; write to another."
+            f"The images in {source.path} need {needed:,} bytes, but the disk of {out} has {free:,} free; write to another disk."
         )
     write_data_file(out, count, source.shape, names, _chunks(source, advance))
 
@@ -115,23 +118,23 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
     """Check the dataset of images, and return whether channels come first.
 
     Raises:
-        DataError: not images of whole numbers, not stored in the file, or of an ambiguous layout.
+        DataError: the dataset does not hold whole numbers or images, is not stored in the file, or has an ambiguous layout.
     """
     shape = _shape(images)
     name = f"{images.name[1:]} in {path}"
     if images.dtype.kind not in "iu":
         raise DataError(
-            f"{name} holds values of type {images.dtype}; images are whole numbers 0..255, so scale and round them first."
+            f"{name} holds values of type {images.dtype}, but images must be whole numbers 0..255; scale and round them first."
         )
     if len(shape) not in (3, 4) or min(shape) < 1:
-        raise DataError(f"{name} holds an array of {shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
+        raise DataError(f"{name} holds an array of {shape}; images must be (N, H, W), (N, H, W, C) or (N, C, H, W).")
     if images.is_virtual:
         others = [each.file_name for each in images.virtual_sources() if each.file_name != "."]
         missing = [name for name in others if not (path.parent / name).is_file()]
         if missing:
-            raise DataError(f"{name} is made of other files, and {missing[0]} is missing; put it there.")
+            raise DataError(f"{name} refers to other files, and {missing[0]} is missing; copy it to {path.parent}.")
     elif images.id.get_storage_size() == 0:
-        raise DataError(f"{name} has the shape {shape}, but none of its values was ever written.")
+        raise DataError(f"{name} has shape {shape}, but no values were written.")
     if images.chunks is not None:
         require_memory(math.prod(images.chunks) * images.dtype.itemsize, f"A chunk of {name}")
     require_memory(math.prod(shape[1:]) * images.dtype.itemsize, f"An image of {name}")
@@ -139,28 +142,26 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
         return False
     first, last = shape[1] in _CHANNELS, shape[3] in _CHANNELS
     if layout is None and first == last:
-        raise DataError(
-            f"{name} holds an array of {shape}, in which channels may come first or last; give --layout nchw or nhwc."
-        )
+        raise DataError(f"{name} holds an array of {shape}, in which channels may be first or last; give --layout nchw or nhwc.")
     return first if layout is None else layout == "nchw"
 
 
 def _shape(dataset: h5py.Dataset) -> tuple[int, ...]:
-    return tuple(dataset.shape or ())  # a null dataset has none
+    return tuple(dataset.shape or ())  # a null dataset has no shape
 
 
 def _labels(path: Path, labels: h5py.Dataset, images: h5py.Dataset) -> tuple[np.ndarray, int]:
     """Return (labels (N,) int64, minimum number of classes).
 
     Raises:
-        DataError: not one whole number, or one one-hot row, per image.
+        DataError: the dataset does not hold one whole number, or one one-hot row, per image.
     """
     count, shape = _shape(images)[0], _shape(labels)
     name = f"{labels.name[1:]} in {path}"
     one_hot = len(shape) == 2 and shape[0] == count and shape[1] > 1
     if labels.dtype.kind not in "iufb" or not (one_hot or (shape and math.prod(shape) == count)):
         raise DataError(
-            f"{name} holds {labels.dtype} of shape {shape}; labels of {count} images are whole numbers, ({count},) or "
+            f"{name} holds {labels.dtype} of shape {shape}; labels of {count} images must be whole numbers, ({count},) or "
             f"({count}, 1), or one-hot rows ({count}, K)."
         )
     require_memory(2 * labels.nbytes, name)
@@ -174,7 +175,7 @@ def _labels(path: Path, labels: h5py.Dataset, images: h5py.Dataset) -> tuple[np.
     if values.dtype.kind == "f":
         wrong = np.flatnonzero(~(np.isfinite(values) & (values == np.floor(values)) & (np.abs(values) < 1 << 31)))
         if wrong.size:
-            raise DataError(f"{name} has the label {values[wrong[0]]} of image {int(wrong[0])}; labels are whole numbers.")
+            raise DataError(f"{name} has label {values[wrong[0]]} for image {int(wrong[0])}; labels must be whole numbers.")
     return values.astype(np.int64), 1
 
 
@@ -188,7 +189,7 @@ def _chunks(source: ForeignImages, advance: Advance) -> Iterator[tuple[np.ndarra
         if values.dtype != np.uint8:
             wrong = np.flatnonzero(((values < 0) | (values > 255)).reshape(len(values), -1).any(1))
             if wrong.size:
-                raise DataError(f"{source.path} has pixels outside of 0..255 in image {start + int(wrong[0])}; scale them first.")
+                raise DataError(f"{source.path} has pixels outside 0..255 in image {start + int(wrong[0])}; scale them first.")
             values = values.astype(np.uint8)
         if source.channels_first:
             values = values.transpose(0, 2, 3, 1)
@@ -198,10 +199,10 @@ def _chunks(source: ForeignImages, advance: Advance) -> Iterator[tuple[np.ndarra
 
 @contextmanager
 def _errors_of(path: Path, what: str) -> Iterator[None]:
-    """Turn any error that HDF5 raises inside the block into a `DataError`.
+    """Turn any error inside the block into a `DataError`.
 
     Raises:
-        DataError: in place of any error.
+        DataError: the block raised an error.
     """
     try:
         yield

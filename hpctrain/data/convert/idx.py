@@ -27,7 +27,7 @@ def read_bytes(path: Path) -> bytes:
     """Return a file's content, decompressed if it begins with gzip's signature; see `unpack`.
 
     Raises:
-        DataError: the file is missing or not readable; or as `unpack`.
+        DataError: the file is missing or unreadable; or see `unpack`.
     """
     require_file(path, "IDX file", "give the path of an existing one, plain or .gz")
     with system_errors_as(f"The IDX file {path} cannot be read"), open(open_regular(path), "rb") as file:
@@ -40,7 +40,7 @@ def unpack(file: BinaryIO, name: str) -> bytes:
     Reads the header first, and then at most a few bytes more than it declares.
 
     Raises:
-        DataError: not IDX, of another type, truncated, too long, too large for memory, or a damaged gzip stream.
+        DataError: the content is not IDX, of another type, truncated, too long, too large for memory, or a damaged gzip stream.
     """
     start = file.read(len(_GZIP))
     file.seek(0)
@@ -59,15 +59,17 @@ def unpack(file: BinaryIO, name: str) -> bytes:
 
 
 def parse(content: bytes, name: str) -> np.ndarray:
-    """Return the array of an IDX file of unsigned bytes, read-only: two zeros, type, dims; sizes as big-endian int32; the data.
+    """Return the read-only array of an IDX file of unsigned bytes.
+
+    The format is: two zero bytes, type, number of dims, sizes as big-endian int32, elements.
 
     Raises:
-        DataError: not IDX, of another type, truncated, or too long.
+        DataError: the content is not IDX, of another type, truncated, or too long.
     """
     shape, needed = _header(content, name)
     if len(content) != needed:
         size = f"{len(content)} bytes{' or more' if len(content) > needed else ''}"
-        raise DataError(f"{name} has {size}, but its header {shape} asks for {needed}.")
+        raise DataError(f"{name} has {size}, but its header {shape} declares {needed}.")
     return np.frombuffer(content, np.uint8, offset=needed - math.prod(shape)).reshape(shape)
 
 
@@ -75,20 +77,20 @@ def _header(content: bytes | bytearray, name: str) -> tuple[tuple[int, ...], int
     """Return (shape, size of the whole file in bytes) from the header of an IDX file.
 
     Raises:
-        DataError: not IDX, of another type, or truncated.
+        DataError: the content is not IDX, of another type, or truncated.
     """
     if len(content) < 4 or content[:2] != b"\0\0" or content[3] == 0:
         raise DataError(f"{name} is not an IDX file: it must start with two zero bytes, the type and the number of dims.")
     if content[2] != _UINT8:
         raise DataError(f"{name} holds IDX type 0x{content[2]:02x}; only unsigned bytes, 0x08, are images or labels.")
     if content[3] > _MOST_DIMS:
-        raise DataError(f"{name} holds an array of {content[3]} dims; images have 3 or 4, labels 1.")
+        raise DataError(f"{name} holds an array of {content[3]} dims; images must have 3 or 4, labels 1.")
     start = 4 + 4 * content[3]
     if len(content) < start:
         raise DataError(f"{name} is truncated within its header of {start} bytes.")
     shape = tuple(np.frombuffer(content, ">i4", content[3], 4).tolist())
     if min(shape) < 0:
-        raise DataError(f"{name} is not an IDX file: its header asks for an array of {shape}.")
+        raise DataError(f"{name} is not an IDX file: its header declares an array of shape {shape}.")
     return shape, start + math.prod(shape)
 
 
@@ -104,7 +106,7 @@ def convert(
     """Write images (N, H, W) or (N, H, W, C) and labels (N,) from two IDX files as one data file.
 
     Raises:
-        DataError: see `parse`; another number of labels than images; a label without a class name; `out` exists.
+        DataError: see `parse`; or the numbers of labels and images differ, a label has no class name, or `out` exists.
     """
     require_new(out, overwrite)
     pixels, targets = parse(read_bytes(images), str(images)), parse(read_bytes(labels), str(labels))
@@ -114,9 +116,13 @@ def convert(
 def write(
     pixels: np.ndarray, targets: np.ndarray, out: Path, class_names: Sequence[str] | None, advance: Advance, origin: str
 ) -> None:
-    """Write parsed IDX arrays as one data file; `origin` is for messages."""
+    """Write parsed IDX arrays as one data file.
+
+    Args:
+        origin: origin of the arrays, for messages.
+    """
     if pixels.ndim not in (3, 4) or targets.ndim != 1:
-        raise DataError(f"{origin} hold arrays of {pixels.shape} and {targets.shape}; images have 3 or 4 dims, labels 1.")
+        raise DataError(f"{origin} hold arrays of {pixels.shape} and {targets.shape}; images must have 3 or 4 dims, labels 1.")
     if len(pixels) != len(targets):
         raise DataError(f"{origin} hold {len(pixels)} images and {len(targets)} labels; the numbers must be equal.")
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]

@@ -34,7 +34,7 @@ _CHECKED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """Picture files in a row: blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64, read from `path`."""
+    """Concatenated picture files, read from `path`: blob (bytes,) uint8, offsets (N + 1,) int64, labels (N,) int64."""
 
     path: Path
     blob: np.ndarray
@@ -47,11 +47,11 @@ class PackedFiles:
 
 
 def load(path: Path) -> PackedFiles:
-    """Read all of an .npz.
+    """Read all of a .npz file.
 
     Raises:
-        DataError: missing, truncated, without these arrays or with others, or with offsets that do not rise from 0 to the
-            blob's end.
+        DataError: the file is missing or truncated, an array is missing or of another kind, or the offsets do not rise from 0 to
+            the blob's end.
     """
     require_file(path, "file", "give the path of an existing .npz or .npz.xz")
     try:
@@ -65,7 +65,7 @@ def load(path: Path) -> PackedFiles:
     except Exception as error:  # the readers of zip, xz and npy raise almost anything for damaged files
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-        raise DataError(f"{path} is truncated or no .npz file ({str(error).rstrip('.')}); fetch it again.") from error
+        raise DataError(f"{path} is truncated or not an .npz file ({str(error).rstrip('.')}); fetch it again.") from error
     if blob.dtype != np.uint8 or any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (offsets, labels)):
         raise DataError(
             f"In {path} blob is {blob.dtype} of {blob.shape}, offsets are {offsets.dtype} of {offsets.shape}, labels "
@@ -74,7 +74,10 @@ def load(path: Path) -> PackedFiles:
     blob, offsets, labels = blob.reshape(-1), offsets.astype(np.int64), labels.astype(np.int64)
     rising = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
     if not rising or offsets[-1] != blob.size or len(labels) != len(offsets) - 1:
-        raise DataError(f"In {path} the offsets do not fit {blob.size} bytes and {labels.shape} labels: N + 1 from 0 to the end.")
+        raise DataError(
+            f"In {path} the offsets do not match {blob.size} bytes and {len(labels)} labels; they must be N + 1 numbers that "
+            "rise from 0 to the end."
+        )
     return PackedFiles(path, blob, offsets, labels)
 
 
@@ -93,22 +96,24 @@ def convert(
     overwrite: bool = False,
     advance: Advance = no_progress,
 ) -> None:
-    """Decode all images (the first `limit`) and write them as one data file; without `size` all must be as large as the first.
+    """Decode all images, or the first `limit`, and write them as one data file.
 
-    Goes on where an interrupted conversion of the same files ended.
+    Continues an interrupted conversion of the same files.
 
     Args:
-        keep_files: store the picture files as they are, to be decoded when they are read, in place of pixels.
-        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
+        size: (H, W) that images are brought to; None: all must have the size of the first.
+        fit: "crop" or "squash", see `decoding.decode`.
+        keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Raises:
-        DataError: see `load`; an image that cannot be decoded, or of another size; a label without a class name; `out` exists.
+        DataError: see `load`; or an image cannot be decoded or has another size, a label has no class name, or `out` exists.
     """
     require_new(out, overwrite)
     packed = load(source) if isinstance(source, Path) else source
     path, labels = packed.path, packed.labels[:limit]
     if not labels.size:
-        raise DataError(f"{path} holds no image; at least one is needed.")
+        raise DataError(f"{path} holds no images; at least one is needed.")
     names = numbered_names(packed.labels, path) if class_names is None else class_names
     form = PictureForm(size, fit, channels, keep_files, max_pixels)
 
@@ -137,7 +142,7 @@ def convert(
 
 @contextmanager
 def _seekable(path: Path) -> Iterator[IO[bytes]]:
-    """Yield the open file, or a temporary one with its decompressed content: a zip archive is read from its end."""
+    """Yield the open file, or a temporary file with the decompressed content, because a zip archive is read from its end."""
     if path.suffix != ".xz":
         with path.open("rb") as plain:
             yield plain

@@ -1,5 +1,6 @@
-"""Model families: each module is one, under its own name; no other module lies here.
+"""Model families. Each module is one family with the module's name; no other modules belong here.
 
-A module has a function `build`, whose keywords are the model's options, IMAGE_SHAPE (height, width and channels of the images
-that it is meant for), and VARIANTS, names that stand for some of the options. `vgg.py` is a good first one to read.
+A module has a function `build`, whose keywords are the model's options. IMAGE_SHAPE is (height, width, channels) of the images
+that the model is designed for. VARIANTS are names that fix some of the options. `models.catalogue` imports the families by name.
+Read `vgg.py` first.
 """

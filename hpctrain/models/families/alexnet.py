@@ -1,4 +1,4 @@
-"""AlexNet (Krizhevsky, Sutskever and Hinton, NIPS 2012) as one tower, and its narrower form of 2014, which torchvision has."""
+"""AlexNet (Krizhevsky, Sutskever and Hinton, NIPS 2012) as one tower, and its narrower form of 2014, as in torchvision."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
 }
 
 _KERNELS = (11, 5, 3, 3, 3)
-_PADDINGS = (0, 2, 1, 1, 1)  # the first one is an option
+_PADDINGS = (0, 2, 1, 1, 1)  # paddings of the convolutions; the first one is an option
 _FIRST_BIASES = (0.0, 1.0, 0.0, 1.0, 1.0)
-_POOLED = (0, 1, 4)  # convolutions that a max pool follows
+_POOLED = (0, 1, 4)  # convolutions followed by a max pool
 _STRIDE = 4
 _GRID = 6
 _HIDDEN = 4096
@@ -36,22 +36,23 @@ def build(
     dropout: float = 0.5,
     seed: int = 0,
 ) -> Layer:
-    """AlexNet as one tower, without local response normalisation, for images of 227 px; others of 67 px and more fit.
+    """AlexNet as one tower, without local response normalisation, for images of 227 px. Images of at least 67 px also work.
 
     Args:
-        channels: Channels out of each of the five convolutions.
+        channels: Output channels of each of the five convolutions.
         padding: Zeros around the images.
         width: Factor on all channels and hidden features; 1 is the published network.
-        dropout: Probability of dropping a feature in front of each of the first two linear layers, in [0, 1).
+        dropout: Probability of dropping an input feature of each of the first two linear layers, in [0, 1).
 
     Raises:
-        OptionError: not five channels, negative padding, a width that is not positive, or a dropout outside [0, 1).
+        OptionError: the number of channels is not five, the padding is negative, the width is not positive, or the dropout is
+            outside [0, 1).
     """
     check_dropout(dropout)
     if len(channels) != len(_KERNELS):
         raise OptionError(f"AlexNet has five convolutions, so channels must be five numbers, not {len(channels)}.", "channels")
     if padding < 0:
-        raise OptionError(f"A padding of {padding} is not possible; the smallest is 0.", "padding")
+        raise OptionError(f"A padding of {padding} is negative; the nearest legal value is 0.", "padding")
     outside = [scaled(published, width, "channels") for published in channels]
     hidden = scaled(_HIDDEN, width)
     return Sequential(

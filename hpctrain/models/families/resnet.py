@@ -1,6 +1,6 @@
-"""ResNet-18/34/50/101/152 for 224 px (He et al. 2016, table 1; version 1.5), as torchvision names them.
+"""ResNet-18/34/50/101/152 for 224 px (He et al. 2016, table 1; version 1.5), with torchvision's names.
 
-The module also holds the wide forms (Zagoruyko and Komodakis 2016) and ResNeXt (Xie et al. 2017).
+The module also has the wide forms (Zagoruyko and Komodakis 2016) and ResNeXt (Xie et al. 2017).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
 }
 
 _CHANNELS = (64, 128, 256, 512)
-_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # per stage
-_FIRST_BOTTLENECK = 50  # from this depth on
-_EXPANSION = 4  # channels out of a bottleneck, divided by the published ones inside
-_PUBLISHED_WIDTH = 64  # of the groups together, in the first stage
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # blocks of each stage
+_FIRST_BOTTLENECK = 50  # smallest depth with bottlenecks
+_EXPANSION = 4  # output channels of a bottleneck, divided by the published inner ones
+_PUBLISHED_WIDTH = 64  # total channels of the groups in the first stage
 
 
 def build(
@@ -53,21 +53,21 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """ResNet with 18, 34, 50, 101 or 152 layers, made for 224 px, for images of any size.
+    """ResNet with 18, 34, 50, 101 or 152 layers, designed for 224 px, for images of any size.
 
     Args:
         depth: Number of layers with weights: 18, 34, 50, 101 or 152.
         width: Factor on all channels; 1 is the published network.
-        groups: Groups of each 3x3 convolution, from depth 50 on; 32 makes ResNeXt.
-        width_per_group: Channels of each of these groups in the first stage, from depth 50 on; 128 in one group makes the wide
-            networks.
-        zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0 (Goyal et al. 2017,
-            section 5.1).
+        groups: Groups of each 3x3 convolution, for depth 50 and more; 32 is ResNeXt.
+        width_per_group: Channels of each of these groups in the first stage, for depth 50 and more; 128 in one group is a wide
+            network.
+        zero_init_residual: Whether each residual block starts as its shortcut, because its last batch norm starts at 0 (Goyal et
+            al. 2017, section 5.1).
         stochastic_depth: Probability of dropping the body of the last residual block for a sample, in [0, 1); it rises linearly
             from 0 at the first block.
 
     Raises:
-        OptionError: a depth that does not exist, a width that is not positive, groups that there are not, or a stochastic depth
+        OptionError: the depth does not exist, the width is not positive, the groups are not possible, or the stochastic depth is
             outside [0, 1).
     """
     check_depth("ResNet", depth, _BLOCKS)
@@ -97,10 +97,10 @@ def build(
 
 
 def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
-    """Raise unless both numbers are at least 1 and, for a network without bottlenecks, the published ones.
+    """Raise unless both numbers are at least 1 and, for a network without bottlenecks, those of the published network.
 
     Raises:
-        OptionError: they are not, or make too many channels.
+        OptionError: they are not, or a layer would have too many channels.
     """
     for option, value, published in (("groups", groups, 1), ("width_per_group", width_per_group, _PUBLISHED_WIDTH)):
         if value < 1:
@@ -114,8 +114,8 @@ def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
     most = MOST_CHANNELS // (max(_CHANNELS) // _PUBLISHED_WIDTH)
     if groups * width_per_group > most:
         raise OptionError(
-            f"{groups} groups of {width_per_group} channels make more than {MOST_CHANNELS:,} channels in the last stage, and no "
-            f"layer may have more; the largest width_per_group is {max(1, most // groups)}.",
+            f"{groups} groups of {width_per_group} channels lead to more than {MOST_CHANNELS:,} channels in the last stage, "
+            f"the maximum of a layer; the largest width_per_group is {max(1, most // groups)}.",
             "width_per_group" if groups <= most else "groups",
         )
 
@@ -123,7 +123,7 @@ def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
 def _bottleneck_stage(
     count: int, channels: tuple[int, int, int], stride: int, groups: int, norm: Norm, ends: Iterator[Mapping[str, Layer]]
 ) -> Layer:
-    """Return `count` bottlenecks, the first with the stride. channels: of the first one, as `bottleneck_block` takes them."""
+    """Return `count` bottleneck blocks. The first one has the stride. channels: see `bottleneck_block`, for the first one."""
     channels_in, inside, channels_out = channels
     blocks: list[Layer] = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""ResNet-9 for 32 px (Page 2018, "How to train your ResNet", part 4): few wide layers, which learn in few epochs."""
+"""ResNet-9 for 32 px (Page 2018, "How to train your ResNet", part 4): a few wide layers that train in few epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IMAGE_SHAPE = (32, 32, 3)
 VARIANTS: Mapping[str, Mapping[str, object]] = {}
 
 _CHANNELS = (64, 128, 256, 512)
-_WITH_BLOCK = (1, 3)  # stages of which a residual block is the second part
+_WITH_BLOCK = (1, 3)  # stages that end with a residual block
 
 
 def build(
@@ -25,16 +25,16 @@ def build(
     momentum: float = 0.1,
     synchronised: bool = False,
 ) -> Layer:
-    """ResNet-9: a convolution, then three stages that halve the image, the first and the last with a residual block.
+    """ResNet-9: a convolution, then three stages that halve the image. The first and the last stage have a residual block.
 
-    Global pooling is by the mean, as in other residual networks, where the original takes the maximum and scales the logits.
+    The global pooling uses the mean, as in other residual networks. The original uses the maximum and scales the logits.
 
     Args:
         width: Factor on all channels; 1 is the published network.
-        zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0.
+        zero_init_residual: Whether each residual block starts as its shortcut, because its last batch norm starts at 0.
 
     Raises:
-        OptionError: a width that is not positive.
+        OptionError: the width is not positive.
     """
     norm = Norm(epsilon, momentum, synchronised, zero_init_residual)
     layers: dict[str, Layer] = {}
@@ -47,7 +47,7 @@ def build(
 
 
 def _stage(channels_in: int, channels: int, norm: Norm, *, halved: bool, block: bool) -> Layer:
-    """Return a convolution; halved: a max pool of 2 x 2 pixels follows; block: a residual block follows."""
+    """Return a convolution, with a 2x2 max pool if `halved`, then with a residual block if `block`."""
     layers = _convolution(channels_in, channels, norm)
     if halved:
         layers["pool"] = MaxPool(2)
@@ -65,7 +65,7 @@ def _convolution(channels_in: int, channels: int, norm: Norm) -> dict[str, Layer
 
 
 def _residual(channels: int, norm: Norm) -> Residual:
-    """Return two convolutions, each with batch norm and ReLU, added to the identity; nothing follows the sum."""
+    """Return two convolutions, each with batch norm and ReLU, added to the identity, without an activation after the sum."""
     body: dict[str, Layer] = {
         "conv1": Conv2d(channels, channels, 3, padding=1, bias=False),
         "bn1": norm.layer(channels),

@@ -30,19 +30,19 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """ResNet with 20, 32, 44, 56 or 110 layers, made for 32 px: three stages of (depth - 2) / 6 basic blocks.
+    """ResNet with 20, 32, 44, 56 or 110 layers, designed for 32 px: three stages of (depth - 2) / 6 basic blocks.
 
     Args:
         depth: Number of layers with weights: 20, 32, 44, 56 or 110.
         width: Factor on all channels; 1 is the published network.
-        shortcut: The shortcut where a block's shape changes: "padding" takes every second pixel and adds channels of zeros (the
+        shortcut: Shortcut of blocks that change the shape: "padding" uses every second pixel and adds channels of zeros (the
             paper's option A, no parameters), "projection" is a 1x1 convolution with batch norm (option B).
-        zero_init_residual: Each residual block starts as its shortcut: its last batch norm starts at 0.
+        zero_init_residual: Whether each residual block starts as its shortcut, because its last batch norm starts at 0.
         stochastic_depth: Probability of dropping the body of the last residual block for a sample, in [0, 1); it rises linearly
             from 0 at the first block.
 
     Raises:
-        OptionError: a depth that does not exist, a width that is not positive, or a stochastic depth outside [0, 1).
+        OptionError: the depth does not exist, the width is not positive, or the stochastic depth is outside [0, 1).
     """
     check_depth("small ResNet", depth, (20, 32, 44, 56, 110))
     norm = Norm(epsilon, momentum, synchronised, zero_init_residual)
@@ -64,7 +64,7 @@ def build(
 
 
 def _padding(channels_in: int, channels: int, stride: int) -> Layer | None:
-    """Return option A: every `stride`-th pixel (a pool of one pixel), half of the new channels before and half after the old."""
+    """Return the shortcut of option A: every `stride`-th pixel (a 1x1 pool), with half of the new channels on each side."""
     layers: dict[str, Layer] = {}
     if stride > 1:
         layers["subsample"] = AveragePool(1, stride)

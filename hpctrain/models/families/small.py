@@ -1,4 +1,4 @@
-"""A small convolutional network for small images: the quickstart's."""
+"""A small convolutional network for small images, used by the quickstart."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """Stages of convolution, batch norm, ReLU and a halving max pool, then a classifier.
+    """Stages of convolution, batch norm, ReLU and a 2x2 max pool, then a classifier.
 
     Args:
-        channels: Channels out of each stage; the length of the list is the number of stages.
-        hidden: Features of the classifier's hidden layer; 0 leaves that layer out.
-        grid: Rows and columns to which the last image is averaged before the classifier; 1 is global pooling, and 7 changes
+        channels: Output channels of each stage; the length of the list is the number of stages.
+        hidden: Features of the classifier's hidden layer; 0 omits that layer.
+        grid: Rows and columns to which the last feature map is averaged before the classifier; 1 is global pooling, and 7 changes
             nothing for 28 px and two stages.
-        batch_norm: Batch norm follows each convolution.
-        dropout: Probability of dropping a feature in front of each linear layer, in [0, 1); 0 switches dropout off.
+        batch_norm: Whether batch norm follows each convolution.
+        dropout: Probability of dropping an input feature of each linear layer, in [0, 1); 0 switches dropout off.
         width: Factor on all channels and hidden features.
 
     Raises:
-        OptionError: no stages, a width that is not positive, or a dropout outside [0, 1).
+        OptionError: there are no stages, the width is not positive, or the dropout is outside [0, 1).
     """
     if not channels:
-        raise OptionError("A small network needs at least one stage; channels is empty, the default is [16, 32].", "channels")
+        raise OptionError("channels is empty, but a small network needs at least one stage; the default is [16, 32].", "channels")
     check_dropout(dropout)
     norm = Norm(epsilon, momentum, synchronised) if batch_norm else None
     layers: dict[str, Layer] = {}

@@ -1,4 +1,4 @@
-"""VGG-11/13/16/19, with and without batch norm (Simonyan and Zisserman 2015, table 1), as torchvision names them."""
+"""VGG-11/13/16/19, with and without batch norm (Simonyan and Zisserman 2015, table 1), with torchvision's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
 }
 
 _CHANNELS = (64, 128, 256, 512, 512)
-_CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}  # per stage
+_CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}  # convolutions of each stage
 _HIDDEN = 4096
 _GRID = 7
 
@@ -35,16 +35,16 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """VGG with 11, 13, 16 or 19 layers, with or without batch norm, for images of 32 px and more.
+    """VGG with 11, 13, 16 or 19 layers, with or without batch norm, for images of at least 32 px.
 
     Args:
         depth: Number of layers with weights: 11, 13, 16 or 19.
-        batch_norm: Batch norm follows each convolution.
+        batch_norm: Whether batch norm follows each convolution.
         width: Factor on all channels and hidden features; 1 is the published network.
-        dropout: Probability of dropping a feature in front of each of the last two linear layers, in [0, 1).
+        dropout: Probability of dropping an input feature of each of the last two linear layers, in [0, 1).
 
     Raises:
-        OptionError: a depth that does not exist, a width that is not positive, or a dropout outside [0, 1).
+        OptionError: the depth does not exist, the width is not positive, or the dropout is outside [0, 1).
     """
     check_depth("VGG", depth, _CONVOLUTIONS)
     check_dropout(dropout)

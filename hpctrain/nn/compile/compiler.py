@@ -1,7 +1,7 @@
-"""From a graph to an execution plan, pass by pass. Each pass is a pure function of what the passes before it made.
+"""From a graph to an execution plan, pass by pass. Each pass is a pure function of the results of earlier passes.
 
-graph -> steps -> recomputation -> order -> liveness -> sharing -> packing -> binding. So the time of each action is known before
-any pass decides what may be overwritten, and no pass changes what another one has decided.
+graph -> steps -> recomputation -> order -> liveness -> sharing -> packing -> binding. The time of each action is therefore fixed
+before any pass decides what may be overwritten, and no pass changes the decision of another.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gra
     """Return the plan of one program. Allocates nothing.
 
     Args:
-        graph: the model at one batch size, not yet fused. kernels: the set that computes. input_gradient: whether backward also
-            computes the gradient of the images.
+        graph: model at one batch size, before fusion.
+        kernels: kernel set that computes.
+        training: whether the plan has a backward pass.
+        input_gradient: whether backward also computes the gradient of the images.
 
     Raises:
-        BackendError: the kernel set refuses a layer; the message names it.
+        BackendError: the kernel set refuses a layer; the message names the layer.
     """
     steps = make_steps(kernels.fuse(graph, training=training), kernels, training=training, input_gradient=input_gradient)
     plan = plan_steps(steps, kernels.alignment_bytes)
@@ -32,7 +34,7 @@ def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gra
 
 
 def plan_steps(steps: Steps, alignment_bytes: int = ALIGNMENT_BYTES) -> ExecutionPlan:
-    """Run all passes after the first one. alignment_bytes: of every buffer in the arena."""
+    """Run all passes after the first one. alignment_bytes: alignment of every buffer in the arena."""
     forward, backward = forward_actions(steps), backward_actions(steps, recomputed_tensors(steps))
     line = Timeline(steps, forward, backward)
     uses = find_uses(steps, line)

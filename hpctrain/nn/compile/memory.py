@@ -1,13 +1,13 @@
-"""Last four passes: when each value is in use, which values share storage, and the place of every buffer in the arena.
+"""Last four passes: live ranges of values, sharing of storage, and the place of every buffer in the arena.
 
-4. Liveness: when each value is in use, from the order of actions. Time counts actions: those of forward, then the loss, then
-   those of backward. So what one action makes for the next one only (a copy in another layout on its way to a halo, say) lives no
-   longer than these two.
-5. Sharing: which values lie in the same storage, one after another, decided from live ranges alone. An operator that works in
-   place may write its output over its first input if it is the last one that ever reads it, and the gradient of that input over
-   the gradient of the output if nothing reads that later.
-6. Packing: blocks with lifetimes packed into one arena. Pure arithmetic, no arrays.
-7. Binding: the place of every buffer of every step, from the offsets of the storages that were packed.
+4. Liveness: the times at which each value is in use, from the order of actions. Time counts actions: those of forward, then the
+   loss, then those of backward. A value that one action writes for the next action only, such as a copy in another layout on its
+   way to a halo exchange, is therefore live for two time slots.
+5. Sharing: the values that use the same storage one after another, decided from live ranges alone. An operator that works in
+   place may write its output over its first input if no later action reads that input. It may write the gradient of that input
+   over the gradient of the output if no later action reads the output's gradient.
+6. Packing: the offsets of all storages in one arena, from their sizes and live ranges. Pure arithmetic, without arrays.
+7. Binding: the place of every buffer of every step, from the offsets of the storages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpctrain.nn.compile.steps import Steps
 _COMPUTES = (Action.PARAMETERS, Action.INPUT)
 _REMAKES = (Action.RECOMPUTE, Action.COPY)
 
-#: (step, position of the input); the loss is (-1, -1).
+#: (step, position of the input) of a reader; the loss is (-1, -1)
 Reader = tuple[int, int]
 LOSS: Reader = (-1, -1)
 
@@ -38,8 +38,9 @@ class Timeline:
     """The times at which the steps of a program act.
 
     Attributes:
-        loss, end: the times between both passes, and after all.
-        first_writers: by tensor, the reader that writes its gradient first; all others add to it.
+        loss: time of the loss, between both passes.
+        end: time after the last action.
+        first_writers: reader that writes the gradient of each tensor first; all other readers add to it.
     """
 
     def __init__(self, steps: Steps, forward: Actions, backward: Actions) -> None:
@@ -57,17 +58,20 @@ class Timeline:
                 self.first_writers.setdefault(tensor, (k, i))
 
     def forward(self, k: int) -> Sequence[int]:
-        """Return the times at which step k reads its inputs; at the last of them it has written its output."""
+        """Return the times at which step k reads its inputs in forward. At the last one it writes its output."""
         return self._forward[k]
 
     def backward(self, k: int, actions: Sequence[Action]) -> list[int]:
-        """Return the times at which step k does one of these actions in backward."""
+        """Return the times at which step k runs one of these actions in backward."""
         return [time for action, time in self._backward[k] if action in actions]
 
 
 @dataclass(frozen=True)
 class Use:
-    """The size of a value, and the times at which it is written and read. Adding to a value reads it: it must still be there."""
+    """Size of a value, and the times of its writes and reads.
+
+    Adding to a value counts as a read, because the value must still exist.
+    """
 
     size_bytes: int
     writes: tuple[int, ...]
@@ -75,12 +79,15 @@ class Use:
 
     @property
     def last(self) -> int:
-        """The time at which it is used for the last time."""
+        """Time of the last use."""
         return max(self.writes + self.reads)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """From each write to the last read before the next one: what is made again in backward is free in between."""
+        """Intervals in which the value is live, each from a write to the last read before the next write.
+
+        A value that is recomputed in backward needs no memory between the intervals.
+        """
         starts = sorted(set(self.writes))
         ends = [*starts[1:], self.last + 1]
         return tuple(
@@ -89,7 +96,7 @@ class Use:
 
 
 class _Collector:
-    """Uses by key, in the order in which they are first named."""
+    """Collects uses by key, in the order of the first use."""
 
     def __init__(self) -> None:
         self._sizes: dict[Key, int] = {}
@@ -102,7 +109,7 @@ class _Collector:
         self._reads[key] += reads
 
     def uses(self) -> dict[Key, Use]:
-        # The gradient of a tensor that nothing reads has no writer, but its producer is still bound to a place for it.
+        # The gradient of a tensor without readers has no writer, but its producer is still bound to a place for it.
         return {
             key: Use(size_bytes, tuple(self._writes[key] or [min(self._reads[key])]), tuple(self._reads[key]))
             for key, size_bytes in self._sizes.items()
@@ -128,15 +135,15 @@ def _add_activations(steps: Steps, line: Timeline, collector: _Collector) -> Non
     use(steps.output, reads=[line.loss])
     for k, step in enumerate(steps.steps):
         operator, computes, remakes = step.operator, line.backward(k, _COMPUTES), line.backward(k, _REMAKES)
-        # Backward reads the output if the operator says so, and some operators in their first half only.
+        # Backward reads the output if the operator declares it; some operators read it in their first half only.
         reads_output = () if not operator.needs_output else computes[:1] if step.reads_output_once else computes
-        # A view writes nothing; all others write when they end forward, and again when they are recomputed.
+        # A view writes nothing. All other steps write at the end of forward, and again when they are recomputed.
         writes = () if step.is_view else (line.forward(k)[-1], *remakes)
         use(step.output, writes=writes, reads=reads_output)
         for i, tensor in enumerate(step.inputs):
-            # A step that begins early reads from its begin to its end, as its message is sent from there meanwhile.
+            # The message of a step that begins early is sent from the input's memory, so the input is read until the step ends.
             use(tensor, reads=[*line.forward(k), *(computes if operator.needs_inputs[i] else ())])
-        use(step.inputs[0], reads=remakes)  # what is recomputed has one input
+        use(step.inputs[0], reads=remakes)  # a step that is recomputed has one input
 
 
 def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
@@ -144,27 +151,28 @@ def _add_gradients(steps: Steps, line: Timeline, collector: _Collector) -> None:
         if steps.needs_grad[tensor]:
             collector.add(("gradient", steps.grad_value(tensor)), steps.tensors[tensor].bytes, writes=writes, reads=reads)
 
-    # The loss writes the logits' gradient in any case, also if no parameter needs it.
+    # The loss writes the logits' gradient even if no parameter needs it.
     collector.add(("gradient", steps.grad_value(steps.output)), steps.tensors[steps.output].bytes, writes=[line.loss])
     use(0, reads=[line.end])  # the caller reads it after backward
     for k, step in enumerate(steps.steps):
         times = input_grad_times(steps, line, k)
         for i, tensor in enumerate(step.inputs):
             first = line.first_writers.get(tensor) == (k, i)
-            # All but the first writer add, so the sum so far must survive until then: each of their writes is a read.
+            # All writers except the first add, so the sum must survive until then: each of their writes is also a read.
             use(tensor, writes=times[:1] if first else (), reads=times)
-        # A step that begins early in backward reads the output's gradient from there on: it is being sent.
+        # A step that begins early in backward sends the output's gradient from its memory, so it reads it from BEGIN on.
         use(step.output, reads=line.backward(k, (Action.BEGIN, *_COMPUTES)))
 
 
 def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -> None:
-    """Add the memory of single steps: saved from forward to backward, scratch while it runs, gradients to be added to others."""
+    """Add each step's separate memory: saved memory, scratch of one action, and partial gradients."""
     for k, step in enumerate(steps.steps):
         operator = step.operator
         runs = [line.forward(k)[-1], *line.backward(k, (*_COMPUTES, *_REMAKES))]
         if operator.saved_bytes:
             collector.add(("saved", k), operator.saved_bytes, writes=runs[:1], reads=runs)
-        if operator.scratch_bytes:  # each use starts with undefined content, so it is a write and lives for one action
+        # Scratch has undefined content at the start of each use, so each use is a write and is live for one action.
+        if operator.scratch_bytes:
             collector.add(("scratch", k), operator.scratch_bytes, writes=runs)
         added = partial_gradients(steps, line, k)
         if added:
@@ -174,16 +182,16 @@ def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -
 
 
 def input_grad_times(steps: Steps, line: Timeline, k: int) -> list[int]:
-    """Return the times at which the gradients of step k's inputs are written, by the operator or by the program that adds them.
+    """Return the times at which the operator or the program writes the gradients of step k's inputs.
 
-    An operator with a joint backward writes them in its first half already, and the program adds them in the second.
+    An operator with a joint backward writes them in its first half. The program adds partial gradients in the second half.
     """
     times = line.backward(k, (Action.INPUT,))
     return line.backward(k, _COMPUTES) if times and steps.steps[k].joint_backward else times
 
 
 def adds(steps: Steps, line: Timeline, k: int) -> tuple[bool, ...]:
-    """Return, by input of step k, whether its gradient is added to what other steps wrote."""
+    """Return for each input of step k whether its gradient is added to the gradients from other steps."""
     acts = bool(line.backward(k, (Action.INPUT,)))
     inputs = steps.steps[k].inputs
     return tuple(acts and steps.needs_grad[tensor] and line.first_writers[tensor] != (k, i) for i, tensor in enumerate(inputs))
@@ -201,14 +209,16 @@ def partial_gradients(steps: Steps, line: Timeline, k: int) -> tuple[int, ...]:
 class Sharing:
     """The tensor that owns the storage of each tensor: itself, the tensor that it is a view of, or one that it overwrites.
 
-    activations, gradients: by tensor.
+    Attributes:
+        activations: owner of each tensor's storage.
+        gradients: owner of the storage of each tensor's gradient.
     """
 
     activations: tuple[int, ...]
     gradients: tuple[int, ...]
 
     def owner(self, key: Key) -> Key:
-        """Return the key of the storage in which a value lies."""
+        """Return the key of the storage that holds a value."""
         kind, number = key
         owners = {"activation": self.activations, "gradient": self.gradients}.get(kind)
         return key if owners is None else (kind, owners[number])
@@ -227,10 +237,10 @@ def _share_activations(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) ->
         owner = storage[source]
         if not step.in_place or steps.tensors[source] != steps.tensors[target]:
             continue
-        # An operand that is also the second one would be read after it was overwritten. The input is the caller's.
+        # If both operands are one tensor, the second would be read after the write. The network's input is the caller's.
         if step.inputs.count(source) > 1 or owner == 0:
             continue
-        # A later reader of the storage would see the output: in forward, in backward, or to make something again.
+        # A later reader of the storage (in forward, in backward or in a recomputation) would read the output instead.
         if last[owner] > line.forward(k)[-1]:
             continue
         storage = [owner if root == target else root for root in storage]
@@ -246,10 +256,10 @@ def _share_gradients(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> t
         written = line.backward(k, (Action.INPUT,))
         if not written or not step.in_place or not steps.needs_grad[source]:
             continue
-        # With other readers the gradient is a sum, which must not be added to what the output's gradient was.
+        # With other readers the input's gradient is a sum; its other terms must not be added to the output's gradient.
         if readers[source] > 1 or source == steps.output or steps.tensors[source] != steps.tensors[step.output]:
             continue
-        # If the input's gradient comes first, the output's is read again, for the parameters.
+        # If the input's gradient is computed first, the parameters' gradient reads the output's gradient afterwards.
         if uses["gradient", steps.grad_value(step.output)].last > written[-1]:
             continue
         owner = storage[step.output]
@@ -258,7 +268,7 @@ def _share_gradients(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> t
 
 
 def lifetimes(uses: Mapping[Key, Use], sharing: Sharing) -> Mapping[Key, Block]:
-    """Return one block for each storage: as large as the largest value in it, live while any of them is."""
+    """Return one block per storage, as large as its largest value and live while any of its values is live."""
     members: dict[Key, list[Use]] = {}
     for key, use in uses.items():
         members.setdefault(sharing.owner(key), []).append(use)
@@ -279,11 +289,11 @@ def _block(values: list[Use]) -> Block:
 
 
 def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tuple[list[int], int]:
-    """Return byte offsets of the blocks, and the size of the arena; blocks that are live at one time never overlap.
+    """Return the byte offsets of the blocks and the size of the arena. Blocks that are live at the same time never overlap.
 
-    Greedy, each block in the smallest gap that holds it (Pisarchyk and Lee 2020, "greedy by size for offset calculation"). Three
-    orders are tried: by size, by size times life, and by life; the smallest arena wins. Offsets are multiples of
-    `alignment_bytes`. Deterministic, so the same on every rank.
+    Each block is placed in the smallest gap that holds it (Pisarchyk and Lee 2020, "greedy by size for offset calculation"). Of
+    three orders of the blocks (by size, by size times lifetime, by lifetime), the one with the smallest arena is used. Offsets
+    are multiples of `alignment_bytes`. The result is deterministic, so it is the same on every rank.
     """
     orders: tuple[Callable[[Block], tuple[int, ...]], ...] = (
         lambda block: (-block.size_bytes,),
@@ -298,14 +308,14 @@ def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tup
         packed = _pack(sorted(range(len(blocks)), key=lambda i: (*order(blocks[i]), i)), sizes, meets)
         if best is None or packed[1] < best[1]:
             best = packed
-        if best[1] == bound:  # no other order can do better
+        if best[1] == bound:  # no other order can have a smaller arena
             break
     assert best is not None
     return best
 
 
 def meetings(blocks: Sequence[Block]) -> np.ndarray:
-    """Return whether two blocks are live at one time: bool (blocks, blocks)."""
+    """Return for each pair of blocks whether both are live at some time: bool (blocks, blocks)."""
     if not blocks:
         return np.zeros((0, 0), bool)
     spans = np.array([span for block in blocks for span in block.spans])
@@ -322,9 +332,15 @@ def meetings(blocks: Sequence[Block]) -> np.ndarray:
 
 
 def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tuple[list[int], int]:
-    """Return the offsets and the arena's size. order: of the blocks. sizes: aligned."""
+    """Return the offsets and the arena's size for one order of the blocks.
+
+    Args:
+        order: indices of the blocks in the order of placement.
+        sizes: aligned size of each block.
+        meets: result of `meetings`.
+    """
     offsets, ends = np.zeros((2, len(sizes)), np.int64)
-    placed = np.zeros(len(sizes), np.intp)  # the blocks placed so far, sorted by offset, then by time of placing
+    placed = np.zeros(len(sizes), np.intp)  # placed blocks, sorted by offset, then by order of placement
     arena = 0
     for count, index in enumerate(order):
         among = placed[:count]
@@ -339,25 +355,28 @@ def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tupl
 
 
 def _best_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
-    """Return the offset of the smallest gap that holds `size`, the first of equals; after all blocks if no gap does.
+    """Return the offset of the smallest gap of at least `size` bytes.
+
+    The first one is used if several are equal, and the end of all blocks if no gap is large enough.
 
     Args:
-        offsets, ends: int64 (n,), of blocks by offset; they may overlap.
+        offsets, ends: first byte and end of each placed block, int64 (n,), sorted by offset. The blocks may overlap.
+        size: size of the new block in bytes.
     """
     if not len(ends):
         return 0
-    behind = np.maximum.accumulate(ends)
-    rooms = offsets.copy()
-    rooms[1:] -= behind[:-1]
-    fitting = np.flatnonzero(rooms >= size)
+    reach = np.maximum.accumulate(ends)
+    gaps = offsets.copy()
+    gaps[1:] -= reach[:-1]
+    fitting = np.flatnonzero(gaps >= size)
     if not len(fitting):
-        return int(behind[-1])
-    best = int(fitting[np.argmin(rooms[fitting])])
-    return int(behind[best - 1]) if best else 0
+        return int(reach[-1])
+    best = int(fitting[np.argmin(gaps[fitting])])
+    return int(reach[best - 1]) if best else 0
 
 
 def lower_bound(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Return the bytes that no packing can go below: the most that is live in one time slot."""
+    """Return a lower bound on the arena of any packing: the maximum number of bytes that are live in one time slot."""
     changes: defaultdict[int, int] = defaultdict(int)
     for block in blocks:
         for first, last in block.spans:
@@ -371,7 +390,7 @@ def lower_bound(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES)
 
 @dataclass(frozen=True)
 class Places:
-    """The places of tensors, of their gradients, and of what steps have to themselves."""
+    """Places of tensors, of their gradients, and of the separate memory of steps in the arena."""
 
     steps: Steps
     line: Timeline
@@ -379,24 +398,24 @@ class Places:
     offsets: Mapping[Key, int]
 
     def activation(self, tensor: int) -> Region:
-        """Return the buffer of a tensor."""
+        """Return the place of a tensor."""
         return Region(self.offsets["activation", self.sharing.activations[tensor]], self._spec(tensor).bytes)
 
     def gradient(self, tensor: int) -> Region | None:
-        """Return the buffer of a tensor's gradient; None if backward does not compute it."""
+        """Return the place of a tensor's gradient; None if backward does not compute it."""
         if not self.steps.needs_grad[tensor]:
             return None
         return Region(self.offsets["gradient", self.sharing.gradients[tensor]], self._spec(tensor).bytes)
 
     def logits_grad(self) -> Region | None:
-        """Return the buffer that the loss writes in training, whether or not a step reads it; None in evaluation."""
+        """Return the place that the loss writes in training, whether or not a step reads it; None in evaluation."""
         output = self.steps.output
         if not self.steps.training:
             return None
         return Region(self.offsets["gradient", self.sharing.gradients[output]], self._spec(output).bytes)
 
     def step(self, k: int) -> StepMemory:
-        """Return all buffers of step k."""
+        """Return the places of all buffers of step k."""
         step = self.steps.steps[k]
         operator, targets = step.operator, [self.gradient(tensor) for tensor in step.inputs]
         apart = partial_gradients(self.steps, self.line, k)
@@ -414,7 +433,7 @@ class Places:
         )
 
     def _partials(self, k: int, apart: tuple[int, ...]) -> dict[int, Region]:
-        """Return, by input, its part of the step's partial gradients, which lie one after another."""
+        """Return the place of each partial gradient of step k by input. They lie one after another."""
         partials, offset = {}, self.offsets.get(("partial", k), 0)
         for i in apart:
             partials[i] = Region(offset, self._spec(self.steps.steps[k].inputs[i]).bytes)

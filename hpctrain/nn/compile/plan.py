@@ -1,4 +1,4 @@
-"""The product of the passes of `nn.compile`: an execution plan, immutable, equal on every rank that compiles the same graph."""
+"""Execution plans, the result of `nn.compile`. A plan is immutable and equal on every rank that compiles the same graph."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hpctrain.backend.specs import TensorSpec
 
 
 class Action(Enum):
-    """An action of a pass on a step."""
+    """An action of a step in one of the passes."""
 
     FORWARD = auto()
-    RECOMPUTE = auto()  # make the output again, which was not kept
-    COPY = auto()  # the same, of a copy in another layout
+    RECOMPUTE = auto()  # compute the output again, because it was not kept
+    COPY = auto()  # copy a tensor to another layout again
     PARAMETERS = auto()  # gradients of the parameters
     INPUT = auto()  # gradients of the inputs
-    BEGIN = auto()  # the input (in backward, the output's gradient) is complete: start sending it
-    FREE = auto()  # parameters are no longer read
+    BEGIN = auto()  # start sending the input (in backward, the output's gradient), which is complete
+    FREE = auto()  # the parameters were read for the last time
 
 
-#: In the order of time: the action, and the position of the step.
+#: actions in the order of time, each with the position of its step
 Actions = tuple[tuple[Action, int], ...]
 
 #: ("activation" | "gradient", tensor that owns the storage) or ("saved" | "scratch" | "partial", step)
@@ -40,7 +40,12 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One operator at its place. `inputs` and `output` are tensor numbers; `node` is None for a copy between layouts."""
+    """One operator with its tensors.
+
+    Attributes:
+        inputs, output: numbers of the tensors.
+        node: node of the graph; None for a copy between layouts.
+    """
 
     name: str
     operator: Operator
@@ -50,12 +55,12 @@ class PlannedStep:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the step has parameters that are trained."""
+        """Whether the step has trained parameters."""
         return self.node is not None and self.node.trains
 
     @property
     def in_place(self) -> bool:
-        """Whether the output may overwrite the first input, if nothing reads that later."""
+        """Whether the output may overwrite the first input if no later action reads that input."""
         return isinstance(self.operator, InPlace) and not self.is_view
 
     @property
@@ -75,17 +80,17 @@ class PlannedStep:
 
     @property
     def joint_backward(self) -> bool:
-        """Whether the first half of backward writes the inputs' gradients too."""
+        """Whether the first half of backward also writes the inputs' gradients."""
         return isinstance(self.operator, JointBackward)
 
     @property
     def begins_early(self) -> bool:
-        """Whether it has two actions in forward: BEGIN at its place, and FORWARD just before its first reader."""
+        """Whether the step has two actions in forward: BEGIN in its turn, and FORWARD just before its first reader."""
         return isinstance(self.operator, DeferredStart) and self.operator.begins_early
 
     @property
     def recomputes_output(self) -> bool:
-        """Whether the output is made again in backward rather than kept."""
+        """Whether the output is recomputed in backward instead of kept."""
         return isinstance(self.operator, RecomputedOutput) and self.operator.recomputes_output
 
     @property
@@ -106,19 +111,21 @@ class Region:
         return self.offset + self.size_bytes
 
     def overlaps(self, other: Region) -> bool:
-        """Return whether they share a byte."""
+        """Return whether the two regions share a byte."""
         return self.offset < other.end and other.offset < self.end and bool(self.size_bytes and other.size_bytes)
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Where the buffers of one step lie.
+    """Places of the buffers of one step.
 
-    inputs, output, output_grad, saved, scratch: as in `Buffers`; None if there is none.
-    input_grads: where `backward_input` writes, None if nothing reads that gradient. accumulate[i]: it adds to what is there.
-    sums: (input, target, partial): the program adds the partial to the target after `backward_input`, because the operator cannot
-        add by itself; `input_grads` then names the partial.
-    copies_gradient: a view whose input has other readers too: its gradient cannot share memory and is copied.
+    Attributes:
+        inputs, output, output_grad, saved, scratch: see `Buffers`; None if there is none.
+        input_grads: places that `backward_input` writes; None if no action reads that gradient.
+        accumulate: for each input, whether `backward_input` adds to the gradient instead of writing it.
+        sums: (input, target, partial) of each partial gradient that the program adds to the target after `backward_input`,
+            because the operator cannot accumulate; `input_grads` then contains the partial.
+        copies_gradient: whether the step is a view that copies its gradient, because the input has other readers.
     """
 
     inputs: tuple[Region, ...]
@@ -146,22 +153,22 @@ class Block:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The intervals of time slots in which it is live."""
+        """Intervals of time slots in which the block is live."""
         return ((self.first, self.last), *self.again)
 
     @property
     def slots(self) -> int:
-        """The number of time slots in which it is live."""
+        """Number of time slots in which the block is live."""
         return sum(last - first + 1 for first, last in self.spans)
 
     def meets(self, other: Block) -> bool:
-        """Return whether both are live in some time slot."""
+        """Return whether both blocks are live in some time slot."""
         return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A stretch of the arena, its owner (for reports and tests), and when it is in use."""
+    """A region of the arena with its owner (for reports and tests) and its live intervals."""
 
     owner: Key
     region: Region
@@ -170,13 +177,20 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """Steps in forward order, what happens when, and where everything lies.
+    """Steps in forward order, the actions of both passes, and the places of all buffers.
 
-    steps, tensors: a tensor's number is its place in `tensors`; 0 is the input, `output` the logits.
-    needs_grad[t]: backward computes the gradient of tensor t.
-    forward, backward: the actions of both passes; the loss is computed in between. No backward in evaluation.
-    memory: by step. x, logits: the buffers of the input and the output. logits_grad, x_grad: of their gradients.
-    buffers: all stretches of the arena. arena_bytes: its size.
+    Attributes:
+        steps: steps in forward order.
+        tensors: tensors by number; 0 is the input.
+        output: number of the logits.
+        training: whether the plan has a backward pass.
+        needs_grad: for each tensor, whether backward computes its gradient.
+        forward, backward: actions of both passes. The loss is computed in between. Backward is empty in evaluation.
+        memory: places of each step's buffers.
+        x, logits: places of the input and the output.
+        logits_grad, x_grad: places of their gradients; None if there is none.
+        buffers: all regions of the arena.
+        arena_bytes: size of the arena in bytes.
     """
 
     steps: tuple[PlannedStep, ...]

@@ -1,8 +1,8 @@
-"""First three passes: from a graph to steps, the tensors that are computed again, and the order of all actions.
+"""First three passes: from a graph to steps, the tensors to recompute, and the order of all actions.
 
-1. Steps: operators in order, with copies between layouts where neighbours differ.
-2. Recomputation: which tensors are not kept from forward to backward, but computed again there.
-3. Order: in what order the steps act, forward and backward. Data, made once, the same on every rank.
+1. Steps: operators in order, with copies between layouts if neighbours use different ones.
+2. Recomputation: the tensors that are not kept from forward to backward but recomputed in backward.
+3. Order: the order of the steps' actions in forward and backward. It is fixed once, and the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hpctrain.nn.compile.plan import Action, Actions, PlannedStep
 
 @runtime_checkable
 class SelfMade(Protocol):
-    """A spec that brings its own operator (a user's layer, a halo exchange); it works on plain memory."""
+    """A spec that makes its own operator (a user-defined layer, a halo exchange), which works on plain memory."""
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator: ...
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a program in forward order. Tensors are numbered as in the graph; those of copies follow after them."""
+    """Steps of a program in forward order. Tensors are numbered as in the graph; copies get the numbers after them."""
 
     steps: tuple[PlannedStep, ...]
     tensors: tuple[TensorSpec, ...]
@@ -58,38 +58,41 @@ class Steps:
         return readers
 
     def value(self, tensor: int) -> int:
-        """Return the tensor whose memory `tensor` names: that at the start of a chain of views, else itself."""
+        """Return the tensor that owns the memory of `tensor`: the start of its chain of views, or `tensor` itself."""
         k = self.producer(tensor)
         return tensor if k is None or not self.steps[k].is_view else self.value(self.steps[k].inputs[0])
 
     def grad_value(self, tensor: int) -> int:
-        """Return the tensor whose gradient lies in the same memory as that of `tensor`.
+        """Return the tensor that owns the memory of the gradient of `tensor`.
 
-        It is another one where a view is the only reader of `tensor`: then both gradients are the same numbers.
+        It differs from `tensor` if a view is the only reader of `tensor`, because then both gradients are the same numbers.
         """
         readers = self.readers(tensor)
         return self.grad_value(self.steps[readers[0]].output) if readers and self.shares_gradient(readers[0]) else tensor
 
     def shares_gradient(self, k: int) -> bool:
-        """Return whether step k is a view whose input's gradient is that of its output.
+        """Return whether step k is a view whose input and output have the same gradient.
 
-        Not if the input has other readers: its gradient is then a sum, which would be added into the output's gradient while that
-        is still read. The loss is such a reader, too.
+        They do not if the input has other readers. Its gradient is then a sum, and it would be added to the output's gradient
+        while that is still read. The loss counts as a reader.
         """
         step = self.steps[k]
         source = step.inputs[0]
         return step.is_view and self.needs_grad[source] and self.readers(source) == [k] and source != self.output
 
     def passes_back(self, k: int) -> bool:
-        """Return whether step k computes a gradient of an input: some input needs one, and it is not the output's own."""
+        """Return whether step k computes an input gradient.
+
+        It does if an input needs one and this gradient does not share memory with the output's gradient.
+        """
         return any(self.needs_grad[tensor] for tensor in self.steps[k].inputs) and not self.shares_gradient(k)
 
 
 def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool) -> Steps:
-    """Make an operator for each node, and before it a copy of each input that it wants in another layout.
+    """Make an operator for each node, and before it a copy of each input that it needs in another layout.
 
     Raises:
-        BackendError: the kernel set refuses a node; the message is prefixed with the layer's name.
+        BackendError: the kernel set refuses a node; the message names the layer.
     """
     tensors = list(graph.tensors)
     needs_grad = _find_gradients(graph, training, input_gradient)
@@ -100,7 +103,7 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
         if tensors[tensor].layout == wanted.layout:
             return tensor
         key = (tensor, wanted.layout)
-        if key not in copies:  # one copy serves all readers that want this layout
+        if key not in copies:  # one copy serves all readers that need this layout
             tensors.append(wanted)
             needs_grad.append(needs_grad[tensor])
             copies[key] = len(tensors) - 1
@@ -114,7 +117,7 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
         inputs = tuple(in_layout(i, wanted) for i, wanted in zip(node.inputs, operator.inputs, strict=True))
         tensors[node.output] = operator.output
         steps.append(PlannedStep(node.name, operator, inputs, node.output, node))
-    # The loss and readers of predictions know plain memory only.
+    # The loss and the readers of predictions index plain memory only.
     output = in_layout(graph.output, tensors[graph.output].plain())
     return Steps(tuple(steps), tuple(tensors), output, training, tuple(needs_grad))
 
@@ -123,7 +126,7 @@ def _make_operator(
     node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool, input_gradient: bool
 ) -> Operator:
     if node.frozen and not input_gradient:
-        training = False  # nothing goes back through it, so that it keeps nothing for backward
+        training = False  # backward skips the layer, so its operator need not keep anything for it
     try:
         if isinstance(node.spec, SelfMade):
             return _self_made(node.spec, inputs, kernels, training)
@@ -139,16 +142,16 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
         operator.use(kernels.arithmetic)
     elif not kernels.arithmetic.on_host:
         raise BackendError(
-            f"Its code computes with NumPy, and arrays of the {kernels.name} kernel set are not on the host; "
-            "backends numpy and onednn can do it."
+            f"Its code computes with NumPy, but arrays of backend {kernels.name} are not on the host; "
+            "use backend numpy or onednn."
         )
     return operator
 
 
 def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:
-    """Return, by tensor of the graph, whether backward computes its gradient.
+    """Return for each tensor of the graph whether backward computes its gradient.
 
-    A tensor has one if anything before it is trained. So nothing is computed back through layers in front of which all is frozen.
+    A tensor has a gradient if a layer before it is trained. Backward therefore skips all layers before the first trained one.
     """
     needs_grad = [False] * len(graph.tensors)
     if training:
@@ -162,10 +165,10 @@ def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[
 
 
 def recomputed_tensors(steps: Steps) -> frozenset[int]:
-    """Return the outputs that their operators can make again, and the copies in other layouts on both sides of them.
+    """Return the outputs that their operators can recompute, and the layout copies directly before and after them.
 
-    A copy after such an output would otherwise be kept in its place, and nothing would be saved. The copy before it is read by
-    the recomputation, and is as cheap to make again as to keep.
+    A copy after such an output would otherwise be kept in its place, and no memory would be saved. The recomputation reads the
+    copy before it, which is as cheap to make again as to keep.
     """
     if not steps.training:
         return frozenset()
@@ -183,7 +186,7 @@ def recomputed_tensors(steps: Steps) -> frozenset[int]:
 
 
 def recompute_path(steps: Steps, recomputed: frozenset[int], tensor: int) -> tuple[int, ...]:
-    """Return the steps that make `tensor` again from a tensor that is kept, in order; none if it is kept itself."""
+    """Return the steps that recompute `tensor` from a kept tensor, in order; empty if `tensor` itself is kept."""
     if tensor not in recomputed:
         return ()
     position = steps.producer(tensor)
@@ -195,7 +198,10 @@ def recompute_path(steps: Steps, recomputed: frozenset[int], tensor: int) -> tup
 
 
 def forward_actions(steps: Steps) -> Actions:
-    """Return the steps in order; those that begin early end just before their first reader, so that messages travel meanwhile."""
+    """Return the steps in order.
+
+    A step that begins early ends just before its first reader, so that its messages overlap with the steps in between.
+    """
     actions: list[tuple[Action, int]] = []
     begun: set[int] = set()
     for k, step in enumerate(steps.steps):
@@ -213,14 +219,15 @@ def forward_actions(steps: Steps) -> Actions:
 def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
     """Return the actions of backward: last step first, parameters before the input; none in evaluation.
 
-    Parameters come first because their averaging can then start, under the rest of the pass. If `input_first` is set, the
-    input's gradient has to travel to other ranks itself: it comes first, and travels while the parameters' is computed.
+    Parameters come first because their averaging can then start and overlap with the rest of the pass. If `input_first` is set,
+    the input's gradient itself is sent to other ranks. It then comes first, and is sent while the parameters' gradient is
+    computed.
     """
     if not steps.training:
         return ()
     actions: list[tuple[Action, int]] = []
-    early: set[int] = set()  # copies whose gradient was computed ahead of their turn
-    present: set[int] = set()  # tensors that were made again: once is enough, they are kept until their last reader
+    early: set[int] = set()  # layout copies whose gradient was computed before their turn
+    present: set[int] = set()  # recomputed tensors, which are kept until their last reader, so once is enough
     for k in reversed(range(len(steps.steps))):
         step = steps.steps[k]
         actions += _recompute(steps, recomputed, k, present)
@@ -231,17 +238,21 @@ def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
         if step.input_first:
             actions += _send_ahead(steps, k, early)
             actions.append((Action.PARAMETERS, k))
-        if step.node is None or not step.node.shared:  # shared parameters are read until the first step that has them is done
+        # Shared parameters are read until the first step in forward order that has them, the last one in backward, is done.
+        if step.node is None or not step.node.shared:
             actions.append((Action.FREE, k))
     return tuple(action for action in actions if _acts(steps, *action))
 
 
 def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[int]) -> list[tuple[Action, int]]:
-    """Return the actions that make again what step k reads in backward and what is not there yet, and add it to `present`."""
+    """Return the actions that recompute the tensors that step k reads in backward, and add these tensors to `present`.
+
+    Tensors in `present` have been recomputed already.
+    """
     step = steps.steps[k]
     actions = []
     for tensor, needed in zip(step.inputs, step.operator.needs_inputs, strict=True):
-        # A view is never made again: its memory is, under the name of the tensor that it is a view of.
+        # A view has no memory of its own to recompute; the tensor that it is a view of is recomputed instead.
         for position in recompute_path(steps, recomputed, steps.value(tensor)) if needed else ():
             output = steps.steps[position].output
             if output not in present:
@@ -251,10 +262,10 @@ def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[in
 
 
 def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int]]:
-    """Return the actions that bring the gradient of step k's input to the step that sends it.
+    """Return the actions that bring the gradient of step k's input to the step that sends it, and start the sending.
 
-    They are copies between layouts, each the only action between two steps, and then the start of the sender. The copies are
-    added to `early`. A copy whose output other steps read before step k does not qualify: their terms are still missing.
+    These are layout copies, if each is the only step between two others, and then BEGIN of the sender. The copies are added to
+    `early`. A copy does not qualify if other steps read its output before step k does, because their terms are still missing.
     """
     actions: list[tuple[Action, int]] = []
     reader = k
@@ -268,7 +279,7 @@ def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int
 
 
 def _acts(steps: Steps, action: Action, k: int) -> bool:
-    """Return whether step k has anything to do in this action."""
+    """Return whether this action of step k does any work."""
     if action in (Action.PARAMETERS, Action.FREE):
         return steps.steps[k].has_parameters
     return action not in (Action.INPUT, Action.BEGIN) or steps.passes_back(k)

@@ -1,11 +1,11 @@
-"""A check of finished plans: the actions of both passes, run symbolically on the memory that the plan gives to each step.
+"""Check of finished plans: both passes run symbolically on the memory that the plan assigns to each step.
 
-Every stretch of the arena holds the name of the value that was written there last, and each read asks for a value by name: if
-another one is there, or only a part of it, the plan is wrong. What is read and written follows from the operators' declarations
-and the graph alone, not from what the compiler's passes decided, so this does not repeat their mistakes.
+Every written region of the arena holds the name of the value that was written last. Each read names the value that it needs; the
+plan is wrong if the region holds another value or only a part of this one. Reads and writes follow from the operators'
+declarations and the graph alone. They do not use decisions of the compiler's passes, so the check does not repeat their mistakes.
 
-`SymbolicMemory` is an arena that holds names instead of bytes. `PlanFacts` is what is known of a plan before it runs: who
-contributes to which gradient, and what to call things. `validate` runs the plan.
+`SymbolicMemory` is an arena that holds names instead of bytes. `PlanFacts` are the facts about a plan that are fixed before it
+runs: the contributions to each gradient, and the names for error messages. `validate` runs the plan.
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from dataclasses import dataclass
 
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region
 
-#: (step, position of the input); the loss is (-1, -1).
+#: (step, position of the input) of each reader that has added to a gradient; the loss is (-1, -1)
 Contributions = frozenset[tuple[int, int]]
 
-#: The name of what a stretch of memory holds.
+#: name of the content of a region
 Value = tuple[Hashable, ...]
 
 
 class InvalidPlanError(AssertionError):
-    """A plan that would compute wrong numbers: a defect of hpctrain or of an operator's declarations, not a user's mistake."""
+    """A plan would compute wrong numbers. This is a defect of hpctrain or of an operator's declarations, not a user's mistake."""
 
 
 def activation(tensor: int) -> Value:
-    """Return the name of a tensor, as its producer wrote it."""
+    """Return the name of a tensor's value after its producer has written it."""
     return ("activation", tensor)
 
 
 def gradient(tensor: int, contributions: Contributions) -> Value:
-    """Return the name of a tensor's gradient after these readers of the tensor have added to it."""
+    """Return the name of a tensor's gradient after the readers `contributions` have added to it."""
     return ("gradient", tensor, contributions)
 
 
 @dataclass
 class _Stretch:
-    """Bytes that one write has filled. values: the names of what they hold, several if there are views."""
+    """A region that one write has filled.
+
+    Attributes:
+        region: bytes of the write.
+        values: names of the content; several if there are views.
+        writer: name of the step and action, for errors.
+    """
 
     region: Region
     values: set[Value]
@@ -49,7 +55,7 @@ class _Stretch:
 
 
 class SymbolicMemory:
-    """Stretches that were written and not overwritten since, not even in part; they never overlap. Empty ones hold anything."""
+    """Regions that were written and not overwritten since, not even in part. They never overlap. Empty regions hold any value."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -57,7 +63,7 @@ class SymbolicMemory:
         self._overwritten: dict[Value, str] = {}
 
     def write(self, region: Region, value: Value, writer: str) -> None:
-        """Write `value` to `region`; whatever overlaps it is lost."""
+        """Write `value` to `region`. The content of all overlapping regions is lost."""
         if not region.size_bytes:
             return
         for start in self._overlapped(region):
@@ -69,7 +75,7 @@ class SymbolicMemory:
         self._overwritten.pop(value, None)
 
     def add_name(self, region: Region, value: Value) -> None:
-        """Give the content of `region` the name `value`, too."""
+        """Give the content of `region` the additional name `value`."""
         if region.size_bytes:
             self._stretches[region.offset].values.add(value)
 
@@ -77,7 +83,7 @@ class SymbolicMemory:
         """Raise unless `region` holds exactly `value`.
 
         Args:
-            reader, name: who reads what, for the error.
+            reader, name: names of the reader and of the value, for the error.
 
         Raises:
             InvalidPlanError: `region` does not hold exactly `value`.
@@ -94,7 +100,7 @@ class SymbolicMemory:
         raise InvalidPlanError(f"{place}, but nothing has written it there.")
 
     def contributions(self, region: Region, tensor: int) -> Contributions | None:
-        """Return the steps that have added to the gradient of `tensor` in `region`; None if it holds something else."""
+        """Return the readers that have added to the gradient of `tensor` in `region`; None if the region holds another value."""
         stretch = self._stretches.get(region.offset)
         for value in stretch.values if stretch is not None and stretch.region == region else ():
             if value[:2] == ("gradient", tensor) and isinstance(value[2], frozenset):
@@ -102,7 +108,7 @@ class SymbolicMemory:
         return None
 
     def _overlapped(self, region: Region) -> list[int]:
-        """Return the starts of the stretches that share a byte with `region`."""
+        """Return the starts of the written regions that share a byte with `region`."""
         first = bisect_right(self._starts, region.offset) - 1
         if first < 0 or self._stretches[self._starts[first]].region.end <= region.offset:
             first += 1
@@ -125,15 +131,16 @@ class PlanFacts:
     """The facts of one plan.
 
     Attributes:
-        plan: the plan. users: by parameter, the positions of the steps that have it.
-        silent_views: by tensor, the view that reads it and has no action in backward.
+        plan: execution plan.
+        users: positions of the steps that have each parameter.
+        silent_views: position of the view that reads each tensor and has no action in backward, if there is one.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
         self._names = {0: "the images"} | {step.output: f"the output of {step.name}" for step in plan.steps}
         acting = {k for action, k in plan.backward if action is Action.INPUT}
-        # Such a view's input must have the gradient of its output, in the same memory, as no action copies it there.
+        # No action copies the gradient of such a view, so its input's and its output's gradient must share memory.
         self.silent_views = {
             step.inputs[0]: k
             for k, step in enumerate(plan.steps)
@@ -146,18 +153,18 @@ class PlanFacts:
                 self.users.setdefault(name, []).append(k)
 
     def views_of(self, tensor: int) -> list[int]:
-        """Return the tensors that are `tensor` in another shape: recomputing it recomputes them, too."""
+        """Return all views of `tensor`. Recomputing the tensor recomputes them as well."""
         direct = [step.output for step in self.plan.steps if step.is_view and step.inputs[0] == tensor]
         return direct + [view for other in direct for view in self.views_of(other)]
 
     def grad_owner(self, tensor: int) -> int:
-        """Return the tensor whose gradient is that of `tensor` too: the one at the end of a chain of silent views."""
+        """Return the tensor that owns the gradient of `tensor`: the end of its chain of silent views."""
         while tensor in self.silent_views and self._contributions[tensor] == {(self.silent_views[tensor], 0)}:
             tensor = self.plan.steps[self.silent_views[tensor]].output
         return tensor
 
     def complete_gradient(self, tensor: int) -> Value:
-        """Return the name of the gradient to which all readers have added."""
+        """Return the name of the gradient after all readers have added to it."""
         owner = self.grad_owner(tensor)
         return gradient(owner, self._contributions.get(owner, frozenset()))
 
@@ -167,22 +174,22 @@ class PlanFacts:
         return any(self.plan.needs_grad[tensor] for tensor in inputs) and self.silent_views.get(inputs[0]) != k
 
     def name(self, tensor: int) -> str:
-        """Return a tensor's name in an error's sentence."""
+        """Return the name of a tensor for an error message."""
         return f"{self._names[tensor]} (tensor {tensor})"
 
     def actor(self, action: Action, k: int) -> str:
-        """Return the name of step and action in an error's sentence."""
+        """Return the name of a step and action for an error message."""
         return f"{self.plan.steps[k].name} ({_PHASES[action]})"
 
     def error(self, action: Action, k: int, fault: str) -> InvalidPlanError:
-        """Return an error whose sentence is the step, the action and then `fault`."""
+        """Return an error that names the step, the action and `fault`."""
         return InvalidPlanError(f"{self.actor(action, k)} {fault}; the step makes {self.name(self.plan.steps[k].output)}.")
 
     def check_region(self, region: Region, tensor: int, role: str) -> None:
-        """Raise unless the region fits its tensor and lies in the arena.
+        """Raise unless the region has the size of its tensor and lies in the arena.
 
         Raises:
-            InvalidPlanError: the region is not as large as the tensor, or not inside the arena.
+            InvalidPlanError: the region has another size, or does not lie in the arena.
         """
         size_bytes = self.plan.tensors[tensor].bytes
         if region.size_bytes != size_bytes or region.offset < 0 or region.end > self.plan.arena_bytes:
@@ -195,7 +202,7 @@ class PlanFacts:
         """Raise unless each place of step k fits its content.
 
         Raises:
-            InvalidPlanError: a place of step k does not fit what belongs there.
+            InvalidPlanError: a place of step k does not fit its content.
         """
         step, memory = self.plan.steps[k], self.plan.memory[k]
         places: list[tuple[Region | None, int]] = [(memory.output, step.output), (memory.output_grad, step.output)]
@@ -208,7 +215,7 @@ class PlanFacts:
         for size_bytes, region in ((step.operator.saved_bytes, memory.saved), (step.operator.scratch_bytes, memory.scratch)):
             granted = 0 if region is None or region.end > self.plan.arena_bytes else region.size_bytes
             if granted < size_bytes:
-                raise InvalidPlanError(f"{step.name} asks for {size_bytes} bytes of its own and has {granted} in the arena.")
+                raise InvalidPlanError(f"{step.name} needs {size_bytes} bytes of saved or scratch memory, but has {granted}.")
 
 
 def parameter_names(step: PlannedStep) -> frozenset[str]:
@@ -217,12 +224,12 @@ def parameter_names(step: PlannedStep) -> frozenset[str]:
 
 
 def announces(step: PlannedStep) -> bool:
-    """Return whether the step announces its parameters' gradients: it has some, and no earlier step has the same ones."""
+    """Return whether the step announces gradients: it has trained parameters, and no earlier step has the same ones."""
     return step.has_parameters and step.node is not None and not step.node.shared
 
 
 def _contributions(plan: ExecutionPlan) -> dict[int, Contributions]:
-    """Return, by tensor, all readers that add to its gradient."""
+    """Return for each tensor all readers that add to its gradient."""
     collected: dict[int, set[tuple[int, int]]] = {plan.output: {LOSS}}
     for k, step in enumerate(plan.steps):
         for i, tensor in enumerate(step.inputs):
@@ -236,7 +243,7 @@ _Regions = Iterable[Region | None]
 
 
 def validation_is_on() -> bool:
-    """Return whether every plan is checked when it is made: HPCTRAIN_VALIDATE_PLANS=1 in the environment."""
+    """Return whether every new plan is checked: HPCTRAIN_VALIDATE_PLANS=1 in the environment."""
     return os.environ.get(ENVIRONMENT_VARIABLE) == "1"
 
 
@@ -244,8 +251,8 @@ def validate(plan: ExecutionPlan) -> None:
     """Run a plan symbolically: forward, the loss, backward.
 
     Raises:
-        InvalidPlanError: some read would see anything but the last write of the value that it wants, or an action is missing,
-            repeated or too early. The sentence names the step and the value.
+        InvalidPlanError: a read would see another value than the one it needs, or an action is missing, repeated or too early.
+            The message names the step and the value.
     """
     facts, memory = PlanFacts(plan), SymbolicMemory()
     _Forward(facts, memory).run()
@@ -264,13 +271,13 @@ def _run_loss(facts: PlanFacts, memory: SymbolicMemory) -> None:
     if not plan.training:
         return
     if plan.logits_grad is None or plan.logits_grad.overlaps(plan.logits):
-        raise InvalidPlanError(f"The gradient of the logits, {facts.name(plan.output)}, has no place of its own in training.")
+        raise InvalidPlanError(f"The gradient of the logits, {facts.name(plan.output)}, has no separate place in training.")
     facts.check_region(plan.logits_grad, plan.output, "the logits' gradient")
     memory.write(plan.logits_grad, gradient(facts.grad_owner(plan.output), frozenset({LOSS})), "the loss")
 
 
 class _Pass:
-    """The base of both passes. done: how often each action of this pass has happened so far."""
+    """Base of both passes. `done` counts the runs of each action in this pass."""
 
     def __init__(self, facts: PlanFacts, memory: SymbolicMemory) -> None:
         self.facts, self.plan, self.memory = facts, facts.plan, memory
@@ -282,12 +289,12 @@ class _Pass:
         """Run each action by its method, and count it."""
         for action, k in actions:
             if action not in methods:
-                raise self.facts.error(action, k, f"has no place in {name}")
+                raise self.facts.error(action, k, f"cannot happen in {name}")
             methods[action](action, k)
             self.done[action, k] += 1
 
     def read_inputs(self, action: Action, k: int, needed: Sequence[bool]) -> list[Region]:
-        """Read the inputs that are needed; return where they lie."""
+        """Read the inputs that are marked in `needed`, and return their regions."""
         step, regions = self.plan.steps[k], self.plan.memory[k].inputs
         wanted = [i for i, needs in enumerate(needed) if needs]
         for i in wanted:
@@ -296,16 +303,16 @@ class _Pass:
         return [regions[i] for i in wanted]
 
     def scribble(self, k: int) -> None:
-        """Overwrite the scratch memory of step k, which may hold anything after the operator has run."""
+        """Overwrite the scratch memory of step k, whose content is undefined after the operator has run."""
         region = self.plan.memory[k].scratch
         if region is not None:
             self.memory.write(region, ("scratch", k), f"the scratch of {self.plan.steps[k].name}")
 
     def check_apart(self, action: Action, k: int, written: _Regions, others: _Regions = ()) -> None:
-        """Raise if what the step writes overlaps the rest of what it works on.
+        """Raise if regions that the step writes overlap each other or its other regions.
 
         Raises:
-            InvalidPlanError: two of `written` overlap, or one of them and one of `others`.
+            InvalidPlanError: two regions of `written` overlap, or one of them overlaps one of `others`.
         """
         busy = [region for region in others if region is not None]
         for region in written:
@@ -317,20 +324,20 @@ class _Pass:
                 busy.append(region)
 
     def check_in_place(self, action: Action, k: int, written: Region, read: Region, *, allowed: bool) -> None:
-        """Raise if the step overwrites what it reads without being allowed to.
+        """Raise if the step overwrites its input without permission.
 
         Raises:
-            InvalidPlanError: the step writes over what it reads, and it cannot work in place, or it overwrites only a part.
+            InvalidPlanError: the step writes over its input and cannot work in place, or it overwrites only a part of the input.
         """
         in_place = allowed and self.plan.steps[k].in_place and written == read
         if written.overlaps(read) and not in_place:
             raise self.facts.error(
-                action, k, f"writes bytes [{written.offset}, {written.end}) over what it reads, which it cannot"
+                action, k, f"writes bytes [{written.offset}, {written.end}) over its input, but it cannot work in place"
             )
 
 
 class _Forward(_Pass):
-    """The forward pass: the images are there, and every step runs once."""
+    """Forward pass: the input holds the images, and every step runs once."""
 
     def run(self) -> None:
         self.facts.check_region(self.plan.x, 0, "the images")
@@ -341,13 +348,13 @@ class _Forward(_Pass):
                 raise self.facts.error(Action.FORWARD, k, f"happens {self.done[Action.FORWARD, k]} times instead of once")
 
     def _begin(self, action: Action, k: int) -> None:
-        """Read the inputs, which the step sends from now on until it ends; `_compute` reads them again there."""
+        """Read the inputs, which are sent from this action until the end of the step; `_compute` reads them again."""
         if not self.plan.steps[k].begins_early:
-            raise self.facts.error(action, k, "is none: its operator cannot begin early")
+            raise self.facts.error(action, k, "is wrong, because its operator cannot begin early")
         self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
 
     def _compute(self, action: Action, k: int) -> None:
-        """Read all inputs, write the output; scratch and saved memory are the step's own meanwhile."""
+        """Read all inputs and write the output. Scratch and saved memory belong to the step meanwhile."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         self.facts.check_places(k)
         if step.begins_early and not self.done[Action.BEGIN, k]:
@@ -355,7 +362,7 @@ class _Forward(_Pass):
         self.read_inputs(action, k, [True] * len(step.inputs))
         if step.is_view:
             if memory.output != memory.inputs[0]:
-                raise self.facts.error(action, k, "is that of a view, whose output must lie where its input does")
+                raise self.facts.error(action, k, "is that of a view, but its output and its input lie at different places")
             self.memory.add_name(memory.output, activation(step.output))
             return
         self.check_in_place(action, k, memory.output, memory.inputs[0], allowed=step.inputs.count(step.inputs[0]) == 1)
@@ -368,12 +375,12 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    """The backward pass: all gradients, each the sum of all terms."""
+    """Backward pass: every gradient is the sum of all its terms."""
 
     def run(self) -> None:
         for k in self.facts.silent_views.values():
             if self.plan.memory[k].input_grads[0] != self.plan.memory[k].output_grad:
-                raise self.facts.error(Action.INPUT, k, "is missing, though it lies elsewhere than that of its output")
+                raise self.facts.error(Action.INPUT, k, "is missing, but input and output gradient lie at different places")
         methods = {
             Action.PARAMETERS: self._parameters,
             Action.INPUT: self._input,
@@ -386,15 +393,15 @@ class _Backward(_Pass):
         self._check_all_done()
         if self.plan.needs_grad[0]:
             if self.plan.x_grad is None:
-                raise InvalidPlanError("The gradient of the images is asked for, and the plan has no place for it.")
+                raise InvalidPlanError("The gradient of the images is needed, but the plan has no place for it.")
             gradient_of_images = self.facts.complete_gradient(0)
             self.memory.read(self.plan.x_grad, gradient_of_images, "The caller after backward", "the gradient of the images")
 
     def _recompute(self, action: Action, k: int) -> None:
-        """Read the inputs and what was saved, write the output again."""
+        """Read the inputs and the saved memory, and write the output again."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         if step.node is not None if action is Action.COPY else not step.recomputes_output:
-            raise self.facts.error(action, k, "is asked for, and its operator has none")
+            raise self.facts.error(action, k, "is planned, but its operator cannot recompute its output")
         read = self.read_inputs(action, k, [True] * len(step.inputs)) + self._read_saved(action, k)
         self.check_apart(action, k, [memory.output, memory.scratch], read)
         self.scribble(k)
@@ -408,16 +415,16 @@ class _Backward(_Pass):
     def _parameters(self, action: Action, k: int) -> None:
         step = self.plan.steps[k]
         if not step.has_parameters:
-            raise self.facts.error(action, k, "are asked for, and it has none")
+            raise self.facts.error(action, k, "are planned, but it has no parameters")
         if step.input_first and self.facts.passes_back(k) and not self.done[Action.INPUT, k]:
-            raise self.facts.error(action, k, "come before that of its input, which has to travel")
+            raise self.facts.error(action, k, "come before the gradient of its input, which must be sent first")
         self._check_turn(action, k)
         self._compute(action, k, writes=step.joint_backward)
 
     def _check_turn(self, action: Action, k: int) -> None:
         """Check the order of the steps that have the same parameters.
 
-        The last one in forward writes their gradient, the others add to it, and the last one to add announces it.
+        The last one in forward order writes their gradient, the others add to it, and the last one to add announces it.
         """
         for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
             others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
@@ -428,9 +435,9 @@ class _Backward(_Pass):
 
     def _input(self, action: Action, k: int) -> None:
         step, computed = self.plan.steps[k], self.done[Action.PARAMETERS, k] > 0
-        # An operator may build the input's half on the parameters' half (batch norm does), unless its node says input first.
+        # The input's half may use results of the parameters' half (as in batch norm), unless its node sets `input_first`.
         if step.has_parameters and not step.input_first and not computed:
-            raise self.facts.error(action, k, "comes before those of its parameters")
+            raise self.facts.error(action, k, "comes before the gradients of its parameters")
         if not (step.joint_backward and computed):
             self._compute(action, k, writes=True)
         for i, target, partial in self.plan.memory[k].sums:
@@ -457,7 +464,7 @@ class _Backward(_Pass):
         if first is not None:
             self.check_in_place(action, k, first, dy, allowed=not memory.accumulate[0])
         self.check_apart(action, k, others, [dy])
-        # A tensor that is read twice has one gradient, to which both reads add: count its place once.
+        # A tensor that is read twice has one gradient, to which both readers add, so its place counts once.
         places = {*zip(step.inputs, memory.input_grads, strict=True), *((step.inputs[i], target) for i, target, _ in memory.sums)}
         self.check_apart(action, k, [region for _, region in sorted(places, key=str)], [*read, memory.scratch])
         for i, target in enumerate(memory.input_grads):
@@ -467,7 +474,7 @@ class _Backward(_Pass):
         step, memory = self.plan.steps[k], self.plan.memory[k]
         tensor = step.inputs[i]
         if (target is None) is self.plan.needs_grad[tensor]:
-            verb = "has no place" if target is None else "has a place that nothing reads"
+            verb = "has no place" if target is None else "has a place, but nothing reads it,"
             raise self.facts.error(action, k, f"{verb} where {self.facts.name(tensor)} is read")
         if target is None:
             return
@@ -479,19 +486,21 @@ class _Backward(_Pass):
         elif step.accumulates:
             self._add(action, k, i, target)
         else:
-            raise self.facts.error(action, k, "is to be added to others, which its operator cannot")
+            raise self.facts.error(action, k, "is added to other gradients, but its operator cannot accumulate")
 
     def _add(self, action: Action, k: int, i: int, target: Region) -> None:
-        """Add a term to a gradient: something must be there to be added to, and not this term already."""
+        """Add a term to a gradient. The gradient must exist and must not contain this term."""
         tensor = self.plan.steps[k].inputs[i]
         owner = self.facts.grad_owner(tensor)
         contributions = self.memory.contributions(target, owner)
         if target.size_bytes and (contributions is None or (k, i) in contributions):
-            raise self.facts.error(action, k, f"is added to a gradient of {self.facts.name(tensor)} that is not there")
+            raise self.facts.error(
+                action, k, f"is added to a gradient of {self.facts.name(tensor)} that does not exist or already contains it"
+            )
         self.memory.write(target, gradient(owner, (contributions or frozenset()) | {(k, i)}), self.facts.actor(action, k))
 
     def _free(self, action: Action, k: int) -> None:
-        """Check that nothing reads the parameters of step k afterwards."""
+        """Check that no later action reads the parameters of step k."""
         for j in {j for name in parameter_names(self.plan.steps[k]) for j in self.facts.users[name]}:
             if not self.done[Action.PARAMETERS, j] or (self.facts.passes_back(j) and not self.done[Action.INPUT, j]):
                 raise self.facts.error(action, k, f"comes before {self.plan.steps[j].name} has read them for the last time")
@@ -507,7 +516,7 @@ class _Backward(_Pass):
         return [region]
 
     def _read_output_grad(self, action: Action, k: int) -> Region:
-        """Read the whole gradient, or what the step's other half left of it; return where it lies."""
+        """Read the complete gradient, or the one that the step's first half has changed, and return its region."""
         tensor, region = self.plan.steps[k].output, self.plan.memory[k].output_grad
         if region is None:
             raise self.facts.error(action, k, f"needs the gradient of {self.facts.name(tensor)}, which has no place")
@@ -530,7 +539,7 @@ class _Backward(_Pass):
 
 
 def _in_use(k: int) -> Value:
-    """Return the name of the gradient of step k's output, once the step has begun to use it."""
+    """Return the name of the gradient of step k's output after the step has begun to use it."""
     return ("gradient in use", k)
 
 

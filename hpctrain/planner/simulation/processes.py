@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hpctrain.comm.progress import INTERVAL_SECONDS
 from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.waiting import INTERVAL_SECONDS
 from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.operations import MeetingShare, OperationQueue, Posted, SimulatedGroup
 from hpctrain.planner.simulation.resources import SharedResource

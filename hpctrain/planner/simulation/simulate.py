@@ -34,7 +34,7 @@ from hpctrain.planner.tasks import (
     StepProgram,
     Task,
 )
-from hpctrain.trace.time_table import TimeTable, merge, tabulate
+from hpctrain.trace.time_table import merge, tabulate
 from hpctrain.trace.tracer import Category, Events
 
 
@@ -257,7 +257,9 @@ class _Simulation:
         for process in self._processes:
             process.finish()
         events = [process.recorder.events() for process in self._processes]
-        return SimulatedStep(max(steps.step_seconds for steps in self._steps), self._table(events), self._by_name(events))
+        tables = [table for recorded in events if (table := tabulate(recorded, skip=0)) is not None]
+        table = merge(tables, {}, [place.ranks for place in self._places])
+        return SimulatedStep(max(steps.step_seconds for steps in self._steps), table, self._by_name(events))
 
     def _groups_of(self, place: SimulatedPlace) -> dict[str, GroupTasks]:
         groups = self._program.groups.items()
@@ -274,10 +276,6 @@ class _Simulation:
         self._running -= 1
         if not self._running:
             self._world.loop.stop()
-
-    def _table(self, events: Sequence[Events]) -> TimeTable:
-        tables = [tabulate(recorded, skip=0) for recorded in events]
-        return merge([table for table in tables if table is not None], {}, [place.ranks for place in self._places])
 
     def _by_name(self, events: Sequence[Events]) -> dict[str, Events]:
         """Return the events of the first process of each class, by class; by rank if ranks are simulated one by one."""

@@ -329,7 +329,7 @@ def test_one_node_is_refused_but_not_one_rank() -> None:
 
 
 def test_two_momenta_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"momentum_correction is 0.9, but the optimizer has a momentum of 0.5, too"):
+    with pytest.raises(OptionError, match=r"momentum_correction is 0.9, but the optimizer already has a momentum of 0.5"):
         planned(Sparse, make_group(), 3, momentum=0.5, momentum_correction=0.9)
     planned(Sparse, make_group(), 3, momentum=0.5)
     planned(Sparse, make_group(), 3, momentum_correction=0.9)

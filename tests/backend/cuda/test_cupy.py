@@ -22,7 +22,6 @@ import pytest
 
 from hpctrain.backend.choice import Backend
 from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda import sources as cubins
 from hpctrain.backend.cuda.device import Device, DeviceArray, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
@@ -33,8 +32,8 @@ from hpctrain.comm.transports import group_fault, over_nccl
 from hpctrain.core.errors import BackendError
 from hpctrain_testing.emulator.memory import read, write
 from hpctrain_testing.emulator.products import NumpyConvolution
-from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.fake_cupy import IMPORTER, LINKS, FakeCublas, FakeCupy, FakeNvrtc
+from tests.support.emulated import ADDING_TEXTS, EmulatedDeviceFactory
+from tests.support.fake_cupy import IMPORTER, FakeCublas, FakeCupy, FakeNvrtc
 
 Load = Callable[..., tuple[ModuleType, FakeCupy]]
 
@@ -50,8 +49,7 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Load]:
         return importlib.import_module(IMPORTER), fake
 
     yield make
-    for name in (IMPORTER, LINKS):
-        sys.modules.pop(name, None)
+    sys.modules.pop(IMPORTER, None)
 
 
 def test_the_device_is_the_one_of_the_index(load: Load) -> None:
@@ -151,24 +149,11 @@ def test_kernels_get_arguments_of_the_very_types(load: Load, emulated_device: Em
         kernel(stream, (1,), (32,), x, x, 4)
 
 
-_ADD = """#include "common.cuh"
-extern "C" __global__ void add(float *x) { if (!blockIdx.x && !threadIdx.x) x[0] += %s; }
-EXPORT(add)
-"""
-
-
-def test_texts_of_one_source_name_are_kernels_of_their_own(
-    load: Load, emulated_device: EmulatedDeviceFactory, tmp_path: Path
-) -> None:
+def test_texts_of_one_source_name_are_kernels_of_their_own(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
     module, _ = load()
-    texts = []
-    for number in ("1.0f", "10.0f"):
-        (tmp_path / number).mkdir()
-        (tmp_path / number / "sum.cu").write_text(_ADD % number)
-        texts.append(sources.text("sum", tmp_path / number))
     for device in (module.CupyDevice(), emulated_device()):
         stream, x = device.stream("compute"), device.allocate(4).view("float32")
-        for text in (texts[0], texts[1], texts[0]):
+        for text in (*ADDING_TEXTS, ADDING_TEXTS[0]):
             device.kernel("sum", "add", text=text)(stream, (1,), (1,), x)
         stream.synchronize()
         assert read(x) == [12.0]
@@ -176,17 +161,17 @@ def test_texts_of_one_source_name_are_kernels_of_their_own(
 
 def test_binaries_are_kept_between_processes_by_text_and_architecture(load: Load) -> None:
     _, fake = load()
-    bits = [cubins.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
+    bits = [sources.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
     assert bits[0] == bits[1]
-    assert fake.nvrtc.compiled == [(*cubins.OPTIONS, "-arch=sm_90")]
-    cubins.binary(fake.nvrtc, "one", "other text", (9, 0))
-    cubins.binary(fake.nvrtc, "one", "text", (8, 0))
+    assert fake.nvrtc.compiled == [(*sources.OPTIONS, "-arch=sm_90")]
+    sources.binary(fake.nvrtc, "one", "other text", (9, 0))
+    sources.binary(fake.nvrtc, "one", "text", (8, 0))
     assert len(fake.nvrtc.compiled) == 3
     kept = list((Path(os.environ["XDG_CACHE_HOME"]) / "hpctrain" / "kernels").iterdir())
     assert len(kept) == 3
     for path in kept:
         path.write_bytes(b"")  # as a machine leaves it that stops while it writes
-    assert cubins.binary(fake.nvrtc, "one", "text", (9, 0)) == bits[0]
+    assert sources.binary(fake.nvrtc, "one", "text", (9, 0)) == bits[0]
     assert fake.nvrtc.programs == {}
 
 
@@ -199,10 +184,10 @@ def test_without_a_cache_each_process_compiles(
     if obstacle == "a full disk":
         monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     elif obstacle == "no home":
-        monkeypatch.setattr(cubins, "user_directory", lambda *_: None)
+        monkeypatch.setattr(sources, "user_directory", lambda *_: None)
     else:
         (tmp_path / "cache").write_text("")
-    bits = [cubins.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
+    bits = [sources.binary(fake.nvrtc, "one", "text", (9, 0)) for _ in range(2)]
     assert bits[0] == bits[1]
     assert len(fake.nvrtc.compiled) == 2
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "cache"] * (obstacle == "a file in its place")
@@ -228,7 +213,7 @@ def test_a_gpu_that_nvrtc_does_not_know_gets_ptx_of_the_newest_before_it(
     write(x, np.array([-1, 2, -3, 4], np.float32))
     device.kernel("elementwise", "relu_forward_f32_w4")(device.stream("compute"), (1,), (32,), x, x, np.int64(1))
     np.testing.assert_array_equal(read(x), [0, 2, 0, 4])
-    assert fake.nvrtc.compiled == [(*cubins.OPTIONS, f"-arch={architecture}")]
+    assert fake.nvrtc.compiled == [(*sources.OPTIONS, f"-arch={architecture}")]
 
 
 def test_a_gpu_older_than_nvrtc_is_refused(load: Load) -> None:
@@ -454,9 +439,9 @@ def test_the_real_nvrtc_keeps_subnormal_numbers(monkeypatch: pytest.MonkeyPatch,
     from cupy_backends.cuda.libs import nvrtc
 
     environ, newer = {"XDG_CACHE_HOME": str(tmp_path)}, (99, 9)
-    plain = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
-    monkeypatch.setattr(cubins, "OPTIONS", (*cubins.OPTIONS, "-ftz=true"))
-    flushing = cubins.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
+    plain = sources.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
+    monkeypatch.setattr(sources, "OPTIONS", (*sources.OPTIONS, "-ftz=true"))
+    flushing = sources.binary(nvrtc, "descent", sources.text("descent"), newer, environ)
     assert b"mul.rn.f32" in plain
     assert b".ftz" not in plain
     assert b"mul.rn.ftz.f32" in flushing
@@ -467,13 +452,13 @@ def test_the_real_nvrtc_says_what_is_wrong_and_makes_binaries_without_headers(tm
     from cupy_backends.cuda.libs import nvrtc
 
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert cubins.binary(nvrtc, "elementwise", sources.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
+    assert sources.binary(nvrtc, "elementwise", sources.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
     with pytest.raises(
         BackendError, match=r'^NVRTC refuses the source one\.cu \(.*: one\.cu\(2\): error: identifier "y" is undefined'
     ):
-        cubins.binary(nvrtc, "one", 'extern "C" __global__ void one(float* x) {\n  *x = y;\n}', (9, 0), environ)
+        sources.binary(nvrtc, "one", 'extern "C" __global__ void one(float* x) {\n  *x = y;\n}', (9, 0), environ)
     with pytest.raises(BackendError, match=r"compute capability 7\.5 and above, but this GPU has 6\.1"):
-        cubins.binary(nvrtc, "one", "", (6, 1), environ)
+        sources.binary(nvrtc, "one", "", (6, 1), environ)
 
 
 @real

@@ -63,7 +63,7 @@ def test_an_error_in_a_worker_ends_the_whole():
 def test_class_names_are_one_a_line(tmp_path):
     (tmp_path / "names").write_text("first\n\n second one \n")
     assert common.read_names(tmp_path / "names") == ["first", "second one"]
-    for content, message in (("a\nb\na\n", "holds a twice"), ("\n", "is empty")):
+    for content, message in (("a\nb\na\n", "contains a twice"), ("\n", "is empty")):
         (tmp_path / "names").write_text(content)
         with pytest.raises(DataError, match=message):
             common.read_names(tmp_path / "names")
@@ -97,7 +97,8 @@ def test_names_are_read_from_regular_files_of_a_bounded_size(tmp_path):
     [
         (
             range(1, 27),
-            "have 26 values from 1 to 26, but none is 0; name all 27 classes in --class-names, or number the labels from 0 to 25",
+            "have 26 values from 1 to 26, but none is 0; name all 27 classes in --class-names, or "
+            "renumber the labels from 0 to 25",
         ),
         ([0, 1, 3], "have 3 values from 0 to 3, but none is 2; name all 4"),
         ([0, 1, 2, 255], "have 4 values from 0 to 255, but none is 3; name all 256"),
@@ -204,7 +205,7 @@ def test_missing_and_empty_directories_are_refused(tmp_path):
     with pytest.raises(DataError, match="no directory"):
         folder.scan(tmp_path / "none")
     (tmp_path / "empty" / "ant").mkdir(parents=True)
-    with pytest.raises(DataError, match="holds no image"):
+    with pytest.raises(DataError, match="contains no images"):
         folder.scan(tmp_path / "empty")
 
 
@@ -259,7 +260,7 @@ def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place,
     said = json.loads(rest.stdout)
     assert {one["name"]: one["images"] for one in said["classes"]} == pictures | ({"none": 0} if named else {})
     assert said["images"] == sum(pictures.values()) == len(ImageFile.open(said["file"]))
-    links = "a link to a directory above, or to one that was searched already"
+    links = "a link to a directory above, or to one already searched"
     places = [real_place(place) for one in said["left_out"] for place in one["places"] if one["reason"] != links]
     assert set(places) == others
     assert all(one["count"] == len(one["places"]) for one in said["left_out"])
@@ -281,17 +282,17 @@ def test_a_class_without_an_image_must_be_named(tmp_path):
     root = make_tree(tmp_path / "tree", count=1)
     (root / "stray").mkdir()
     (root / "stray" / "notes.txt").write_text("")
-    with pytest.raises(DataError, match="hold no image that can be read, and would be classes: stray; remove them"):
+    with pytest.raises(DataError, match="would be classes, but contain no readable image: stray; remove them"):
         folder.scan(root)
     tree = folder.scan(root, ["ant", "bee", "cow", "stray"])
     folder.convert(tree, tmp_path / "out.h5", size=(5, 5))
     said = str(ConvertedFile.of(tmp_path / "out.h5", folder.left_out(tree, [])))
     assert said.splitlines()[0].endswith("3 images of 4 classes, 0 (stray) to 1 (ant) per class")
     assert "classes without an image: 1 (stray)" in said
-    assert f"left out, not a picture by the name: 1 ({root / 'stray' / 'notes.txt'})" in said
+    assert f"left out, not the name of a picture: 1 ({root / 'stray' / 'notes.txt'})" in said
     (root / "ant" / "0.JPG").write_bytes(b"")
     shutil.rmtree(root / "stray")
-    with pytest.raises(DataError, match="No image can be decoded of these classes: ant"):
+    with pytest.raises(DataError, match="No image of these classes can be decoded: ant"):
         folder.convert(folder.scan(root), tmp_path / "b.h5", size=(5, 5), skip_unreadable=True)
     assert not (tmp_path / "b.h5").exists()
 
@@ -494,7 +495,7 @@ def test_the_end_leaves_the_file_alone(path, tmp_path):
 
 def test_one_process_at_a_time(path):
     first = UnfinishedFile(path, "x")
-    with pytest.raises(DataError, match=r"Another process writes .*a\.h5\.partial at this moment; wait for it"):
+    with pytest.raises(DataError, match=r"Another process is writing .*a\.h5\.partial; wait for it"):
         UnfinishedFile(path, "x")
     first.close()
     kept(path)

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, LocalEventKey, OperationKind
-from hpctrain.averaging.reduce_scatter import ReduceScatterStrategy
+from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.priority import Priority

@@ -1,0 +1,167 @@
+"""Compare the speed of the working tree with that of a commit, in turn on one machine: `make perf`.
+
+    python -m benchmarks.before_after                  # against HEAD~1: eight networks, 1 and 2 threads, one averaging job
+    python -m benchmarks.before_after --base v0.1.0 --only resnet34-48 averaging --rounds 15
+
+The commit is checked out into a temporary directory. Each tree trains in a process of its own that sleeps during the turns of the
+other one. One thread is measured in CPU time, several threads in wall time on a quiet machine. A ratio divides the time of the
+commit by that of the working tree in the same round. A ratio above 1 means that the working tree is faster. The table shows
+medians with 95 % bootstrap intervals. All rounds are written to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import ratio
+from hpctrain.bench.interleaved import Rounds, interleave, machine_facts, ours, with_threads
+from hpctrain.storage.atomic_write import write_json
+
+_TOP = Path(__file__).parents[1]
+BASE, NOW = "base", "now"
+AVERAGING = "averaging"
+_JOB_STEPS = 60
+_JOB_TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Net:
+    """Network of the comparison.
+
+    Attributes:
+        model: name of the model in the catalogue.
+        batch: number of images of a step.
+        pixels: side of an image.
+        steps: number of steps of a turn.
+    """
+
+    model: str
+    batch: int
+    pixels: int
+    steps: int
+
+
+#: the last four have the shapes of strong scaling: few images per rank, few pixels
+NETS = {
+    "resnet50-224": Net("resnet50", 8, 224, 1),
+    "vgg16-224": Net("vgg16", 4, 224, 1),
+    "resnet20-32": Net("resnet20", 64, 32, 4),
+    "small-28": Net("small", 32, 28, 60),
+    "resnet34-48": Net("resnet34", 12, 48, 4),
+    "resnet50-64": Net("resnet50", 4, 64, 4),
+    "vgg13-96": Net("vgg13", 8, 96, 2),
+    "resnet18-64": Net("resnet18", 24, 64, 4),
+}
+
+
+@contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """Check a commit out into a temporary directory, which is removed at the end.
+
+    Raises:
+        subprocess.CalledProcessError: git does not know the commit.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpctrain-base-") as folder:
+        tree = Path(folder) / "tree"
+        subprocess.run(["git", "-C", str(_TOP), "worktree", "add", "--quiet", "--detach", str(tree), commit], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "-C", str(_TOP), "worktree", "remove", "--force", str(tree)], check=True)
+
+
+def environment_of(tree: Path, threads: int) -> dict[str, str]:
+    """Return an environment in which Python imports hpctrain from `tree`, also if the working directory has another one.
+
+    Raises:
+        RuntimeError: Python imports another hpctrain nevertheless.
+    """
+    environment = with_threads(os.environ, threads, PYTHONPATH=str(tree), PYTHONSAFEPATH="1")
+    command = [sys.executable, "-c", "import hpctrain; print(hpctrain.__file__)"]
+    path = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(path).is_relative_to(tree):
+        raise RuntimeError(f"Python imports {path} instead of hpctrain in {tree}.")
+    return environment
+
+
+def engine_rounds(net: Net, trees: Mapping[str, Path], threads: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a step in each round, by tree."""
+    settings = {"model": net.model, "batch": net.batch, "pixels": net.pixels, "options": {}, "backend": "onednn"}
+    clock = "cpu" if threads == 1 else "wall"
+    variants = {name: (ours(settings), environment_of(tree, threads)) for name, tree in trees.items()}
+    series = interleave(variants, Rounds(rounds, net.steps, clock=clock))
+    return {name: one.seconds(clock) for name, one in series.items()}
+
+
+def averaging_rounds(trees: Mapping[str, Path], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of ResNet-20 on two ranks of one thread with the default averager, by tree; jobs in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    environments = {name: environment_of(tree, 1) for name, tree in trees.items()}
+    for number in range(rounds):
+        for name in list(trees) if number % 2 else list(trees)[::-1]:
+            seconds[name].append(_job(trees[name], environments[name]))
+    return seconds
+
+
+def _job(tree: Path, environment: Mapping[str, str]) -> float:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-job-") as folder:
+        arguments = ["data=synthetic", "batch=32", "--steps", str(_JOB_STEPS), f"output={folder}"]
+        train = ["-m", "mpi4py", "-m", "hpctrain", "train", str(tree / "configs" / "cifar10-resnet20.yaml"), *arguments]
+        mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+        command = [mpiexec, "-n", "2", sys.executable, *train]
+        subprocess.run(command, env=dict(environment), cwd=folder, capture_output=True, check=True, timeout=_JOB_TIMEOUT_SECONDS)
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return float([record for record in records if record["kind"] == "steps"][-1]["measured_step_seconds"])
+
+
+def line(name: str, threads: int, seconds: Mapping[str, Sequence[float]]) -> str:
+    """Return a line of the table."""
+    median = sorted(seconds[NOW])[len(seconds[NOW]) // 2]
+    return f"{name:14} {threads:7}  {1e3 * median:10.2f}  {ratio(seconds[BASE], seconds[NOW])}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    names = [*NETS, AVERAGING]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="HEAD~1", help="commit to compare with (default HEAD~1)")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default 1 2)")
+    parser.add_argument("--rounds", type=int, default=9, help="number of rounds (default 9)")
+    parser.add_argument("--out", type=Path, help="JSON file for all rounds")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print the table."""
+    chosen = parse(arguments)
+    content: dict[str, Any] = {"machine": machine_facts(), "base": chosen.base, "runs": []}
+    print(f"{'network':14} {'threads':>7}  {'ms per step':>11}  base / now")
+    with checked_out(chosen.base) as base:
+        trees = {BASE: base, NOW: _TOP}
+        for name in chosen.only:
+            for threads in [1] if name == AVERAGING else chosen.threads:
+                if name == AVERAGING:
+                    seconds = averaging_rounds(trees, chosen.rounds)
+                else:
+                    seconds = engine_rounds(NETS[name], trees, threads, chosen.rounds)
+                content["runs"].append({"name": name, "threads": threads, "seconds": seconds})
+                print(line(name, threads, seconds), flush=True)
+                if chosen.out is not None:
+                    write_json(chosen.out, content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
