@@ -109,7 +109,7 @@ def passes(text, *overrides):
             "name: blocking",
             "name: sharded\n  fc_exchange: always\nmicro_batches: 2",
             24,
-            ["fc_exchange is always, but micro_batches is 2", "set fc_exchange to auto or never"],
+            ["fc_exchange is always, but micro_batches is 2", "or fc_exchange to auto or never"],
         ),
         ("batch: 9", "batch: 2", 13, ["batch is 2", "3 ranks (grid.cols)", "smallest batch is 3"]),
         ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "grid.rows is 4", "4 x 1"]),
