@@ -84,7 +84,7 @@ class Planner:
         )
         if self._times is None:
             self._times = OperatorTimes(setting, self._kept_at)
-        self._times.take_less(times)
+        self._times.take_faster(times)
         self.coverage.append({"network": tasks[0].config.model.name, "pass": number, **asdict(coverage)})
 
     def predict(self, point: Point) -> dict[str, Any]:

@@ -185,11 +185,11 @@ def test_what_a_replica_cannot_use_is_refused(tmp_path: Path) -> None:
     with hpctrain.start(batch=8) as job:
         replica = job.replica(nets.plain(), (9, 7, 3))
         for sentence, attempt in {
-            "has no name; give a name": lambda: job.replica(nets.plain(), (9, 7, 3), optimizer={"momentum": 0.9}),
+            'has no key "name"; give a name': lambda: job.replica(nets.plain(), (9, 7, 3), optimizer={"momentum": 0.9}),
             'no option "windw"': lambda: job.replica(nets.plain(), (9, 7, 3), averager={"name": "sharded", "windw": 2}),
             "There is no backend 'one'": lambda: job.replica(nets.plain(), (9, 7, 3), backend="one"),
             "missing.h5": lambda: job.loader(replica, tmp_path / "missing.h5"),
-            "the replica takes": lambda: job.array_loader(replica, images[:, 1:], labels),
+            "the replica has image_shape": lambda: job.array_loader(replica, images[:, 1:], labels),
             "are not 9 samples": lambda: job.array_loader(replica, images, labels[1:]),
             "nothing.h5": lambda: job.load(replica, tmp_path / "nothing.h5"),
         }.items():

@@ -30,7 +30,7 @@ class NodePlace:
 
     Attributes:
         ranks: number of ranks of the job.
-        local_rank: number of this rank among those of its node.
+        local_rank: number of this rank among the node's ranks.
         local_ranks: number of ranks on the node.
     """
 
@@ -132,7 +132,7 @@ def _gpu(place: NodePlace) -> Device:
 
 
 def narrow(environ: MutableMapping[str, str], place: NodePlace) -> None:
-    """Restrict CUDA_VISIBLE_DEVICES to the GPU of the rank's number if it lists several, for all threads and libraries.
+    """Restrict CUDA_VISIBLE_DEVICES to this rank's GPU if it lists several, for all threads and libraries of the process.
 
     Raises:
         BackendError: the variable lists several GPUs, but fewer than there are ranks on the node.
@@ -220,7 +220,7 @@ def _check(name: str, dtype: str, precision: str) -> None:
     if name not in NAMES:
         raise BackendError(f"There is no backend {name!r}; the backends are {', '.join(NAMES)}.")
     if dtype not in ("float32", "float64"):
-        raise BackendError(f"No backend computes in {dtype}; the dtypes are float32 and float64.")
+        raise BackendError(f"No backend computes in {dtype}; set dtype to float32 or float64.")
     if precision not in PRECISIONS:
         raise BackendError(f"There is no precision {precision!r}; the precisions are {', '.join(PRECISIONS)}.")
     fault = precision_fault(name, dtype, precision)

@@ -103,7 +103,7 @@ class HostWatchedArrays:
 
 
 def _neighbours(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of arrays in groups of arrays that are adjacent in the memory of one owner."""
+    """Return the indices of arrays, in groups of arrays that are adjacent in the memory of one owner."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and _follows(arrays[number], arrays[runs[-1][-1]]):
@@ -168,7 +168,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 class HostDescent:
-    """Implements `Descent`, one pass over all chunks, which stay in a cache. Arguments: see `Arithmetic.descent`."""
+    """Implements `Descent` in one pass over chunks that fit a cache. Arguments: see `Arithmetic.descent`."""
 
     def __init__(self, data: np.ndarray, gradient: np.ndarray, momentum: np.ndarray, factor: float, nesterov: bool) -> None:
         # A NumPy float64 scalar would turn float32 arithmetic into float64.

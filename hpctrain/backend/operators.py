@@ -1,10 +1,10 @@
 """The interface between layers and arithmetic: operators, made at set-up and run every step, and the kernel sets that make them.
 
-A kernel set turns a spec into an `Operator`. The program (nn) plans memory from what the operator declares and binds it to its
+A kernel set turns a spec into an `Operator`. The program (nn) plans memory from the operator's declarations and binds it to its
 buffers once. Afterwards it only calls `forward`, `backward_parameters` and `backward_input`. An operator allocates nothing after
 `bind` (scratch and saved memory are planned for it), and keeps no reference to anything but its buffers.
 
-Optional abilities of operators and kernel sets are base classes, one for each ability. A plan without any of them works too, but
+Optional abilities of operators and kernel sets are base classes, one for each ability. A plan that uses no ability works too, but
 takes more memory, or waits where it could compute. A plan tests for abilities once, when it is made; a step hardly tests at all.
 """
 
@@ -76,7 +76,7 @@ class StepContext:
     Attributes:
         training: whether batch statistics and dropout are used, or their evaluation counterparts.
         epoch: number of the epoch, counted from 0 since the start of training, not since the last resume.
-        step: number of the step, counted in the same way.
+        step: number of the step, counted from 0 since the start of training.
         sample_ids: int64 (N,): index in the data set of each sample of this (micro-)batch on this rank.
         global_count: number of samples of the whole step over all ranks and micro-batches.
     """

@@ -1,11 +1,11 @@
-"""Batches of stored pixels, which become a network's input only in its memory, and resizing bit-equal to Pillow and OpenCV.
+"""Batches of stored pixels, which are converted to a network's input as late as possible, and resizing of images.
 
 A `PixelBatch` holds stored pixels and the remaining steps to a network's input. A kernel set may do these steps in its own memory
 (`PixelInput`): pixels take a quarter of the bytes of float32. NumPy accepts such a batch as an array, and computes exactly the
 same numbers on the host.
 
-Images are resized in integer arithmetic, by NumPy. Rows and columns are resampled separately, by weighted sums of neighbouring
-pixels:
+Images are resized in integer arithmetic, bit-equal to Pillow and OpenCV. Rows and columns are resampled separately, by weighted
+sums of neighbouring pixels:
 
 - *filtered* dimensions, which shrink or keep their length: Pillow's triangle filter, scaled to the size of a result's pixel;
   weights of 22 bits, rounded to uint8, columns first;

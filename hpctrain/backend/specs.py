@@ -293,7 +293,7 @@ class AddSpec:
 
     def output(self, a: TensorSpec, b: TensorSpec) -> TensorSpec:
         if a.shape != b.shape:
-            raise ShapeError(f"A residual sum needs two inputs of one shape, not {a.shape} and {b.shape}.")
+            raise ShapeError(f"A residual sum needs two inputs of the same shape, not {a.shape} and {b.shape}.")
         return a.plain()
 
     def flops(self, a: TensorSpec, b: TensorSpec) -> int:

@@ -319,11 +319,11 @@ def _totals(measured: Measurement) -> str:
             f"oneDNN's kernels {measured.kernel_seconds * 1e3:.2f} ms per step, "
             f"{measured.reorder_seconds * 1e3:.2f} ms of them in {measured.reorders} reorders"
         )
-    lines += _whose(measured)
+    lines += _fallback_lines(measured)
     return "\n".join(lines)
 
 
-def _whose(measured: Measurement) -> Sequence[str]:
+def _fallback_lines(measured: Measurement) -> Sequence[str]:
     """Return lines with the operators that fall back to NumPy and the reasons; an empty sequence for backend numpy."""
     if measured.backend == "numpy":
         return ()

@@ -271,13 +271,13 @@ def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
     return time.perf_counter() - begin, time.process_time() - cpu, losses
 
 
-def serve(step: EngineStep, asked: IO[str]) -> None:
+def serve(step: EngineStep, requests: IO[str]) -> None:
     """Run the number of steps that each input line requests, until the input ends.
 
     Args:
-        asked: input with one JSON object per line.
+        requests: input with one JSON object per line.
     """
-    for line in asked:
+    for line in requests:
         before = time.process_time()
         wall, cpu, losses = timed(step, json.loads(line)["steps"])
         finite = all(map(math.isfinite, losses))

@@ -73,7 +73,8 @@ class Point:
         compute_only_seconds: time of a step without communication.
         communication_seconds: time of communication, mean over ranks.
         exposed_seconds: time of communication that no computation hides, mean over ranks.
-        limit_seconds: lower limit of a step (`compute_only.report`).
+        limit_seconds: lower limit of the time of a step: the time of computation and of the core's work for messages, or the time
+            of the exchange if this is longer.
         oversubscribed: whether ranks share cores.
         about: versions and names of software and model.
         efficiency: efficiency relative to the first point; None if ranks share cores.

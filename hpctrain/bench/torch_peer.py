@@ -56,10 +56,10 @@ class TorchStep:
 def serve(step: TorchStep, answer: Any) -> None:
     """Run the number of steps that each line of standard input requests, until the input ends."""
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         idle = time.process_time()
         begin = time.perf_counter()
-        losses = [step.run() for _ in range(asked["steps"])]
+        losses = [step.run() for _ in range(request["steps"])]
         wall, cpu = time.perf_counter() - begin, time.process_time() - idle
         answer(
             {

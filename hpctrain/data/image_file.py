@@ -436,7 +436,7 @@ def read_contents(path: Path) -> Stored:
     require_file(
         path,
         "data file",
-        "make it with `hpctrain data convert`, or with `hpctrain data fetch fashion-mnist --out DIRECTORY`",
+        "make it with `hpctrain data convert`, or with `hpctrain data fetch` for Fashion-MNIST, MNIST and CIFAR-10",
     )
     try:
         return _read(path)

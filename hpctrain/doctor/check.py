@@ -1,8 +1,7 @@
-"""The shape of a check of the doctor: facts are gathered on every rank, and judged from those of all ranks.
+"""Interface of the doctor's checks: each rank gathers facts, and a judge evaluates the facts of all ranks.
 
-A judge is a pure function: it communicates with nobody and looks at nothing but the facts. A finding has a severity, a sentence
-and the one line that fixes it. The start of a rank is measured here, too, so this module imports nothing that a training would
-load.
+A judge is a pure function of the facts and does not communicate. A finding has a severity, a sentence and a one-line fix. This
+module also measures the start-up time of a rank, and therefore imports no module of a training.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TRAINING = ("hpctrain.run.training", "hpctrain.run.resume")
 
 
 class Severity(StrEnum):
-    """The severity of a finding, from the best to the worst."""
+    """Severity of a finding, in ascending order."""
 
     OK = "ok"
     REMARK = "remark"
@@ -43,7 +42,10 @@ class DoctorFinding:
     """One finding.
 
     Attributes:
-        key: of its kind, for programs; empty if all is well. fix: a command, a setting or a short advice.
+        severity: severity of the finding.
+        sentence: sentence with the facts.
+        fix: command, setting or short advice.
+        key: key of its kind, for programs; "" if all is well.
     """
 
     severity: Severity
@@ -54,11 +56,13 @@ class DoctorFinding:
 
 @dataclass(frozen=True)
 class FindingKind:
-    """A kind of finding that a check may make.
+    """Kind of finding that a check may report.
 
     Attributes:
-        key: its name for programs, which never changes. meaning: of the finding, for the documentation.
-        remedy: what fixes it in general.
+        key: stable name for programs.
+        severity: severity of its findings.
+        meaning: what the finding means, for the documentation.
+        remedy: general fix.
     """
 
     key: str
@@ -70,32 +74,32 @@ class FindingKind:
         """Return a finding of this kind.
 
         Args:
-            fix: the remedy in this case; by default the general one.
+            fix: fix for this case; default: the general one.
         """
         return DoctorFinding(self.severity, sentence, fix or self.remedy, self.key)
 
     def from_error(self, error: str) -> DoctorFinding:
-        """Return a finding from the sentence of an error, whose last part, after a semicolon, is the remedy."""
+        """Return a finding from the message of an error, whose part after the last semicolon is the fix."""
         fact, semicolon, fix = error.removesuffix(".").rpartition("; ")
         return self.found(f"{fact}.", capital(f"{fix}.")) if semicolon else self.found(error)
 
 
 def fine(sentence: str) -> DoctorFinding:
-    """Return a finding that all is well, or that there is nothing to examine."""
+    """Return a finding that all is well, or that there is nothing to check."""
     return DoctorFinding(Severity.OK, sentence)
 
 
 def capital(text: str) -> str:
-    """Return the text with a capital at its beginning, unless it begins with a name, such as that of a key."""
+    """Return the text with a capital first letter, unless it begins with a word that is not purely alphabetic, such as a key."""
     word = text.partition(" ")[0]
     return text[:1].upper() + text[1:] if word.rstrip(".,:").isalpha() else text
 
 
 def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:
-    """Return 0 if nothing stops or spoils a training, else 2.
+    """Return 0 if the findings allow a training, else 2.
 
     Args:
-        strict: warnings count, too.
+        strict: whether warnings count as faults.
     """
     bad = (Severity.FAULT, Severity.WARNING) if strict else (Severity.FAULT,)
     return process_end.USER_ERROR if any(finding.severity in bad for finding in findings) else process_end.FINISHED
@@ -117,10 +121,12 @@ class StartFacts:
 
 
 class OpenedFiles:
-    """Counts the files that this process opens, for its whole life: the system's hooks cannot be removed.
+    """Counts the files that this process opens, until it exits, since audit hooks cannot be removed.
 
     Attributes:
-        begin, queued_seconds: the time by `time.perf_counter`, and the waits for a core, when counting began.
+        count: number of opened files.
+        begin: time by `time.perf_counter` when counting began.
+        queued_seconds: wait for a core up to that time.
     """
 
     def __init__(self) -> None:
@@ -135,10 +141,11 @@ class OpenedFiles:
 
 
 def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str] = TRAINING) -> StartFacts:
-    """Load what a training loads; return how long the start took up to the end of it.
+    """Load the modules of a training; return the time of the start until all are loaded.
 
     Args:
-        age_seconds: time until `opened` began to count, without waits for a core.
+        age_seconds: time from the process's start until `opened` began to count, without waits for a core.
+        opened: counter of opened files.
     """
     for module in modules:
         importlib.import_module(module)
@@ -147,7 +154,7 @@ def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str
 
 
 def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
-    """Return the seconds that this process was ready and waited for a core; 0 if the system does not count them."""
+    """Return the seconds for which this process was ready but waited for a core; 0 if the system does not count them."""
     try:
         return int(statistics.read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
@@ -156,13 +163,15 @@ def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
 
 @dataclass(frozen=True)
 class OwnPlace:
-    """What one rank knows before MPI starts.
+    """Facts that a rank has before MPI starts.
 
     Attributes:
-        config: None without a configuration. directory: in which run directories are made.
-        threads: of this rank; None: threads_fault says what is wrong with the requested number.
-        start: how this rank started, if that was measured.
-        variables: those of the environment that set numbers of threads, as the rank was started with them.
+        config: configuration; None if none was given.
+        directory: directory in which run directories are created.
+        threads: number of threads of this rank; None if the requested number was refused.
+        threads_fault: why the requested number of threads was refused; "" if it was not.
+        variables: environment variables with numbers of threads, as set when the rank was started.
+        start: start-up time of this rank; None if it was not measured.
     """
 
     launcher: Launcher
@@ -175,21 +184,24 @@ class OwnPlace:
 
     @property
     def leads_node(self) -> bool:
-        """Return whether this rank examines what is the same for all ranks of its node."""
+        """Whether this rank checks what is the same for all ranks of its node."""
         return not self.launcher.local_rank
 
     @property
     def leads_job(self) -> bool:
-        """Return whether this rank examines what is the same for all ranks, and prints."""
+        """Whether this rank checks what is the same for all ranks, and prints."""
         return not self.launcher.rank
 
 
 @dataclass(frozen=True)
 class JoinedPlace:
-    """What one rank knows once MPI has started.
+    """Facts and communicators that a rank has after MPI has started.
 
     Attributes:
-        node: the ranks of this rank's node.
+        own: facts of this rank.
+        world: communicator of all ranks.
+        node: communicator of the ranks on this node.
+        progress: progress engine.
     """
 
     own: OwnPlace
@@ -200,11 +212,14 @@ class JoinedPlace:
 
 @dataclass(frozen=True)
 class JobView:
-    """The job as all its ranks see it, for judges.
+    """The job as seen by judges.
 
     Attributes:
-        launcher: of rank 0. size: of MPI's world. hosts, node_of: by rank, the name and the number of its node.
-        library: the MPI library with its version and thread level; empty if it could not be started.
+        launcher: launcher of rank 0.
+        size: size of MPI's world.
+        hosts, node_of: name and number of the node of each rank.
+        library: MPI library with its version and thread level; "" if it could not be started.
+        config: configuration; None if none was given.
     """
 
     launcher: Launcher
@@ -216,14 +231,14 @@ class JobView:
 
     @property
     def nodes(self) -> dict[int, list[int]]:
-        """Return the ranks of each node."""
+        """Ranks of each node, by the node's number."""
         found: dict[int, list[int]] = {}
         for rank, node in enumerate(self.node_of):
             found.setdefault(node, []).append(rank)
         return found
 
     def on(self, ranks: Sequence[int]) -> str:
-        """Return the end of a sentence, " on rank 3 (nid001)"; empty if `ranks` are all ranks."""
+        """Return the end of a sentence, such as " on rank 3 (nid001)"; "" if `ranks` are all ranks."""
         if len(ranks) == self.size:
             return ""
         hosts = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
@@ -236,11 +251,14 @@ class Check:
     """A check of one subject.
 
     Attributes:
-        name: in the table. looks_at: for the documentation. kinds: of the findings that it may make.
-        gather: returns the facts of this rank, picklable; None if another rank gathers them. Takes an `OwnPlace`, or a
-            `JoinedPlace` if `joined`; it is collective then, on all ranks in the same order.
-        judge: returns at least one finding, from the facts of all ranks in rank order. If MPI could not be started these are the
+        name: name in the table.
+        looks_at: subject, for the documentation.
+        kinds: kinds of findings that the check may report.
+        gather: returns the facts of this rank, picklable; None if another rank gathers them. Called with an `OwnPlace`; with a
+            `JoinedPlace` if `joined`.
+        judge: returns at least one finding, from the facts of all ranks in rank order. If MPI could not be started, these are the
             facts of one rank.
+        joined: whether `gather` is collective, called on all ranks in the same order.
     """
 
     name: str
@@ -252,7 +270,7 @@ class Check:
 
 
 def present(facts: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return (rank, facts) of the ranks that gathered facts."""
+    """Return pairs (rank, facts) of the ranks that gathered facts."""
     return [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
 
 

@@ -1,8 +1,8 @@
-"""Checks of directories and files: the run directory, HDF5 and its locks, data files, and the nodes' own disks and memory.
+"""Checks of directories and files: the run directory, HDF5 and its locks, data files, and the nodes' local disks and memory.
 
-Checkpoints must be writable in the run directory, and all nodes must see it. MPI and a run also write to /dev/shm, the temporary
-directory, and a directory of flight records. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure
-function of the facts of all ranks.
+Checkpoints must be writable in the run directory, and all nodes must see them. MPI and a run also write to /dev/shm, the
+temporary directory, and a directory of flight records. For each check, `gather_...` returns the facts of a rank, and `judge_...`
+is a pure function of the facts of all ranks.
 """
 
 from __future__ import annotations
@@ -24,39 +24,42 @@ NOT_WRITABLE = FindingKind(
     "run-directory",
     Severity.FAULT,
     "The directory for runs cannot be written: it is read-only, full, or belongs to another user.",
-    "Set `output` in the configuration, or `--run-directory` here, to a directory that you may write.",
+    "Set `output` in the configuration, or `--run-directory` of the doctor, to a directory that you may write to.",
 )
 READS_OTHER = FindingKind(
     "read-back",
     Severity.FAULT,
-    "A file that was written, synchronised and renamed there is read with other content.",
+    "A file that was written, synchronised and renamed in the directory for runs is read back with other content.",
     "Put `output` on another file system: checkpoints on this one cannot be trusted.",
 )
 SLOW_DIRECTORY = FindingKind(
     "slow-run-directory",
     Severity.WARNING,
-    "Writing 1 MB to the disk, with fsync and rename, takes more than 5 s.",
+    "Writing 1 MB to the directory for runs, with fsync and rename, takes more than 5 s.",
     "Put `output` on a parallel or local file system.",
 )
 NOT_SHARED = FindingKind(
     "not-shared",
     Severity.WARNING,
-    "Nodes do not see what rank 0 writes in the run directory: sharded checkpoints and resumes need that.",
+    "Some nodes do not see the files that rank 0 writes in the directory for runs, as sharded checkpoints and resumes require.",
     "Put `output` on a file system that all nodes share.",
 )
 
 _SECONDS = 5.0
-_LOOKS = 20  # a network file system may show a new name late
+_LOOKS = 20  # a network file system may show a new file late
 _LOOK_SECONDS = 0.1
 _PROBE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class DirectoryFacts:
-    """The outcome of a probe.
+    """Outcome of a test write.
 
     Attributes:
-        error: errno, 0 on success. matches: whether the file was read as it was written.
+        directory: tested directory.
+        error: errno; 0 on success.
+        matches: whether the file was read back unchanged.
+        seconds: duration of writing and reading.
     """
 
     directory: str
@@ -66,18 +69,18 @@ class DirectoryFacts:
 
 
 def existing(directory: Path) -> Path:
-    """Return the directory itself, or the nearest existing one above it: a training creates the missing ones."""
+    """Return the directory, or its nearest existing ancestor; a training creates missing directories."""
     directory = directory.absolute()
     return next((path for path in (directory, *directory.parents) if path.exists()), directory)
 
 
 def probe_path(directory: Path, name: str) -> Path:
-    """Return the path of a file of this process in a directory."""
+    """Return the path of a test file of this process in a directory."""
     return directory / f".hpctrain-doctor-{name}-{os.getpid()}"
 
 
 def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
-    """Return the facts of the first rank, which writes the files of a run."""
+    """Return the facts of the directory for runs. Only rank 0 tests it, since it writes the files of a run."""
     if not place.leads_job:
         return None
     directory = existing(place.directory)
@@ -93,13 +96,13 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
 
 
 def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> list[DoctorFinding]:
-    """Return one finding."""
+    """Return one finding: whether the directory for runs can be written, keeps its content, and is fast enough."""
     fact = facts[0]
-    assert fact is not None, "the first rank looks"
+    assert fact is not None, "rank 0 gathers facts"
     if fact.error:
         return [NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", _directory_fix(fact.error))]
     if not fact.matches:
-        return [READS_OTHER.found(f"A file in {fact.directory} is read with other content than was written.")]
+        return [READS_OTHER.found(f"A file in {fact.directory} is read back with other content than was written.")]
     sentence = f"1 MB was written, synchronised and read back in {fact.directory} in {fact.seconds:.2f} s."
     return [SLOW_DIRECTORY.found(sentence) if fact.seconds > _SECONDS else fine(sentence)]
 
@@ -107,18 +110,18 @@ def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> lis
 def _directory_fix(error: int) -> str:
     if error in (errno.ENOSPC, errno.EDQUOT):
         return "Free space, or train with output=DIR on another disk."
-    return "Train with output=DIR, a directory that you may write."
+    return "Train with output=DIR, a directory that you may write to."
 
 
 def gather_shared(place: JoinedPlace) -> bool | None:
-    """Return whether the first rank of this node sees a file that rank 0 has made. Collective."""
+    """Return whether the first rank of this node sees a file created by rank 0. Collective."""
     world, directory = place.world, existing(place.own.directory)
     path = Path(world.broadcast_object(str(probe_path(directory, "shared"))))
     if world.rank == 0:
         made = _make(path)
     made = world.broadcast_object(made if world.rank == 0 else None)
     seen = _sees(path) if made and place.node.rank == 0 else None
-    world.allgather_object(None)  # all ranks have looked
+    world.allgather_object(None)  # wait until all ranks have checked
     if world.rank == 0 and made:
         path.unlink(missing_ok=True)
     return seen
@@ -141,14 +144,14 @@ def _sees(path: Path) -> bool:
 
 
 def judge_shared(job: JobView, facts: Sequence[bool | None]) -> list[DoctorFinding]:
-    """Return one finding."""
+    """Return one finding: the nodes that do not see the directory for runs, if any."""
     blind = [rank for rank, sees in enumerate(facts) if sees is False]
     if blind:
         hosts = ", ".join(dict.fromkeys(job.hosts[rank] for rank in blind))
-        return [NOT_SHARED.found(f"What rank 0 writes in the run directory is not seen on {hosts}.")]
+        return [NOT_SHARED.found(f"Files that rank 0 writes in the directory for runs are not visible on {hosts}.")]
     if len(job.nodes) == 1 or not any(facts):
-        return [fine("One node." if len(job.nodes) == 1 else "Not checked: rank 0 cannot write there.")]
-    return [fine(f"All {len(job.nodes)} nodes see what rank 0 writes in the run directory.")]
+        return [fine("One node." if len(job.nodes) == 1 else "Not checked: rank 0 cannot write to the directory for runs.")]
+    return [fine(f"All {len(job.nodes)} nodes see the files that rank 0 writes in the directory for runs.")]
 
 
 DIRECTORY = Check(
@@ -164,13 +167,13 @@ SHARED = Check("sharing", "that all nodes see the directory for runs", (NOT_SHAR
 LOCKED = FindingKind(
     "hdf5-lock",
     Severity.FAULT,
-    "HDF5 cannot lock a data file: the file system has no locks, or another process holds one, and locks are asked for.",
+    "HDF5 cannot lock a data file, because the file system has no locks or another process holds one.",
     "export HDF5_USE_FILE_LOCKING=FALSE",
 )
 NO_LOCKS = FindingKind(
     "no-hdf5-locks",
     Severity.WARNING,
-    "HDF5 cannot lock a new file in the run directory. hpctrain asks for no locks; other programs that read its files do.",
+    "HDF5 cannot lock a new file in the directory for runs. hpctrain needs no locks, but other programs that read its files may.",
     "export HDF5_USE_FILE_LOCKING=FALSE",
 )
 DATA = FindingKind(
@@ -183,7 +186,7 @@ DATA = FindingKind(
 OTHER_DATA = FindingKind(
     "other-data",
     Severity.FAULT,
-    "Ranks have different data files, or different files of weights, under the same path: a training is refused.",
+    "Ranks have different data files or files of weights under the same path, which a training refuses.",
     "Give all nodes the same files.",
 )
 
@@ -195,10 +198,11 @@ class Hdf5Facts:
     """HDF5 on a node.
 
     Attributes:
-        directory: in which a file was made. failure: the error of that; empty on success.
-        data: (path, sentence, whether a lock is the cause) of each data file that cannot be opened. files: number of those that
-            can.
-        switch: the environment's setting of locks.
+        directory: directory of the test file.
+        failure: error of writing or reading it; "" on success.
+        data: data files that cannot be opened, each as (path, sentence, whether a lock is the cause).
+        files: number of data files that can be opened.
+        switch: value of HDF5_USE_FILE_LOCKING.
     """
 
     directory: str = ""
@@ -209,7 +213,7 @@ class Hdf5Facts:
 
 
 def gather_hdf5(place: OwnPlace) -> Hdf5Facts | None:
-    """Return the facts of this node."""
+    """Return the facts of HDF5 on this node, on its first rank."""
     if not place.leads_node:
         return None
     directory = existing(place.directory)
@@ -228,7 +232,7 @@ def _data_files(place: OwnPlace) -> list[Path]:
 
 
 def _fault_of(path: Path) -> tuple[str, str, bool] | None:
-    """Return (path, a training's sentence, whether a lock is the cause) of a file that cannot be opened; None if it can."""
+    """Return (path, sentence, whether a lock is the cause) of a file that cannot be opened; None if it can be opened."""
     from hpctrain.data.image_file import ImageFile
 
     try:
@@ -239,7 +243,7 @@ def _fault_of(path: Path) -> tuple[str, str, bool] | None:
 
 
 def _probe(directory: Path) -> str:
-    """Make an HDF5 file as programs do by default, and read it. Return the reason if a lock makes that fail, else ""."""
+    """Create and read an HDF5 file with default settings. Return the error if a lock is its cause, else ""."""
     import h5py
 
     path = probe_path(directory, "hdf5")
@@ -276,7 +280,7 @@ def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFi
 
 
 def gather_same(place: JoinedPlace) -> tuple[str, int]:
-    """Return (a training's error for inputs that differ between ranks, or "", the number of files compared). Collective."""
+    """Return (error of a training if inputs differ between ranks, or "", number of compared files). Collective."""
     config, world = place.own.config, place.world
     if config is None:
         return "", 0
@@ -298,7 +302,7 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
 
 
 def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFinding]:
-    """Return one finding. `gather_same` has already compared the ranks."""
+    """Return one finding from the comparison by `gather_same`."""
     difference, files = facts[0]
     if difference:
         return [OTHER_DATA.from_error(difference)]
@@ -318,23 +322,23 @@ HDF5 = Check(
 NO_SCRATCH = FindingKind(
     "no-scratch",
     Severity.WARNING,
-    "A node has no temporary directory that can be written: MPI keeps sockets and sessions there.",
+    "A node has no writable temporary directory, where MPI keeps sockets and sessions.",
     "Set `TMPDIR` to a directory on the nodes' own disks: `export TMPDIR=/tmp`.",
 )
 FULL_SCRATCH = FindingKind(
     "full-scratch",
     Severity.FAULT,
     "The temporary directory of a node, or the directory of flight records, is full.",
-    "Remove what earlier jobs have left there, or set `TMPDIR` to another directory.",
+    "Delete files that earlier jobs left there, or set `TMPDIR` to another directory.",
 )
 FULL_MEMORY = FindingKind(
     "full-shared-memory",
     Severity.FAULT,
-    "/dev/shm of a node is full: MPI keeps messages between ranks of a node there, and a rank ends by SIGBUS.",
-    "Remove what killed jobs have left there (`ls -l /dev/shm`), or give the container a larger one (`--shm-size`).",
+    "/dev/shm of a node is full. MPI keeps messages between ranks of a node there, and a rank would end by SIGBUS.",
+    "Delete files that killed jobs left there (`ls -l /dev/shm`), or give the container a larger /dev/shm (`--shm-size`).",
 )
 
-#: variables with a directory of the node; programs use the first that is set
+#: environment variables with a local directory of the node; the first one that is set is used
 VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 16 << 20
@@ -346,7 +350,10 @@ class ScratchFacts:
     """One directory of a node.
 
     Attributes:
-        error: errno of writing there, 0 on success. variable: that names the directory; "" without one.
+        path: path of the directory.
+        variable: environment variable or key with its path; "" if there is none.
+        error: errno of a test write; 0 on success.
+        free_bytes: free space.
     """
 
     path: str
@@ -356,7 +363,7 @@ class ScratchFacts:
 
 
 def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
-    """Return the directories of this node."""
+    """Return the facts of this node's temporary directory, /dev/shm and flight directory, on its first rank."""
     if not place.leads_node:
         return None
     variable = next((name for name in VARIABLES if os.environ.get(name)), "")
@@ -373,7 +380,7 @@ def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
 
 
 def look(directory: Path, variable: str) -> ScratchFacts:
-    """Write a few bytes to a directory, and return how much space is left."""
+    """Write a few bytes to a directory, and return its free space."""
     path = probe_path(directory, "scratch")
     try:
         status = os.statvfs(directory)
@@ -387,7 +394,7 @@ def look(directory: Path, variable: str) -> ScratchFacts:
 
 
 def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> list[DoctorFinding]:
-    """Return a finding for each directory with a fault, of the first node that has the fault."""
+    """Return a finding for each directory with a fault, for the first node that has it."""
     findings: dict[str, DoctorFinding] = {}
     for rank, places in present(facts):
         where = f" of {job.hosts[rank]}" if len(job.nodes) > 1 else ""

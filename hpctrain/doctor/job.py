@@ -1,6 +1,6 @@
-"""The job of the doctor: each rank gathers facts, first alone and then together, and rank 0 judges all of them.
+"""The doctor's job: each rank gathers facts, first alone and then together with the others, and rank 0 judges all of them.
 
-`CHECKS` contains all checks in the order of the table. Those that need all ranks run in this order on each rank.
+`CHECKS` contains all checks in the order of the table. Collective checks run in this order on each rank.
 """
 
 from __future__ import annotations
@@ -16,79 +16,76 @@ from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import Config
 from hpctrain.doctor import files, nodes, ranks
-from hpctrain.doctor import files as directories
-from hpctrain.doctor import files as scratch
-from hpctrain.doctor import nodes as clocks
-from hpctrain.doctor import nodes as gpu
-from hpctrain.doctor import nodes as kernels
-from hpctrain.doctor import nodes as progress
-from hpctrain.doctor import nodes as start_up
-from hpctrain.doctor import nodes as versions
-from hpctrain.doctor import ranks as cores
-from hpctrain.doctor import ranks as grid
-from hpctrain.doctor import ranks as mpi_library
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity
 from hpctrain.doctor.ranks import LibraryFacts
 from hpctrain.launch.child import Notebook, RankEnd
 
 CHECKS: Sequence[Check] = (
     ranks.LAUNCHER,
-    mpi_library.MPI_LIBRARY,
-    grid.GRID,
-    cores.BINDING,
-    cores.THREADS,
+    ranks.MPI_LIBRARY,
+    ranks.GRID,
+    ranks.BINDING,
+    ranks.THREADS,
     nodes.MEMORY,
-    progress.PROGRESS,
-    gpu.GPUS,
-    kernels.KERNELS,
-    versions.VERSIONS,
-    start_up.START_UP,
-    directories.DIRECTORY,
-    directories.SHARED,
+    nodes.PROGRESS,
+    nodes.GPUS,
+    nodes.KERNELS,
+    nodes.VERSIONS,
+    nodes.START_UP,
+    files.DIRECTORY,
+    files.SHARED,
     files.HDF5,
     files.SAME,
-    scratch.SCRATCH,
-    clocks.CLOCKS,
+    files.SCRATCH,
+    nodes.CLOCKS,
 )
 
-#: kinds without a check: how the doctor's own job ended, and a check that could not be made
+#: kinds without a check: ends of the doctor's own job, and a check that failed with an exception
 HANGS = FindingKind(
     "hangs",
     Severity.FAULT,
-    "The ranks did not end together within the time limit; the sentence says what they were doing.",
+    "The ranks did not finish within the time limit; the sentence names their phase.",
     "Check the launcher's messages for ranks that were not started; try another network, such as `export FI_PROVIDER=tcp`.",
 )
 ENDED = FindingKind(
     "ended",
     Severity.FAULT,
-    "A library ended the process, by a signal or an exit code; the sentence says what it was doing, with its last output.",
+    "A library ended the process, by a signal or an exit code; the sentence names its phase and its last output.",
     "Read the output on standard error before this table.",
 )
 FAILED = FindingKind(
-    "check-failed", Severity.WARNING, "A check could not be made; the sentence has the system's reason.", "See the reason."
+    "check-failed", Severity.WARNING, "A check failed with an exception, which the sentence contains.", "See the exception."
 )
 JOB_KINDS = (HANGS, ENDED, FAILED)
 
 
 #: the phase in which MPI may hang or end the process
 STARTS = "starting MPI"
-#: a rank's facts by the name of the check
+#: facts of a rank, by the name of the check
 Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class CheckFailure:
-    """A check that could not be made on a rank, with the system's reason."""
+    """A check that failed with an exception on a rank.
+
+    Attributes:
+        reason: type and message of the exception.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Progression:
-    """The progress of a rank: a note for its parent.
+    """Progress of a rank, as a note for its parent.
 
     Attributes:
-        phase: what it does now. facts: those gathered so far. library: the MPI's name.
+        phase: current phase.
+        facts: facts gathered so far.
+        library: name of the MPI library; "" before MPI has started.
+        config: configuration; None if none was given.
+        concluded: whether the rank has reported.
     """
 
     phase: str
@@ -100,10 +97,12 @@ class Progression:
 
 @dataclass(frozen=True)
 class Examination:
-    """The outcome.
+    """Outcome of all checks.
 
     Attributes:
-        job: of which. findings: by the name of the check. by_rank: the facts.
+        job: examined job.
+        findings: findings by the name of the check.
+        by_rank: facts of each rank.
     """
 
     job: JobView
@@ -112,18 +111,18 @@ class Examination:
 
     @property
     def all_findings(self) -> list[DoctorFinding]:
-        """Return all findings in the order of the checks."""
+        """All findings in the order of the checks."""
         return [finding for findings in self.findings.values() for finding in findings]
 
 
 def gather_alone(place: OwnPlace, checks: Sequence[Check] = CHECKS) -> dict[str, Any]:
-    """Return the facts that this rank finds by itself. Called before MPI starts, as checks start processes."""
+    """Return the facts that need no other rank. Call before MPI starts, since checks start processes."""
     facts: dict[str, Any] = {}
     for check in checks:
         if not check.joined:
             try:
                 facts[check.name] = check.gather(place)
-            except Exception as error:  # finding faults is what the doctor is for
+            except Exception as error:  # a fault of the system must not end the doctor
                 facts[check.name] = CheckFailure(f"{type(error).__name__}: {error}")
     return facts
 
@@ -137,10 +136,13 @@ def examine_together(
     deadline_seconds: float,
     checks: Sequence[Check] = CHECKS,
 ) -> Examination | None:
-    """Return the outcome on rank 0. Collective over the world.
+    """Run the collective checks; return the outcome on rank 0, None on other ranks. Collective over the world.
 
     Args:
-        own: facts that this rank found by itself. note: is called with what begins. deadline_seconds: of one wait.
+        own: facts that this rank gathered alone.
+        library: MPI library with its version and thread level.
+        note: callback with the name of each phase that begins.
+        deadline_seconds: deadline of a wait.
     """
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     note("finding the ranks of each node")
@@ -149,7 +151,7 @@ def examine_together(
     facts = dict(own)
     for check in checks:
         if check.joined:
-            note(f"looking at {check.name}")
+            note(f"checking {check.name}")
             facts[check.name] = check.gather(joined)
     note("gathering the facts of all ranks")
     node_of = node_numbers(world, node)
@@ -164,15 +166,18 @@ def examine_together(
 def examine_alone(
     place: OwnPlace, own: Facts, library: str = "", error: str = "", ended: DoctorFinding | None = None
 ) -> Examination:
-    """Return the outcome from this rank's facts if MPI did not connect the ranks. The number of ranks is unknown then.
+    """Return the outcome from this rank's facts, if MPI did not connect the ranks and their number is unknown.
 
     Args:
-        library: the MPI library's name, if it could start. error: why it could not be loaded. ended: how the rank ended.
+        own: facts that this rank gathered alone.
+        library: name of the MPI library, if it could be started.
+        error: why it could not be loaded; "" if it could.
+        ended: finding on how the rank ended.
     """
     facts = dict(own)
-    known = facts.get(mpi_library.MPI_LIBRARY.name)
+    known = facts.get(ranks.MPI_LIBRARY.name)
     if error:
-        facts[mpi_library.MPI_LIBRARY.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
+        facts[ranks.MPI_LIBRARY.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
     job = JobView(place.launcher, 1, (platform.node(),), (0,), library, place.config)
     outcome = judge(job, [facts], [check for check in CHECKS if check.name != ranks.LAUNCHER.name])
     return outcome if ended is None else Examination(job, {"job": [ended], **outcome.findings}, outcome.by_rank)
@@ -193,9 +198,9 @@ def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHEC
 
 
 def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[], Examination]]:
-    """Return how a rank ended that reached no conclusion, and a function for the outcome, for the rank that prints."""
+    """Return a finding on how a rank ended before its report, and a function that returns the outcome."""
     note = end.note if isinstance(end.note, Progression) else Progression("starting Python", {})
-    library = note.facts.get(mpi_library.MPI_LIBRARY.name)
+    library = note.facts.get(ranks.MPI_LIBRARY.name)
     ended = nodes.from_start(end.words)
     if ended is None and isinstance(library, LibraryFacts) and note.phase == STARTS:
         ended = ranks.wrong_launcher(place.launcher, library.library, library.mpiexec)
@@ -209,7 +214,12 @@ def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[]
 
 
 class RankNotes:
-    """Tells the parent of this rank what the rank does, with all that it knows."""
+    """Sends notes on this rank's progress, with its facts so far, to its parent process.
+
+    Attributes:
+        facts: facts gathered so far.
+        library: MPI library; "" before MPI has started.
+    """
 
     def __init__(self, notebook: Notebook, config: Config | None) -> None:
         self._notebook, self._config = notebook, config
@@ -217,5 +227,9 @@ class RankNotes:
         self.library = ""
 
     def phase(self, phase: str, *, concluded: bool = False) -> None:
-        """Note that something begins."""
+        """Send a note that a phase begins.
+
+        Args:
+            concluded: whether the rank has reported.
+        """
         self._notebook.write(Progression(phase, self.facts, self.library, self._config, concluded))

@@ -41,28 +41,31 @@ from hpctrain.runs.directory import software_versions
 TOO_LITTLE = FindingKind(
     "too-little-memory",
     Severity.FAULT,
-    "The ranks of a node need more memory than it has, by the plan of a step: the system would kill one of them.",
+    "By the plan of a step, the ranks of a node need more memory than it has, so the system would kill one of them.",
     "Set `micro_batches` higher, or start fewer ranks on a node.",
 )
 TIGHT = FindingKind(
     "tight-memory",
     Severity.WARNING,
-    "The ranks of a node need more than 85 % of its memory; data files are cached in the rest.",
+    "The ranks of a node need more than 85 % of its memory, and little remains for caching data files.",
     "Set `micro_batches` higher, or start fewer ranks on a node.",
 )
 
 _TIGHT = 0.85
-#: parameters, their gradients, and the optimiser's state
+#: number of arrays of the parameters' size: parameters, gradients, and the optimiser's state
 _COPIES = 3
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of a node and, on rank 0, of the rank that needs most.
+    """Memory of a node and, on rank 0, of the rank that needs the maximum.
 
     Attributes:
-        node_bytes: of all its ranks together. pass_bytes: of a pass through the network. held_bytes: of what is always held.
-        samples: of the rank, per step. reason: why nothing is known of the rank; empty otherwise.
+        node_bytes: memory of the node.
+        pass_bytes: memory of a pass through the network on that rank.
+        held_bytes: memory that is always allocated on that rank.
+        samples: number of samples of that rank per step.
+        reason: why the need is unknown; "" if it is known.
     """
 
     node_bytes: int
@@ -73,7 +76,7 @@ class MemoryFacts:
 
 
 def gather_memory(place: OwnPlace) -> MemoryFacts | None:
-    """Return the facts of this node. Rank 0 plans a step of the largest share of the batch, in a second or two."""
+    """Return the memory of this node, on its first rank. Rank 0 also plans a step with the largest share."""
     if not place.leads_node:
         return None
     node_bytes = facts_here().memory_bytes
@@ -88,10 +91,12 @@ def gather_memory(place: OwnPlace) -> MemoryFacts | None:
 
 
 def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
-    """Return (bytes of a pass, bytes that are always held, samples per step) of the rank that needs most, from one split group.
+    """Return (bytes of a pass, bytes always allocated, samples per step) of the rank that needs the maximum.
+
+    A single split group is planned, with the largest share of the batch.
 
     Raises:
-        HpctrainError: there is no such plan.
+        HpctrainError: no plan is possible.
     """
     samples = math.ceil(config.batch / columns(config, ranks))
     grid = config.grid.model_copy(update={"cols": 1})
@@ -102,9 +107,9 @@ def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
 
 
 def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFinding]:
-    """Return one finding, about the node with the least space."""
+    """Return one finding on the node with the least free memory."""
     planned = facts[0]
-    assert planned is not None, "the first rank looks"
+    assert planned is not None, "rank 0 gathers facts"
     if planned.reason:
         return [fine(f"Not checked: {planned.reason}.")]
     ranks_of = {ranks[0]: len(ranks) for ranks in job.nodes.values()}
@@ -117,7 +122,7 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     need = count * rank_bytes / 1e9
     sentence = (
         f"{counted(count, 'rank')} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
-        f"{need:{'.1f' if need >= 0.1 else '.2g'}} GB by the plan of a step; it has {node.node_bytes / 1e9:.1f} GB."
+        f"{need:{'.1f' if need >= 0.1 else '.2g'}} GB by the plan of a step; the node has {node.node_bytes / 1e9:.1f} GB."
     )
     if shares[worst] <= _TIGHT:
         return [fine(sentence)]
@@ -126,7 +131,7 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
 
 
 def _memory_fix(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
-    """Return the number of micro-batches with which the ranks fit, or the number of ranks that fit."""
+    """Return advice: the number of micro-batches with which the ranks fit, or the number of ranks that fit."""
     room = _TIGHT * node_bytes - ranks * planned.held_bytes
     if room > 0 and config is not None:
         micro_batches = math.ceil(ranks * planned.pass_bytes / room) * config.micro_batches
@@ -146,21 +151,21 @@ MEMORY = Check(
 NO_GTL = FindingKind(
     "no-gtl",
     Severity.FAULT,
-    "Cray MPICH is configured to send messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its library for them is not "
-    "loaded: MPI ends each rank when it starts.",
-    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings then send through the host's memory. Or link mpi4py to the site's "
+    "Cray MPICH is configured to send messages from GPUs (`MPICH_GPU_SUPPORT_ENABLED=1`), but its GTL library is not linked, "
+    "so MPI ends each rank when it starts.",
+    "`export MPICH_GPU_SUPPORT_ENABLED=0`: trainings then send through host memory. Or link mpi4py to the site's "
     "libmpi_gtl_cuda.so.",
 )
 FEW_GPUS = FindingKind(
     "too-few-gpus",
     Severity.FAULT,
     "The configuration's backend is cuda, and a node has fewer GPUs than ranks.",
-    "Start as many ranks on a node as it has GPUs.",
+    "Start at most one rank per GPU on a node.",
 )
 HOST_MEMORY = FindingKind(
     "not-gpu-aware",
     Severity.REMARK,
-    "MPI cannot send from the GPU's memory: trainings send through the host's (`transport: staged`).",
+    "MPI cannot send from GPU memory, so trainings send through host memory (`transport: staged`).",
     "Use an MPI with GPU support, or `transport: nccl`.",
 )
 
@@ -171,11 +176,12 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPUs that a rank sees.
+    """GPUs that a rank sees.
 
     Attributes:
-        visible: their names, from the environment, else from the driver. confined: whether the environment names them.
-        probe: AWARE, UNAWARE with a reason, UNTRIED, or what MPI printed when it ended the process.
+        visible: names of the GPUs, from CUDA_VISIBLE_DEVICES or the driver.
+        confined: whether CUDA_VISIBLE_DEVICES is set.
+        probe: AWARE, UNAWARE with a reason, UNTRIED, or the output of MPI if it ended the process.
     """
 
     visible: tuple[str, ...] = ()
@@ -184,7 +190,7 @@ class GpuFacts:
 
 
 def gather_gpus(place: OwnPlace) -> GpuFacts:
-    """Return the facts of this rank. The first rank of a node starts a process if there is a GPU, or if MPI is to support one."""
+    """Return the GPUs of this rank. The first rank of a node starts a test process if there is a GPU or MPI is to support one."""
     named = os.environ.get(_VISIBLE)
     if named is not None:
         visible = tuple(entry.strip() for entry in named.split(",") if entry.strip())
@@ -195,14 +201,14 @@ def gather_gpus(place: OwnPlace) -> GpuFacts:
 
 
 def from_start(text: str) -> DoctorFinding | None:
-    """Return the finding that follows from MPI's last words; None if they do not concern GPUs."""
+    """Return the finding that follows from MPI's last output; None if that does not concern GPUs."""
     if GTL_WORDS not in text:
         return None
     return NO_GTL.found("MPI reports at its start: GPU support is requested, but the GTL library is not linked.")
 
 
 def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
-    """Return all faults of GPUs, or a finding on what there is."""
+    """Return all faults of GPUs, or a finding with their number."""
     aborted = next((finding for fact in facts if (finding := from_start(fact.probe)) is not None), None)
     findings = [] if aborted is None else [aborted]
     if job.config is not None and job.config.backend == "cuda":
@@ -222,7 +228,7 @@ def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
 
 
 def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
-    """Return why backend cuda cannot be used on these ranks."""
+    """Return a finding if these ranks cannot use backend cuda."""
     for ranks in job.nodes.values():
         gpus = _gpus_of(facts, ranks)
         if gpus < len(ranks):
@@ -235,7 +241,7 @@ def _cuda(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
 def _gpus_of(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> int:
     """Return the number of GPUs that the ranks of a node see together.
 
-    Ranks that are each shown one GPU by the same number may have different ones.
+    Ranks that each see one GPU under the same number may have different GPUs.
     """
     shown = [facts[rank].visible for rank in ranks]
     if len(ranks) > 1 and all(facts[rank].confined and len(facts[rank].visible) == 1 for rank in ranks):
@@ -255,7 +261,7 @@ GPUS = Check(
 NO_ONEDNN = FindingKind(
     "no-onednn",
     Severity.FAULT,
-    "The configuration asks for backend onednn, which cannot be used on some node.",
+    "The configuration has backend onednn, which cannot be used on some node.",
     "pip install onednn-cpu-gomp==2023.2.0",
 )
 SLOW_KERNELS = FindingKind(
@@ -267,17 +273,18 @@ SLOW_KERNELS = FindingKind(
 UNLIKE_KERNELS = FindingKind(
     "unlike-kernels",
     Severity.FAULT,
-    "Ranks would compute with different kernels: the slowest node delays all others, and results depend on the node.",
+    "Ranks would compute with different kernels, so that the slowest node delays all others and results depend on the node.",
     "Give all nodes the same environment, or set `backend` to numpy.",
 )
 
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The kernel set of a rank.
+    """Kernel set of a rank.
 
     Attributes:
-        reason: why it is not oneDNN's although that was wanted; empty otherwise.
+        name: name of the kernel set.
+        reason: why oneDNN cannot be used although it was wanted; "" otherwise.
     """
 
     name: str
@@ -285,7 +292,7 @@ class KernelFacts:
 
 
 def gather_kernels(place: OwnPlace) -> KernelFacts | None:
-    """Return the facts of this node. GPUs have their own check."""
+    """Return the kernel set of this node, on its first rank. GPUs have their own check."""
     if not place.leads_node:
         return None
     backend, dtype = ("auto", "float32") if place.config is None else (place.config.backend, place.config.dtype)
@@ -298,7 +305,7 @@ def gather_kernels(place: OwnPlace) -> KernelFacts | None:
 
 
 def judge_kernels(job: JobView, facts: Sequence[KernelFacts | None]) -> list[DoctorFinding]:
-    """Return one finding."""
+    """Return one finding: the kernel set, or the nodes that cannot use oneDNN."""
     looked = [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
     missing = [rank for rank, fact in looked if fact.reason]
     wanted = job.config is not None and job.config.backend == "onednn"
@@ -323,13 +330,13 @@ KERNELS = Check(
 MISMATCH = FindingKind(
     "mismatch",
     Severity.FAULT,
-    "Ranks have different packages, files of hpctrain or configurations than rank 0: a training is refused.",
+    "Ranks have other packages, files of hpctrain or configurations than rank 0, which a training refuses.",
     "Give all nodes the same environment.",
 )
 
 
 def gather_versions(place: JoinedPlace) -> tuple[str, str]:
-    """Return (the first difference between ranks, or "", this rank's versions). Collective."""
+    """Return (first difference between ranks, or "", versions of this rank). Collective."""
     try:
         check_same_start(place.world, place.own.config, leads_node=place.own.leads_node)
     except ConfigError as error:
@@ -338,7 +345,7 @@ def gather_versions(place: JoinedPlace) -> tuple[str, str]:
 
 
 def judge_versions(job: JobView, facts: Sequence[tuple[str, str]]) -> list[DoctorFinding]:
-    """Return one finding. The ranks have already compared versions."""
+    """Return one finding from the comparison by `gather_versions`."""
     difference, versions = facts[0]
     if difference:
         finding = MISMATCH.from_error(difference)
@@ -361,20 +368,20 @@ VERSIONS = Check(
 SLOW_IMPORT = FindingKind(
     "slow-import",
     Severity.WARNING,
-    "The slowest rank took more than 5 s to load Python and all modules of a training, while it had a core.",
-    "Copy the environment to the nodes' own disks before the job, for example with `sbcast` of an archive, and start from there.",
+    "The slowest rank took more than 5 s to load Python and all modules of a training, without waits for a core.",
+    "Copy the environment to local disks of the nodes before the job, for example as an archive with `sbcast`, and use it there.",
 )
 
 _MOST_START_SECONDS = 5.0
 
 
 def gather_start_up(place: OwnPlace) -> StartFacts | None:
-    """Return the facts measured when this rank started."""
+    """Return this rank's start-up time."""
     return place.start
 
 
 def judge_start_up(job: JobView, facts: Sequence[StartFacts | None]) -> list[DoctorFinding]:
-    """Return one finding, about the slowest rank."""
+    """Return one finding on the slowest rank."""
     known = present(facts)
     if not known:
         return [fine("Not measured.")]
@@ -394,12 +401,12 @@ START_UP = Check(
 SKEW = FindingKind(
     "clock-skew",
     Severity.WARNING,
-    "The wall clocks of nodes differ: the autopsy of a failed job would order events of different nodes wrongly.",
-    "Have a time service (chrony) installed on these nodes, or leave them out: `srun --exclude=NODES`.",
+    "The wall clocks of nodes differ, so that the autopsy of a failed job would order events of different nodes wrongly.",
+    "Install a time service (chrony) on these nodes, or exclude them: `srun --exclude=NODES`.",
 )
 
 _ROUNDS = 10
-#: harmless difference of clocks
+#: maximum harmless difference of clocks
 _MOST_SKEW_SECONDS = 0.5
 
 
@@ -409,7 +416,7 @@ def gather_clocks(place: JoinedPlace) -> Offset:
 
 
 def judge_clocks(job: JobView, facts: Sequence[Offset]) -> list[DoctorFinding]:
-    """Return one finding: the nodes whose clocks certainly differ from rank 0's, or by how much clocks may differ."""
+    """Return one finding: the nodes whose clocks differ from rank 0's by more than the limit, or the maximum difference."""
     seconds = [(abs(fact.offset_ns) - fact.error_ns) * 1e-9 for fact in facts]
     late = [rank for rank, apart in enumerate(seconds) if apart > _MOST_SKEW_SECONDS]
     if late:
@@ -436,18 +443,18 @@ CLOCKS = Check(
 NOTHING_HIDES = FindingKind(
     "nothing-hides",
     Severity.REMARK,
-    "No progress mode moves messages while layers compute: their time adds to that of a step.",
+    "No progress mode moves messages while layers compute, so their time adds to the step time.",
     "Leave a core of each rank free, or on Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
 )
 
 _MESSAGE_BYTES = 16 << 20
 _OPERATOR_SECONDS = 5e-3
-#: share of the messages' time below which nothing counts as hidden
+#: minimum fraction of the messages' time that counts as hidden
 _LITTLE = 0.25
 
 
 def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
-    """Return the measurement on rank 0, None on others and on one rank. Collective; takes two or three seconds."""
+    """Return the measurement on rank 0, None on other ranks or without them. Collective; takes 2 to 3 s."""
     if place.world.size == 1:
         return None
     from hpctrain.comm import mpi
@@ -461,7 +468,7 @@ def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
 
 
 def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:
-    """Return one finding, with the share that each mode hides."""
+    """Return one finding with the share of messages that each mode hides."""
     measured = facts[0]
     if measured is None:
         return [fine("One rank: no messages.")]

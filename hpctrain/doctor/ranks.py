@@ -1,8 +1,8 @@
 """Checks of how the ranks were started: launcher, MPI library, cores and threads, and the configuration's grid.
 
-The most common fault, and one without a message, is N processes that are each alone. Shared cores slow a training more than
-anything else. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all
-ranks.
+The most frequent fault has no error message: N processes that each form a job of one rank. Shared cores slow down a training more
+than any other fault. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of
+all ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from hpctrain.launch.threads import core_names
 SINGLETONS = FindingKind(
     "singletons",
     Severity.FAULT,
-    "Each process is rank 0 of its own world: N of them would train N times the same, and overwrite each other's files.",
+    "Each process is rank 0 of a world of one rank: N processes would train N times and overwrite each other's files.",
     "Use the mpiexec of the MPI that mpi4py loads, or give srun the `--mpi` option of that MPI.",
 )
 WORLD_SIZE = FindingKind(
     "world-size",
     Severity.FAULT,
-    "MPI's world has another size than the launcher, or `HPCTRAIN_EXPECT_RANKS`, was asked for.",
-    "Start as many ranks as `HPCTRAIN_EXPECT_RANKS` says, or unset it.",
+    "MPI's world has another size than requested from the launcher or by `HPCTRAIN_EXPECT_RANKS`.",
+    "Start the number of ranks that `HPCTRAIN_EXPECT_RANKS` has, or unset it.",
 )
 ONE_OF_SEVERAL = FindingKind(
     "one-of-several",
     Severity.WARNING,
-    "The scheduler gave the job several ranks or nodes, but this process was started without a launcher: a training is refused.",
+    "The scheduler allocated several ranks or nodes, but no launcher started this process, which a training refuses.",
     "Start it by `srun` or `mpiexec`, or set `HPCTRAIN_EXPECT_RANKS=1` for one rank alone.",
 )
 ALONE = FindingKind(
@@ -58,18 +58,18 @@ ALONE = FindingKind(
 WRONG_LAUNCHER = FindingKind(
     "wrong-launcher",
     Severity.FAULT,
-    "The launcher is of another MPI than the library that mpi4py loads, and MPI ends each rank when it starts.",
+    "The launcher belongs to another MPI than the library that mpi4py loads, and MPI ends each rank when it starts.",
     "Use the mpiexec of the MPI that `python -m mpi4py --mpi-lib-version` names.",
 )
 
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """The processes that run together with this one.
+    """Processes that run together with this one.
 
     Attributes:
-        mpiexec: the mpiexec in the folder of this Python; empty if there is none.
-        siblings: processes of the same command that the same process started, including this one.
+        mpiexec: path of mpiexec in the folder of this Python; "" if there is none.
+        siblings: number of processes with the same command and parent process, including this one.
         alone: why a training is refused, if the job was allocated several ranks and this process is the only one.
     """
 
@@ -79,21 +79,22 @@ class LauncherFacts:
 
 
 def gather_launcher(place: OwnPlace) -> LauncherFacts:
-    """Return the facts of this rank."""
+    """Return the processes that run together with this rank."""
     return LauncherFacts(environment_mpiexec(), 1 + len(_siblings(os.getppid())), lone_fault(place.launcher, os.environ))
 
 
 def environment_mpiexec() -> str:
-    """Return the mpiexec that was installed with this Python's packages; empty if there is none."""
+    """Return the path of the mpiexec installed with this Python's packages; "" if there is none."""
     mpiexec = Path(sys.executable).with_name("mpiexec")
     return str(mpiexec) if mpiexec.exists() else ""
 
 
 def wrong_launcher(launcher: Launcher, library: str, mpiexec: str) -> DoctorFinding | None:
-    """Return the finding if one of launcher and library is Open MPI's and the other is not; None if that is unknown.
+    """Return a finding if only one of launcher and library is Open MPI's; None if both are or neither is, or if that is unknown.
 
     Args:
-        library: the name of the library. mpiexec: the mpiexec in the folder of this Python.
+        library: name of the MPI library.
+        mpiexec: path of mpiexec in the folder of this Python.
     """
     hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these are compatible
     of_open_mpi = launcher.name.startswith("Open MPI")
@@ -105,19 +106,19 @@ def wrong_launcher(launcher: Launcher, library: str, mpiexec: str) -> DoctorFind
 
 
 def first_of_siblings() -> bool:
-    """Return False if an older process of the same command, from the same starter, reports for this one."""
+    """Return False if an older process with the same command and parent process reports for this one."""
     keeper = os.getppid()  # the doctor's rank is a child of the process that was started
     return all(sibling > keeper for sibling in _siblings(keeper))
 
 
 def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
-    """Return one finding: the first fault, or which launcher started how many ranks."""
+    """Return one finding: the first fault, or the launcher and the number of ranks."""
     launcher, first = job.launcher, facts[0]
     fault = world_fault(launcher, job.size, job.library)
     if fault is not None and job.size == 1 and launcher.name != "none" and launcher.overruled_size != 1:
         processes = launcher.expected_size
         sentence = (
-            f"{launcher.name} has started {processes} processes, and each is rank 0 of 1: they would train {processes} times."
+            f"{launcher.name} has started {processes} processes, but each is rank 0 of 1, so they would train {processes} times."
         )
         own = f"{first.mpiexec} -n {processes} python -m mpi4py -m hpctrain ..."
         return [SINGLETONS.found(sentence, own if first.mpiexec and not launcher.name.startswith("Slurm") else _line(fault[1]))]
@@ -126,7 +127,7 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
     if launcher.name == "none" and first.siblings > 1:
         sentence = (
             f"{first.siblings} processes of this command run at the same time, and each is rank 0 of 1: "
-            "this MPI does not know what started them."
+            "this MPI does not recognise their launcher."
         )
         return [SINGLETONS.found(sentence, f"{first.mpiexec or 'mpiexec'} -n {first.siblings} python -m mpi4py -m hpctrain ...")]
     if launcher.name == "none" and first.alone is not None:
@@ -138,7 +139,7 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
 
 LAUNCHER = Check(
     "launcher",
-    "the launcher, and whether MPI's world has the size that it was asked for",
+    "the launcher, and whether MPI's world has the requested size",
     (SINGLETONS, WRONG_LAUNCHER, WORLD_SIZE, ONE_OF_SEVERAL, ALONE),
     gather_launcher,
     judge_launcher,
@@ -150,7 +151,7 @@ def _line(fix: str) -> str:
 
 
 def _siblings(process: int) -> list[int]:
-    """Return the other processes with the parent and the command line of this one."""
+    """Return the other processes with the same parent and command line as `process`."""
     own, words = status_of(process), _words(process)
     numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if entry.name != str(process)]
     statuses = {number: status_of(number) for number in numbers}
@@ -168,25 +169,25 @@ def _words(process: int) -> bytes | None:
 NO_LIBRARY = FindingKind(
     "no-mpi-library",
     Severity.FAULT,
-    "mpi4py finds no MPI library; under a launcher no training starts.",
+    "mpi4py finds no MPI library, without which no training starts under a launcher.",
     "pip install mpich",
 )
 OTHER_MPIEXEC = FindingKind(
     "other-mpiexec",
     Severity.WARNING,
-    "The first mpiexec on PATH is of another MPI than the library that mpi4py loads: started by it, each rank is alone.",
+    "The first mpiexec on PATH belongs to another MPI than the library that mpi4py loads; each rank that it starts is alone.",
     "Put the folder of the right mpiexec first: `export PATH=FOLDER:$PATH`.",
 )
 THREAD_LEVEL = FindingKind(
     "thread-level",
     Severity.WARNING,
-    "MPI has started at thread level single or funneled: no thread can move messages while layers compute.",
+    "MPI has started at thread level single or funneled, so no thread can move messages while layers compute.",
     "unset MPI4PY_RC_THREAD_LEVEL",
 )
 THREAD_NEEDED = FindingKind(
     "thread-level-needed",
     Severity.FAULT,
-    "As above, and the configuration's `progress` is a mode with a thread: the training is refused.",
+    "MPI has started at thread level single or funneled, but the configuration's `progress` is a mode with a thread.",
     "unset MPI4PY_RC_THREAD_LEVEL",
 )
 
@@ -207,13 +208,14 @@ _FAMILIES = (
 
 @dataclass(frozen=True)
 class LibraryFacts:
-    """The launchers on PATH, in its order.
+    """MPI library of mpi4py, and launchers on PATH.
 
     Attributes:
-        launchers: (path of an mpiexec, its MPI, "" if unknown). mpiexec: the mpiexec in the folder of this Python.
-        library: that mpi4py loads, found by a process that starts no MPI. level_asked: the thread level that the environment
-            requests.
-        error: why no library could be loaded.
+        launchers: pairs (path of mpiexec, its MPI or ""), in the order of PATH.
+        mpiexec: path of mpiexec in the folder of this Python.
+        library: library that mpi4py loads, found by a process that starts no MPI.
+        level_asked: thread level requested by the environment.
+        error: why no library could be loaded; "" if one could.
     """
 
     launchers: tuple[tuple[str, str], ...] = ()
@@ -224,7 +226,7 @@ class LibraryFacts:
 
 
 def gather_library(place: OwnPlace) -> LibraryFacts | None:
-    """Return the facts of the first rank. Starts processes."""
+    """Return the MPI library and launchers, on rank 0. Starts processes."""
     if not place.leads_job:
         return None
     folders = dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep))
@@ -236,12 +238,12 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
 
 
 def family(text: str) -> str:
-    """Return the MPI that a library or a launcher calls itself; empty if it is unknown."""
+    """Return the MPI that a version text belongs to; "" if unknown."""
     return next((name for word, name in _FAMILIES if word in text), "")
 
 
 def _output_of(command: Sequence[str]) -> str:
-    """Return everything that a short command prints, started without a launcher's variables; empty if it does not end in time."""
+    """Return the output of a short command, run without a launcher's variables; "" if it does not end in time."""
     try:
         done = subprocess.run(
             command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
@@ -252,37 +254,37 @@ def _output_of(command: Sequence[str]) -> str:
 
 
 def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFinding]:
-    """Return all faults of the library, or its name."""
+    """Return all faults of the library, or a finding with its name."""
     first = facts[0]
     library = job.library or first.library
     if first.error or not library:
-        return [NO_LIBRARY.from_error(first.error or "mpi4py loads no MPI library that is known here.")]
+        return [NO_LIBRARY.from_error(first.error or "mpi4py loads no MPI library known to hpctrain.")]
     findings = [*_other_launcher(first, family(library)), *_thread_level(library, first, job.config)]
     return findings or [fine(f"{library}.")]
 
 
 def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
-    """Return the warning if the first mpiexec on PATH belongs to another MPI."""
+    """Return a warning if the first mpiexec on PATH belongs to another MPI."""
     families = {path: name for path, name in facts.launchers if name}
     if not families or not library or next(iter(families.values())) == library:
         return []
     path, name = next(iter(families.items()))
     right = facts.mpiexec or next((other for other, its in families.items() if its == library), "")
     fix = f"export PATH={shlex.quote(str(Path(right).parent))}:$PATH" if right else f"Use the mpiexec of {library}."
-    return [OTHER_MPIEXEC.found(f"The first mpiexec on PATH ({path}) is of {name}, but mpi4py loads {library}.", fix)]
+    return [OTHER_MPIEXEC.found(f"The first mpiexec on PATH ({path}) belongs to {name}, but mpi4py loads {library}.", fix)]
 
 
 def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:
-    """Return the finding if MPI lets only one thread call it."""
-    level = library.rpartition("thread level ")[2]  # the library's name if it has not started
+    """Return a finding if MPI allows calls from one thread only."""
+    level = library.rpartition("thread level ")[2]  # equals the library's name if MPI has not started
     if level not in ("single", "funneled"):
         return []
     progress = "" if config is None else config.progress
     kind = THREAD_NEEDED if progress in ("thread", "posting") else THREAD_LEVEL
     wish = f", and progress is {progress}" if kind is THREAD_NEEDED else ""
     if facts.level_asked:
-        return [kind.found(f"MPI has started at thread level {level}, as {_LEVEL} asks{wish}.", f"unset {_LEVEL}")]
-    sentence = f"MPI has started at thread level {level}, though serialized was asked for{wish}."
+        return [kind.found(f"MPI has started at thread level {level}, as requested by {_LEVEL}{wish}.", f"unset {_LEVEL}")]
+    sentence = f"MPI has started at thread level {level}, although serialized was requested{wish}."
     return [kind.found(sentence, "export MPICH_MAX_THREAD_SAFETY=multiple, or use an MPI with thread support.")]
 
 
@@ -298,43 +300,47 @@ MPI_LIBRARY = Check(
 TOO_MANY_THREADS = FindingKind(
     "too-many-threads",
     Severity.FAULT,
-    "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores: they take turns, and a step takes much longer.",
+    "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores, so they take turns and a step takes much longer.",
     "Leave `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` unset, or set them to the cores of a rank.",
 )
 TOO_MANY_RANKS = FindingKind(
     "too-many-ranks",
     Severity.WARNING,
-    "Ranks of one thread outnumber the cores that they may run on.",
-    "Start fewer ranks on a node, or let the launcher give each cores of its own.",
+    "Ranks with one thread each outnumber the cores on which they may run.",
+    "Start fewer ranks on a node, or let the launcher bind each rank to separate cores.",
 )
 THREADS_REFUSED = FindingKind(
     "threads-refused",
     Severity.FAULT,
-    "The configuration's `threads`, or `OMP_NUM_THREADS`, is a number that a training refuses.",
+    "A training refuses the number in the configuration's `threads` or in `OMP_NUM_THREADS`.",
     "Set `threads` to auto.",
 )
 OVERLAP = FindingKind(
     "overlapping-cores",
     Severity.WARNING,
     "Ranks of a node are bound to different sets of cores that overlap.",
-    "Let the launcher bind each rank to cores of its own.",
+    "Let the launcher bind each rank to separate cores.",
 )
 UNBOUND = FindingKind(
     "unbound",
     Severity.REMARK,
-    "The ranks of a node may all run on the same cores: the system moves their threads between cores.",
-    "Let the launcher bind each rank to cores of its own.",
+    "The ranks of a node may all run on the same cores, so the system moves their threads between cores.",
+    "Let the launcher bind each rank to separate cores.",
 )
 
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """The cores and threads of a rank.
+    """Cores and threads of a rank.
 
     Attributes:
-        cpus: logical ones that it may run on. cores: the physical ones among them. threads: that it computes with; None if they
-            were refused. pools: threads of each library's pool. fault: the refusal.
-        variables: of the environment, that set numbers of threads. quota: cores that control groups allow; None: no limit.
+        cpus: logical CPUs on which the rank may run.
+        cores: their physical cores.
+        threads: number of threads of the rank; None if it was refused.
+        pools: number of threads of each library's pool.
+        fault: why the number of threads was refused; "" if it was not.
+        variables: environment variables with numbers of threads.
+        quota: number of cores that control groups allow; None: no limit.
     """
 
     cpus: frozenset[int]
@@ -347,12 +353,12 @@ class CoreFacts:
 
     @property
     def most_threads(self) -> int:
-        """Return the threads of its largest pool."""
+        """Number of threads of the largest pool."""
         return max([self.threads or 1, *self.pools.values()])
 
 
 def gather_cores(place: OwnPlace) -> CoreFacts:
-    """Return the facts of this rank. NumPy and the kernels are loaded, so their pools can be queried."""
+    """Return the cores and threads of this rank. NumPy and the kernels must be loaded, so that their pools can be queried."""
     cpus = frozenset(os.sched_getaffinity(0))
     return CoreFacts(cpus, core_names(cpus), place.threads, _pools(), place.threads_fault, dict(place.variables), whole_quota())
 
@@ -365,7 +371,7 @@ def _pools() -> dict[str, int]:
 
 
 def judge_binding(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:
-    """Return whether ranks of a node have cores of their own."""
+    """Return one finding: whether the ranks of a node have separate cores."""
     described = describe_cores([fact.cpus for fact in facts], job.node_of)
     sentence = f"{described[0].upper()}{described[1:]}"
     findings = []
@@ -384,7 +390,7 @@ def judge_binding(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
 
 
 def bind_line(job: JobView, cores: int) -> str:
-    """Return the command that binds each rank to this number of cores, for the launcher of this job."""
+    """Return the command that binds each rank to a number of cores, for the launcher of this job."""
     name = job.launcher.name
     if name.startswith("Slurm"):
         return f"srun --cpus-per-task={cores} --cpu-bind=cores ..."
@@ -396,7 +402,7 @@ def bind_line(job: JobView, cores: int) -> str:
 
 
 def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:
-    """Return whether the threads of each node fit its cores. The first node where they do not stands for all."""
+    """Return one finding: whether the threads of each node fit its cores, else for the first node where they do not."""
     refused = [rank for rank, fact in enumerate(facts) if fact.fault]
     if refused:
         return [THREADS_REFUSED.from_error(facts[refused[0]].fault)]
@@ -416,7 +422,7 @@ def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], th
     place = f"on {job.hosts[most]} " if len(job.nodes) > 1 else ""
     sentence = f"{counted(len(ranks), 'rank')} {place}compute with {threads} threads on {counted(cores, 'core')}"
     if fact.most_threads == 1:
-        return TOO_MANY_RANKS.found(f"{sentence}.", f"Start at most {cores} on a node, or ask for more cores per rank.")
+        return TOO_MANY_RANKS.found(f"{sentence}.", f"Start at most {cores} on a node, or request more cores per rank.")
     fitting = max(1, cores // len(ranks))
     guilty = [name for name, value in fact.variables.items() if value.isdecimal() and int(value) > fitting]
     because = f" ({', '.join(f'{name}={fact.variables[name]}' for name in guilty)})" if guilty else ""
@@ -444,32 +450,32 @@ WRONG_GRID = FindingKind(
 SINGLE_VALUE = FindingKind(
     "single-value",
     Severity.FAULT,
-    "A batch norm would take its statistics over a single value per channel in every step, and pass on its bias alone.",
-    "Set `batch` higher, or `batch_norm.statistics` to synchronised, or use larger images.",
+    "A batch norm would have a single value per channel in every step, so that its output is its bias.",
+    "Increase `batch`, set `batch_norm.statistics` to synchronised, or use larger images.",
 )
 SHORT_BATCH = FindingKind(
     "short-batch",
     Severity.REMARK,
     "The last batch of each epoch leaves a batch norm a single value per channel.",
-    "Choose a `batch` that divides the images of an epoch or leaves a larger remainder.",
+    "Choose a `batch` that divides the number of images of an epoch or leaves a larger remainder.",
 )
 
 
 def gather_grid(place: OwnPlace) -> SingleValues | None:
-    """Return the check of the job's batch norms, from the header of its training file. Only rank 0 reads it."""
+    """Return the check of the job's batch norms from the header of its training file, on rank 0."""
     if place.config is None or not place.leads_job:
         return None
     return single_values_of(place.config, place.launcher.expected_size or 1)
 
 
 def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[DoctorFinding]:
-    """Return one finding."""
+    """Return one finding: whether grid and batch fit the number of ranks."""
     config = job.config
     if config is None:
         return [fine("Not checked: no configuration was given.")]
     if "grid" in config.automatic or "plan" in config.automatic:
         return [fine("Chosen when a training starts (auto).")]
-    ranks = job.launcher.expected_size or job.size  # if each rank is alone, the grid is not at fault
+    ranks = job.launcher.expected_size or job.size  # if each rank is alone, the launcher is at fault, not the grid
     cols = columns(config, ranks)
     try:
         check_grid(config.grid.rows, cols, ranks)

@@ -1,4 +1,4 @@
-"""The doctor's report: a table for people, 80 characters wide, and JSON for programs."""
+"""Report of the doctor: a table of 80 columns, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STYLES = {Severity.OK: "", Severity.REMARK: "cyan", Severity.WARNING: "yellow",
 
 
 def print_table(examination: Examination, *, strict: bool) -> None:
-    """Print the findings, each with its remedy, the map of the ranks, and the conclusion."""
+    """Print the findings with their fixes, the map of the ranks, and the conclusion."""
     text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
     console = PlainConsole(file=text, width=width, force_terminal=terminal)
@@ -75,7 +75,7 @@ def _map_table(examination: Examination) -> Table:
 
 
 def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
-    """Yield where each rank runs, in rank order."""
+    """Yield host, CPUs, threads and GPUs of each rank, in rank order."""
     for rank, facts in enumerate(examination.by_rank):
         cores, gpus = facts.get(BINDING.name), facts.get(GPUS.name)
         yield {
@@ -89,7 +89,7 @@ def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:
 
 
 def print_json(examination: Examination, *, strict: bool) -> None:
-    """Print everything as one JSON object."""
+    """Print the outcome as one JSON object."""
     findings = [
         {"check": name, "severity": one.severity.value, "key": one.key, "sentence": one.sentence, "fix": one.fix}
         for name, of_check in examination.findings.items()

@@ -1,4 +1,4 @@
-"""The course of `hpctrain doctor` on a rank: checks it makes alone, MPI's start, checks it makes with the others, the report."""
+"""The steps of `hpctrain doctor` on a rank: checks that need no other rank, start of MPI, collective checks, report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.doctor.check import OpenedFiles, OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
 
-#: time that other ranks leave rank 0 to report: launchers end a job with the first rank that fails
+#: time for which other ranks let rank 0 report first: launchers end a job with the first rank that fails
 LATER_SECONDS = 5.0
 _DEFAULT_DIRECTORY = Path("runs")
 
@@ -38,9 +38,14 @@ class DoctorRank:
     """One rank of the doctor's job.
 
     Attributes:
-        read: returns the configuration; None: there is none. directory: for runs; None: the configuration's.
-        strict: warnings count. as_json: print the report for programs. seconds: time limit of the whole.
-        age_seconds: of this process, without waits for a core. world: MPI's, once it has started.
+        launcher: launcher of this process.
+        read: returns the configuration; None: there is none.
+        directory: directory for runs; None: that of the configuration.
+        strict: whether warnings count as faults.
+        as_json: whether to print the report as JSON.
+        seconds: time limit of the job.
+        age_seconds: age of this process, without waits for a core.
+        world: communicator of all ranks, once MPI has started.
     """
 
     launcher: Launcher
@@ -53,19 +58,19 @@ class DoctorRank:
     world: Communicator | None = field(default=None, init=False)
 
     def rank(self) -> int:
-        """Return this process's rank as far as it is known."""
+        """Return the rank of this process, from MPI or else from the launcher."""
         return self.world.rank if self.world is not None and self.world.size > 1 else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
-        """End the whole job."""
+        """Abort the whole job."""
         if self.world is not None:
             self.world.abort(code)
 
     def run(self, notebook: Notebook) -> int:
-        """Examine, and print the report; return the exit code. Collective if MPI starts.
+        """Run all checks and print the report; return the exit code. Collective if MPI starts.
 
         Raises:
-            ConfigError: the configuration has a fault; raised alike on all ranks.
+            ConfigError: the configuration has a fault; on all ranks.
         """
         from hpctrain.doctor.check import OpenedFiles
 
@@ -78,7 +83,7 @@ class DoctorRank:
         from hpctrain.doctor import job, nodes
 
         notes = job.RankNotes(notebook, place.config)
-        notes.phase("examining what it sees by itself")
+        notes.phase("running the checks that need no other rank")
         if not isinstance(configuration, HpctrainError):
             notes.facts = job.gather_alone(place)
         if place.leads_job and nodes.from_start(str(notes.facts.get(nodes.GPUS.name))) is not None:
@@ -106,7 +111,7 @@ class DoctorRank:
         return code
 
     def explain(self, end: RankEnd) -> int:
-        """Report, in the parent of a rank that reached no conclusion, what its notes show; return the exit code."""
+        """Report, in the parent of a rank that ended before its report, the findings of its notes; return the exit code."""
         from hpctrain.doctor import job
         from hpctrain.doctor.check import OwnPlace
 
@@ -130,7 +135,7 @@ class DoctorRank:
             return error
 
     def _loaded_place(self, config: Config | None, opened: OpenedFiles) -> OwnPlace:
-        """Set threads before NumPy is loaded; then load what a training loads, and measure the time."""
+        """Set threads before NumPy is loaded, then load the modules of a training and measure the time."""
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         threads, fault = None, ""
         try:
@@ -147,17 +152,17 @@ class DoctorRank:
         return OwnPlace(self.launcher, config, directory, threads, fault, variables, start)
 
     def _without_mpi(self, place: OwnPlace, notes: RankNotes, error: str) -> int:
-        """Report that there is no MPI library on this node, and maybe on no other."""
+        """Report that this node has no MPI library; other nodes may have one."""
         from hpctrain.doctor import job
 
         if place.leads_job:
             return self._report(job.examine_alone(place, notes.facts, error=error))
-        time.sleep(LATER_SECONDS)  # if rank 0 finds the same, it has ended the job by now
+        time.sleep(LATER_SECONDS)  # if rank 0 has no library either, it has ended the job by now
         self._say(place, error)
         return USER_ERROR
 
     def _with_mpi(self, world: Communicator, place: OwnPlace, notes: RankNotes) -> int:
-        """Examine together with the other ranks. A rank that is wrongly alone leaves the report to the first one."""
+        """Run the collective checks and report. If each rank is alone, only the first one reports."""
         from hpctrain.doctor import job
         from hpctrain.doctor.ranks import first_of_siblings
 

@@ -1,11 +1,10 @@
-"""Fork a child that becomes the rank, and let the parent watch it: where MPI hangs or ends the rank, the parent can report it.
+"""A child process that becomes the rank, and a parent that watches it and reports if MPI hangs or ends the rank.
 
-The fork must come before MPI, NumPy and any thread: a child has no thread but the one that forked, and MPI does not survive a
-fork. The system ends the child together with its parent, so no rank outlives the process that the launcher watches.
+Fork before MPI, NumPy and any thread: a forked child has only the thread that forked, and MPI does not survive a fork. The system
+ends the child together with its parent, so no rank outlives the process that the launcher watches.
 
-`hpctrain.launch.keeper` keeps a training's rank. `run_watched` runs a short job in a child: the child leaves notes of its
-progress, and the parent passes on what the child writes to standard error, remembers the last of it, and ends the child after a
-time limit.
+`hpctrain.launch.keeper` keeps the rank of a training. `run_watched` runs a short job in a child: the child leaves notes on its
+progress; the parent forwards the child's standard error, keeps the end of it, and kills the child after a time limit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 from hpctrain.launch.process_end import BUG, FINISHED, USER_ERROR
 
-#: environment variable: 0 forks no parent, for example for a debugger that follows the process it started
+#: environment variable; 0 disables the fork, for example for a debugger that follows the process it started
 SWITCH = "HPCTRAIN_KEEPER"
 
 _PR_SET_PDEATHSIG = 1
@@ -44,30 +43,31 @@ def may_fork() -> bool:
 
 
 def fork_child() -> int:
-    """Fork, and return the number of the child; 0 in the child, which the system ends together with this process."""
+    """Fork; return the process ID of the child, or 0 in the child. The system kills the child when this process ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     child = os.fork()
     if not child:
         end_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the system was told
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os._exit(BUG)
     return child
 
 
 def end_with_parent(number: Signals) -> None:
-    """Have the system send this signal to the calling process when its parent ends."""
+    """Make the system send this signal to the calling process when its parent ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank that reached no conclusion.
+    """End of a rank that did not finish its work.
 
     Attributes:
-        code: as `Popen.returncode`; None: the time limit passed. words: the last text that it wrote to standard error.
-        note: its last note; None: it left none.
+        code: exit code or negative signal number, as `Popen.returncode`; None: the time limit passed.
+        words: end of the text that it wrote to standard error.
+        note: last note; None if it left none.
     """
 
     code: int | None
@@ -76,7 +76,7 @@ class RankEnd:
 
     @property
     def in_words(self) -> str:
-        """Return the end as the verb of a sentence."""
+        """The end as the verb of a sentence, such as "exited with code 3"."""
         if self.code is None:
             return "did not end"
         if self.code < 0:
@@ -85,13 +85,17 @@ class RankEnd:
 
 
 class Notebook:
-    """The child's side: each note replaces the one before. Without a descriptor notes are dropped."""
+    """Writer of notes in the child. Each note replaces the previous one. Without a descriptor, notes are dropped.
+
+    Args:
+        descriptor: descriptor of a pipe to the parent; None: no parent.
+    """
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = descriptor
 
     def write(self, note: object) -> None:
-        """Leave a picklable note."""
+        """Write a picklable note."""
         if self._descriptor is None:
             return
         text = pickle.dumps(note)
@@ -101,14 +105,16 @@ class Notebook:
 
 
 def run_watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], int], seconds: float) -> int:
-    """Do the work in a child; return its exit code, or that of `explain` if the child reaches no conclusion.
+    """Run `work` in a child; return its exit code, or the result of `explain` if the child does not finish its work.
 
-    Returns in both processes: in the child with its work's code, so that it leaves as any process does. MPI says goodbye to the
-    launcher when a process exits, and a launcher kills the other ranks of one that is gone without that. If no process may be
-    forked (`may_fork`), the work is done in this process, and nothing watches it.
+    Returns in both processes. The child returns its work's code, so that it exits as any process does: MPI notifies the launcher
+    when a process exits, and a launcher kills the other ranks of one that ends without that. If no process may be forked
+    (`may_fork`), `work` runs in this process and is not watched.
 
     Args:
-        explain: reports the end of the child, in the parent. seconds: time limit, after which the child is killed.
+        work: receives the notebook and returns the exit code.
+        explain: called in the parent with the end of the child; returns the exit code.
+        seconds: time limit after which the child is killed.
     """
     if not may_fork():
         return work(Notebook())
@@ -128,7 +134,7 @@ def run_watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], in
 
 
 class _Watch:
-    """The parent's side."""
+    """The parent's view of the child."""
 
     def __init__(self, child: int, notes: int, errors: int) -> None:
         self._child, self._notes_out, self._errors_out = child, notes, errors
@@ -136,7 +142,7 @@ class _Watch:
         self._words = b""
 
     def until_end(self, seconds: float) -> RankEnd:
-        """Listen until the child ends, or kill it after the time limit; return how it ended."""
+        """Forward the child's output until it ends, or kill it after the time limit; return how it ended."""
         end = time.monotonic() + seconds
         code: int | None = None
         while True:
@@ -153,7 +159,7 @@ class _Watch:
         return RankEnd(code, self._words.decode(errors="replace"), self._last_note())
 
     def _listen(self, seconds: float) -> None:
-        """Read all that is there, and pass on what the child wrote to standard error."""
+        """Read all available notes and output; forward the child's standard error."""
         waiting = seconds
         while ready := select.select([self._notes_out, self._errors_out], [], [], waiting)[0]:
             texts = {descriptor: os.read(descriptor, _MOST_WORDS) for descriptor in ready}
@@ -168,7 +174,7 @@ class _Watch:
             waiting = 0
 
     def _last_note(self) -> Any:
-        """Return the last complete note."""
+        """Return the last complete note; None if there is none."""
         rest, note = self._notes, None
         while len(rest) >= _SIZE_BYTES:
             size = int.from_bytes(rest[:_SIZE_BYTES], "little")

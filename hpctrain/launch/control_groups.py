@@ -1,7 +1,7 @@
-"""Memory and processor time that this process may use: what the machine has, and the limits of Linux's control groups.
+"""Memory and processor time available to this process, from the machine and from the limits of Linux's control groups.
 
-Containers and schedulers set such limits. `available_bytes` is the memory that may still be taken, `cpu_quota` the processor
-time, `MemoryGroup` says whether the kernel ended a process because memory ran out, and `resident_bytes` what this process holds.
+Containers and schedulers set such limits. `available_bytes` is the available memory, `cpu_quota` the limit of processor time, and
+`resident_bytes` the memory of this process. `MemoryGroup` finds out whether the kernel ended a process because memory ran out.
 Nothing here starts a process.
 """
 
@@ -22,10 +22,10 @@ _MEMORY_FILES = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that processes of this node may still take; None if the system does not tell.
+    """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
     """
     rooms = [*_of_machine(root), *_of_groups(root)]
     return max(0, min(rooms)) if rooms else None
@@ -45,10 +45,12 @@ def _of_groups(root: Path) -> Iterator[int]:
 
 
 def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iterator[Path]:
-    """Yield this process's control group and its ancestors, innermost first: a job's limit may be set above that of its step.
+    """Yield this process's control group and its ancestors, innermost first. A job's limit may be set above that of its step.
 
     Args:
-        controller: of version 1; empty for version 2. mount: of its hierarchy. root: of the file system, for tests.
+        controller: controller of version 1; "" for version 2.
+        mount: mount point of its hierarchy.
+        root: root of the file system, for tests.
     """
     with contextlib.suppress(OSError, ValueError):
         lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -60,7 +62,7 @@ def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iter
 
 
 def _room(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
-    """Yield the limit of a group less its use; nothing without a limit, or if the group is not visible, as in a container."""
+    """Yield the limit of a group minus its use; nothing without a limit, or if the group is not visible, as in a container."""
     with contextlib.suppress(OSError, ValueError):
         most, used = int((folder / limit).read_text()), int((folder / use).read_text())
         values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines() if len(line.split()) == 2)
@@ -73,18 +75,18 @@ _V2_MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the number of CPUs whose time this process's control group may use: the minimum over the group and its ancestors.
+    """Return the processor time of this process's control group in CPUs, the minimum over the group and its ancestors.
 
-    None without a limit. More threads than that use the quota up early, and then all threads wait until the next period.
+    None if there is no limit. More threads than that use up the quota early, and all threads then wait until the next period.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
     """
     return min(_quotas(root), default=None)
 
 
 def whole_quota(root: Path = Path("/")) -> int | None:
-    """Return `cpu_quota` rounded down to whole cores, at least 1. That number of threads is never throttled."""
+    """Return `cpu_quota` rounded down to whole cores, at least 1. This number of threads is never throttled."""
     quota = cpu_quota(root)
     return None if quota is None else max(1, int(quota))
 
@@ -118,10 +120,11 @@ _LARGEST = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """The memory of a control group.
+    """Memory of a control group.
 
     Attributes:
-        counts, limit: its files; None if none can be read. kills: processes that the kernel had ended in it when this was made.
+        counts, limit: its files of counts and of the limit; None if they cannot be read.
+        kills: number of processes that the kernel had killed in it when this object was created.
     """
 
     counts: Path | None = None
@@ -133,7 +136,7 @@ class MemoryGroup:
         """Return the group of this process.
 
         Args:
-            root: of the file system, for tests.
+            root: root of the file system, for tests.
         """
         with contextlib.suppress(OSError, ValueError):
             lines = [line.split(":", 2) for line in listing.read_text().splitlines()]
@@ -146,7 +149,7 @@ class MemoryGroup:
         return cls()
 
     def hint(self) -> str:
-        """Return how to read the end of a process by SIGKILL, in brackets: certainly, possibly, or not for lack of memory."""
+        """Return whether an end by SIGKILL was for lack of memory (certainly, possibly, or not), as text in brackets."""
         if self.counts is None:
             return " (as the kernel does where memory runs out)"
         try:
@@ -167,7 +170,7 @@ class MemoryGroup:
 
 
 def _kills(path: Path) -> int:
-    """Return the count in a file of lines "name number".
+    """Return the number of killed processes from a file of lines "name number".
 
     Raises:
         ValueError: the file has no such count.
@@ -179,12 +182,12 @@ def _kills(path: Path) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process has held resident so far."""
+    """Return the maximum resident memory of this process so far."""
     return _status_bytes("VmHWM")
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process holds resident now."""
+    """Return the resident memory of this process."""
     return _status_bytes("VmRSS")
 
 

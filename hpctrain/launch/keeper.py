@@ -1,15 +1,14 @@
-"""A small parent process, the keeper, that reports how its rank ended, and turns an unexplained end into a failure.
+"""The keeper, a small parent process that reports how its rank ended, and turns an unexplained end into a failure.
 
-A rank that a library ends by `_exit(0)` inside a step leaves nothing behind: MPICH's launcher kills the other ranks and reports
-success. Launchers watch only the process that they started, so that process becomes the keeper: it forks before MPI, NumPy and
-any thread exist, the child becomes the rank, and the keeper sleeps until the child ends. The keeper inherits the launcher's
-descriptors, so the launcher takes the rank for alive until the keeper has reported. docs/adr/0005 compares this with
-alternatives.
+If a library ends a rank by `_exit(0)` inside a step, MPICH's launcher kills the other ranks and reports success. Launchers watch
+only the process that they started, so that process becomes the keeper: it forks before MPI, NumPy and any thread exist, the child
+becomes the rank, and the keeper sleeps until the child ends. The keeper inherits the launcher's descriptors, so the launcher
+considers the rank alive until the keeper has reported. docs/adr/0005 compares this with alternatives.
 
-Rank and keeper share counters in memory (`Pulse`): one grows with the rank's heartbeat, the other with the keeper's looks. A rank
-that is stopped, or in which a library never releases the interpreter's lock, cannot notice anything itself; its keeper sees that
-the rank's counter stands still. A stopped keeper can neither end the rank nor report its end; the rank's heartbeat sees that.
-Each side counts its own looks, so the time for which a whole job, including keepers, was suspended does not count.
+Rank and keeper share counters in memory (`Pulse`): one counts the rank's heartbeats, the other the keeper's checks. A rank that
+is stopped, or in which a library never releases the interpreter's lock, cannot notice anything itself; its keeper sees that the
+rank's counter does not change. A stopped keeper can neither end the rank nor report its end; the rank's heartbeat sees that. Each
+side counts its own checks instead of time, so the time for which a whole job including its keepers was suspended does not count.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ _BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _ANNOUNCED = range(6)
 
 
 class Pulse:
-    """The shared counters, and the deadline for which they may stand still. Made before the fork, written by both processes."""
+    """Counters shared by rank and keeper, and the deadline for which they may remain unchanged.
+
+    Created before the fork, written by both processes.
+    """
 
     def __init__(self) -> None:
         self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
@@ -48,11 +50,11 @@ class Pulse:
 
     @property
     def deadline_seconds(self) -> float:
-        """Return the latest deadline of the rank, also while its watch is paused; 0 before there is one."""
+        """Latest deadline of the rank, also while its watch is paused; 0 before there is one."""
         return self._words[_DEADLINE] * 1e-9
 
     def watch(self, deadline_seconds: float) -> None:
-        """Start the watch of the rank: its counter must not stand still for the deadline. Called in the rank."""
+        """Start the watch of the rank, whose counter must change within the deadline. Called in the rank."""
         self._words[_BEATS] += 1
         self._words[_DEADLINE] = max(1, int(deadline_seconds * 1e9))
         self._words[_WATCHED] = 1
@@ -74,7 +76,7 @@ class Pulse:
 
     @property
     def guarded(self) -> bool:
-        """Return whether such a timer runs, or has ended the rank."""
+        """Whether such a timer runs, or has ended the rank."""
         return self._words[_GUARDED] != 0
 
     def announce_end(self) -> None:
@@ -83,11 +85,11 @@ class Pulse:
 
     @property
     def announced_end(self) -> bool:
-        """Return whether the rank has called `announce_end`."""
+        """Whether the rank has called `announce_end`."""
         return self._words[_ANNOUNCED] != 0
 
     def look(self, seconds: float) -> bool:
-        """Return whether the rank has stood still for the deadline. Called in the keeper, every `seconds`."""
+        """Return whether the rank's counter has not changed for the deadline. Called in the keeper, every `seconds`."""
         beats = self._words[_BEATS]
         if not self._words[_WATCHED] or beats != self._seen:
             self._seen, self._still_seconds = beats, 0.0
@@ -96,11 +98,11 @@ class Pulse:
         return self._still_seconds >= self.deadline_seconds
 
     def keep(self) -> None:
-        """Count a look of the keeper. Called in the keeper."""
+        """Count a check of the keeper. Called in the keeper."""
         self._words[_KEEPER] += 1
 
     def look_at_keeper(self, seconds: float) -> bool:
-        """Return whether the keeper has stood still for the deadline; False without a keeper.
+        """Return whether the keeper's counter has not changed for the deadline; False without a keeper.
 
         Called in the rank, every `seconds`.
         """
@@ -112,8 +114,8 @@ class Pulse:
         return self._keeper_still_seconds >= self.deadline_seconds
 
 
-# A rank that leaves with these has printed the reason. A run that a signal has stopped must also report that it finished: STOPPED
-# promises a checkpoint, and jobs are requeued on it.
+# A rank that exits with one of these codes has printed the reason. A run stopped by a signal must also report that it finished:
+# STOPPED promises a checkpoint, and jobs are requeued on it.
 _EXPLAINED = (BUG, USER_ERROR, DEADLINE)
 _FINISHED = b"."
 _MESSAGE_BYTES = 1 << 14
@@ -126,33 +128,37 @@ _STACKS_SECONDS = 2.0
 _UNKNOWN_DEADLINE_SECONDS = 300.0
 # After a whole job was suspended, a rank may wake at most this long before its keeper.
 _WAKE_SECONDS = 5.0
-# Longest wait for a reader of standard error.
+# Maximum wait for a reader of standard error.
 _SAY_SECONDS = 1.0
 
-#: Write into a flight record how its process ended, unless the process did so itself; return whether it was written. Arguments:
-#: the record, the number of a signal or an exit code, the kind of end, and the process.
+#: function that writes the end of a process into its flight record, unless the process did so itself, and returns whether it
+#: wrote. Arguments: path of the record, number of the signal or exit code, kind of end, process ID.
 Mark = Callable[[Path, int, End, int], bool]
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """The keeper as its rank sees it.
+    """The keeper from the rank's view.
 
     Attributes:
-        sender: descriptor that the rank writes to; None without a keeper. pulse: shows the keeper that the rank is alive.
+        sender: descriptor of a pipe to the keeper; None without a keeper.
+        pulse: counters that show the keeper that the rank is alive.
     """
 
     sender: int | None = None
     pulse: Pulse = field(default_factory=Pulse)
 
     def record(self, path: Path | None) -> None:
-        """Tell the keeper where the rank's flight record is, in which the keeper marks the rank's end. None: nowhere."""
+        """Send the keeper the path of the rank's flight record, in which it marks the rank's end; None: there is no record."""
         if self.sender is not None:
             with contextlib.suppress(OSError):  # a program may have closed all descriptors
                 os.write(self.sender, (b"" if path is None else os.fsencode(path.absolute())) + b"\n")
 
     def finished(self) -> None:
-        """Tell the keeper that the rank's end needs no explanation. End a keeper that stays stopped, and this process with it."""
+        """Notify the keeper that the rank's end needs no explanation.
+
+        A keeper that stays stopped is killed, and this process with it.
+        """
         if self.sender is not None:
             with contextlib.suppress(OSError):
                 os.write(self.sender, _FINISHED)
@@ -161,7 +167,7 @@ class Keeper:
                 self.end()
 
     def stays_stopped(self) -> bool:
-        """Return whether the keeper is stopped and stays so for a few seconds. A suspended job wakes it sooner."""
+        """Return whether the keeper is stopped for a few seconds. A job that was suspended resumes it sooner."""
         end = time.monotonic() + _WAKE_SECONDS
         while self.sender is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
             if time.monotonic() > end:
@@ -170,7 +176,7 @@ class Keeper:
         return False
 
     def end(self) -> None:
-        """End the keeper, and with it this process: the launcher notices that and ends the job."""
+        """Kill the keeper, and with it this process; the launcher then ends the job."""
         if self.sender is not None:
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(_WAKE_SECONDS)
@@ -180,7 +186,7 @@ _OF_PROCESS: list[Keeper] = []
 
 
 def current_keeper() -> Keeper:
-    """Return the keeper of this process; without one, a keeper that ignores everything."""
+    """Return the keeper of this process; without one, a keeper that ignores all calls."""
     return _OF_PROCESS[-1] if _OF_PROCESS else Keeper()
 
 
@@ -189,10 +195,11 @@ def keep(
 ) -> Keeper:
     """Fork; return the keeper in the child. The parent does not return.
 
-    Has no effect if the process has threads (a child would lack them), if MPI has started, or if `child.SWITCH` is 0.
+    No effect if the process has threads, which the child would lack, if MPI has started, or if `child.SWITCH` is 0.
 
     Args:
-        rank: of this process; None: unknown. held: signals that are blocked; the parent passes them on.
+        rank: rank of this process; None: unknown.
+        held: blocked signals, which the parent forwards.
         mark: writes the end of the child into its flight record, unless the child wrote it.
         record: path of the flight record until the child reports another one.
     """
@@ -216,10 +223,13 @@ def keep(
 
 @dataclass(frozen=True)
 class _Rank:
-    """The rank as its keeper sees it.
+    """The rank from the keeper's view.
 
     Attributes:
-        process: its number. receiver: descriptor of its messages. mark, record: see `keep`. memory: of its control group.
+        process: process ID.
+        receiver: descriptor of its messages.
+        mark, record: as for `keep`.
+        memory: memory of its control group.
         launchers: processes of the launcher on this node.
     """
 
@@ -233,24 +243,24 @@ class _Rank:
     launchers: Sequence[WatchedProcess]
 
     def words(self) -> tuple[Path | None, bool]:
-        """Return the rank's latest flight record, and whether its end needs no explanation."""
+        """Return the path of the rank's latest flight record, and whether its end needs no explanation."""
         os.set_blocking(self.receiver, False)
         try:
             messages = os.read(self.receiver, _MESSAGE_BYTES)
-        except BlockingIOError:  # a process that the rank has forked still holds the other end
+        except BlockingIOError:  # a process forked by the rank still has the other end open
             messages = b""
         *records, last = messages.split(b"\n")
         latest = self.record if not records else Path(os.fsdecode(records[-1])) if records[-1] else None
         return latest, last == _FINISHED
 
     def mark_end(self, record: Path | None, number: int, end: End) -> bool | None:
-        """Write the rank's end into its record. Return False if the rank had written it, None if there is no record."""
+        """Write the rank's end into its record. Return False if the rank had already written it, None if there is no record."""
         with contextlib.suppress(OSError):
             return None if record is None else self.mark(record, number, end, self.process)
         return None
 
     def lost_launcher(self) -> WatchedProcess | None:
-        """Look at the launcher's processes; return one that has ended or was stopped for the deadline, else None."""
+        """Check the launcher's processes; return one that has ended or was stopped for the deadline, otherwise None."""
         deadline_seconds = self.pulse.deadline_seconds or _UNKNOWN_DEADLINE_SECONDS
         for process in self.launchers:
             process.look(_LOOK_SECONDS)
@@ -258,12 +268,12 @@ class _Rank:
         return next(lost, None)
 
     def place(self, record: Path | None) -> str:
-        """Return a sentence on where the rank's record is, as long as it is in no run directory; else ""."""
+        """Return a sentence with the path of the rank's record if no run directory contains it; otherwise ""."""
         return f" `hpctrain autopsy {record.parent}` has the record." if record is not None and record == self.record else ""
 
 
 def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
-    """Pass signals on until the child ends; then leave as it did, or with an error if it left without an explanation."""
+    """Forward signals until the child ends. Then exit as it did, or with an error if its end is unexplained."""
     # `sigtimedwait` is unusable: if a stop interrupts it, CPython returns an invalid signal number.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
@@ -288,10 +298,10 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
 
 
 def _leave_as(child: _Rank, code: int) -> NoReturn:
-    """Leave as the child left.
+    """Exit as the child did.
 
     Args:
-        code: its exit code; negative: the number of the signal that ended it.
+        code: exit code of the child; negative: number of the signal that ended it.
     """
     record, finished = child.words()
     if code == BUG and child.pulse.guarded:
@@ -321,7 +331,7 @@ def _leave_as(child: _Rank, code: int) -> NoReturn:
 
 
 def _end_hung(child: _Rank) -> NoReturn:
-    """End a child that can do nothing itself. SIGABRT makes it print its stacks if it still can."""
+    """Kill a child that no longer responds. SIGABRT comes first: it prints the child's stacks if that is still possible."""
     record, _ = child.words()
     place = child.place(record)
     _say(
@@ -339,7 +349,7 @@ def _end_hung(child: _Rank) -> NoReturn:
 
 
 def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProcess) -> NoReturn:
-    """Leave after the child has ended because its launcher is gone or stopped."""
+    """Exit after the child has ended because its launcher has ended or was stopped."""
     child.mark_end(record, 0 if lost.gone else signal.SIGSTOP, End.LAUNCHER)
     how = "has ended" if lost.gone else f"was stopped for {lost.stopped_seconds:.0f} s"
     _say(child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended, too.{child.place(record)}")
@@ -349,7 +359,7 @@ def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProc
 
 
 def _await_launcher(child: _Rank, record: Path | None) -> None:
-    """Wait, before this process ends, while a launcher's process is stopped; end one that stays stopped for the deadline.
+    """Wait while a launcher's process is stopped, and kill it after the deadline. Called before this process exits.
 
     A stopped launcher would never notice the end of this process.
     """
@@ -370,7 +380,7 @@ def _kill(process: WatchedProcess) -> None:
 
 
 def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
-    """End by the child's signal, so that launchers and shells see it. If a core dump was wanted, the child has made it."""
+    """End by the child's signal, so that launchers and shells see it. Writes no core dump, as the child may have written one."""
     if number == signal.SIGKILL:
         time.sleep(_ALONE_SECONDS)
     hint = child.memory.hint() if number == signal.SIGKILL else ""

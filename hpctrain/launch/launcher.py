@@ -1,4 +1,4 @@
-"""Read from the environment what the launcher asked for: before MPI starts, and whether or not it starts.
+"""The launcher of this process and its request, read from the environment before MPI starts, or if it never starts.
 
 Imports neither NumPy nor mpi4py.
 """
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.core.text import place
+from hpctrain.core.text import counted, place
 
-#: environment variable of the user: the number of ranks that the job must have
+#: environment variable of the user with the number of ranks that the job must have
 EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"
 
-#: beginnings of the variables of launchers: without these variables a process is alone
+#: prefixes of launchers' variables, without which MPI starts a process as a job of one rank
 _VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MV2_")
 
 # `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
@@ -37,14 +37,16 @@ _FIRST_SPECIAL_STEP = 4294967290
 
 @dataclass(frozen=True)
 class Launcher:
-    """The program that started this process, and what it asked for. None: unknown.
+    """The program that started this process, and the job that it was asked for. None stands for an unknown value.
 
     Attributes:
         name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.
-        expected_size: ranks of the job. rank, local_rank: of this process, in the job and on its node.
-        local_size: ranks on this node.
-        overruled_size: number of ranks by the launcher, if HPCTRAIN_EXPECT_RANKS replaces it as expected_size.
-        rank_variable: the environment variable with the rank: a launcher's child has it, and the launcher has not.
+        expected_size: number of ranks of the job.
+        rank: rank of this process in the job.
+        local_size: number of ranks on this node.
+        local_rank: rank of this process on its node.
+        rank_variable: environment variable with the rank, which a launcher's child has and the launcher has not.
+        overruled_size: number of ranks according to the launcher, if HPCTRAIN_EXPECT_RANKS replaces it in expected_size.
     """
 
     name: str
@@ -57,13 +59,13 @@ class Launcher:
 
     @property
     def starts_mpi(self) -> bool:
-        """Return whether MPI is to be started: under a known launcher, or if the user says that there are several ranks."""
+        """Whether MPI is to be started: under a known launcher, or if HPCTRAIN_EXPECT_RANKS is greater than 1."""
         return self.name != "none" or (self.expected_size or 1) > 1
 
 
 @dataclass(frozen=True)
 class _Signature:
-    """The variables of one launcher: the one that identifies it, then size, rank, local size and local rank."""
+    """Variables of one launcher: the one that identifies it, then size, rank, local size and local rank."""
 
     name: str
     marker: str
@@ -100,12 +102,12 @@ _PMI = _Signature("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "PMI_LOC
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that no launcher has started."""
+    """Return the environment without the variables of launchers."""
     return {name: value for name, value in environ.items() if not name.startswith(_VARIABLES)}
 
 
 def detect(environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher that this environment shows; HPCTRAIN_EXPECT_RANKS overrules its number of ranks.
+    """Return the launcher that this environment shows. HPCTRAIN_EXPECT_RANKS overrides its number of ranks.
 
     Raises:
         LaunchError: HPCTRAIN_EXPECT_RANKS is no positive integer.
@@ -115,7 +117,7 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     if wanted is None:
         return launcher
     if not wanted.isdecimal() or int(wanted) < 1:
-        raise LaunchError(f"{EXPECT_RANKS} is {wanted!r}, it must be a number of ranks; the smallest is 1.")
+        raise LaunchError(f"{EXPECT_RANKS} is {wanted!r}, but must be a number of ranks; the smallest is 1.")
     return replace(launcher, expected_size=int(wanted), overruled_size=launcher.expected_size)
 
 
@@ -125,20 +127,20 @@ def started_by(environ: Mapping[str, str]) -> Launcher:
 
 
 def place_of(rank: int | None) -> str:
-    """Return the beginning of a line of this process among lines of other ranks, such as "[3/64@node7] "; "" without a rank."""
+    """Return the prefix of this process's lines among those of other ranks, such as "[3/64@node7] "; "" without a rank."""
     return place(rank, _detect(os.environ).expected_size)
 
 
 def keeps_job_of_lost_ranks(environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher continues when a rank dies, and tells MPI: mpiexec --with-ft ulfm of Open MPI."""
+    """Return whether the launcher continues when a rank dies and notifies MPI: Open MPI's mpiexec --with-ft ulfm."""
     return environ.get(_FAULT_TOLERANT, "0").lower() in ("1", "true", "yes", "enabled")
 
 
 def may_overlook_exit_codes(environ: Mapping[str, str]) -> bool:
-    """Return whether the other ranks certainly learn of a rank that a signal ended, but not of one that left with a code.
+    """Return whether the launcher notices a rank ended by a signal, but may miss one that exits with a code.
 
-    This is true of launchers that keep the job of lost ranks, and of hydra. If hydra learns of an exit before it sees the rank's
-    descriptor close, for example while it passes on a last sentence, it closes the descriptor itself, and keeps waiting for ranks
+    True for launchers that keep the job of lost ranks, and for hydra. If hydra learns of an exit before it sees the rank's
+    descriptor close, for example while it forwards a last message, it closes the descriptor itself, and keeps waiting for ranks
     that wait for the lost one.
     """
     return keeps_job_of_lost_ranks(environ) or _detect(environ).name in _OF_HYDRA
@@ -180,7 +182,7 @@ def _slurm(environ: Mapping[str, str]) -> Launcher:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return Slurm's tasks per node, written out: "2(x3),1" -> [2, 2, 2, 1]; [] for any other form."""
+    """Return Slurm's tasks per node as a list: "2(x3),1" -> [2, 2, 2, 1]; [] for any other form."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -196,13 +198,13 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return a sentence if MPI would read variables of a launcher that is gone; None if there is no such fault.
+    """Return a sentence if the environment has variables of a launcher that no longer exists, which MPI would read; else None.
 
-    Such variables stay in the shell of an interactive allocation, and in processes started from it without a launcher. MPI would
+    Such variables stay in the shell of an interactive allocation and in processes started from it without a launcher. MPI would
     end the process with a stack trace.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
     """
     launcher = _detect(environ)
     gone = _closed_descriptor(environ, root) or _gone_server(environ, root) or _missing_connection(launcher, environ)
@@ -216,7 +218,7 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
 
 
 def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
-    """Return what is wrong with the socket that MPICH's process managers pass to each rank; None if nothing is wrong."""
+    """Return the fault of the socket that MPICH's process managers pass to each rank; None if it has none."""
     text = environ.get(_PMI_SOCKET, "")
     if not text.isdecimal():
         return None
@@ -230,7 +232,7 @@ def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
-    """Return what is wrong with the launcher's server for the ranks of this node; None if no fault is known."""
+    """Return the fault of the launcher's server for the ranks of this node; None if no fault is known."""
     servers = {name: value for name, value in environ.items() if name.startswith(_SERVERS)}
     ports = {name: _LOCAL_PORT.search(value) for name, value in servers.items()}
     found = {name: int(match[1]) for name, match in ports.items() if match is not None}
@@ -249,7 +251,7 @@ def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Return a sentence if the environment gives a rank no means to connect to the others; else None."""
+    """Return a sentence if the environment has no means for a rank to connect to the others; otherwise None."""
     if launcher.name not in (*_OF_HYDRA, _PMI.name) or (launcher.expected_size or 1) == 1:
         return None
     if any(name.startswith(_CONNECTION_VARIABLES) for name in environ):
@@ -258,9 +260,9 @@ def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str |
 
 
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Return a sentence if a process without a launcher is the only rank of a job with several ranks or nodes; else None.
+    """Return a sentence if a process without a launcher is the only rank of a job with several tasks or nodes; otherwise None.
 
-    In a batch script that is right for every command except a training, which should use all ranks.
+    In a batch script, that is right for every command except a training, which should use all ranks.
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None
@@ -295,13 +297,13 @@ _SRUN_OPTIONS = (
 def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
     """Raise unless MPI's world has the size that the launcher was asked for.
 
-    Usually such a world is one of N jobs of one rank each, none of which reports anything.
+    Such a world is usually one of N jobs of one rank each, none of which reports an error.
 
     Args:
-        library: name of the MPI library in use, if known.
+        library: name of the MPI library, if known.
 
     Raises:
-        LaunchError: the message names the launcher, both sizes and the likely cause.
+        LaunchError: the sizes differ; the message names the launcher, both sizes and the likely cause.
     """
     fault = world_fault(launcher, world_size, library)
     if fault is not None:
@@ -309,23 +311,23 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
 
 
 def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple[str, str] | None:
-    """Return (both sizes, the remedy) of a world of another size than asked for, as parts of a sentence; else None."""
+    """Return (both sizes, the remedy) as parts of a sentence if the world has not the requested size; otherwise None."""
     expected = launcher.expected_size
     if expected is None or expected == world_size:
         return None
     if launcher.name == "none":
         return (
-            f"{EXPECT_RANKS} asks for {expected} ranks, but this process was started without an MPI launcher that hpctrain "
-            f"knows, and MPI's world has {world_size}",
+            f"{EXPECT_RANKS} is {expected}, but no MPI launcher known to hpctrain started this process, and MPI's world has "
+            f"{counted(world_size, 'rank')}",
             f"start it as `mpiexec -n {expected} python -m mpi4py -m hpctrain ...`",
         )
     if launcher.overruled_size == world_size:
         return (
-            f"{EXPECT_RANKS} asks for {expected} ranks, but {launcher.name} has started {world_size}",
-            f"start as many as {EXPECT_RANKS} says, or unset it",
+            f"{EXPECT_RANKS} is {expected}, but {launcher.name} has started {counted(world_size, 'rank')}",
+            f"start {expected} ranks, or unset {EXPECT_RANKS}",
         )
     if world_size != 1:
-        cause = f"start as many ranks as {EXPECT_RANKS} says, or unset it"
+        cause = f"start {expected} ranks, or unset {EXPECT_RANKS}"
     elif launcher.name.startswith("Slurm"):
         cause = _srun_advice(library)
     else:

@@ -1,6 +1,6 @@
-"""How a process ends: the exit codes of a job, the kinds of an end, and the last output of a process that gives up.
+"""The end of a process: exit codes of a job, kinds of an end, and the last output of a process that ends the job.
 
-Exit codes are the same on every rank; 128 + n means an end by signal n without a checkpoint. Last words are written in whole
+Exit codes are the same on every rank; 128 + n means an end by signal n without a checkpoint. Last output is written in whole
 lines with the rank's place, also to its log file, and by only a few ranks of a job.
 """
 
@@ -26,15 +26,15 @@ from hpctrain.launch.launcher import place_of
 FINISHED = 0
 BUG = 1
 USER_ERROR = 2
-#: a signal or the time limit stopped the run, and a checkpoint to resume from was written: requeue on it
+#: a signal or the time limit stopped the run after a checkpoint; requeue the job
 STOPPED = 85
-#: a wait among the ranks took longer than the deadline
+#: a wait for other ranks exceeded the deadline
 DEADLINE = 124
 SIGNALLED = 128
 
 
 class End(IntEnum):
-    """How a process ended, as far as it knew, or as its keeper saw it."""
+    """Kind of a process's end, as noted by the process or by its keeper."""
 
     RUNNING = 0
     FINISHED = 1
@@ -54,29 +54,31 @@ _POLL_SECONDS = 1e-3
 
 
 def turn_seconds(rank: int, deadline_seconds: float) -> float:
-    """Return how long a rank that gives up waits for others to report first: a second for each binary digit of its number.
+    """Return the time for which a rank at its deadline lets others report first: one second per binary digit of its number.
 
-    All ranks that wait for one rank reach the deadline together, and one that reports ends the job. Rank 0 reports at once. If
-    rank 0 is to blame, rank 1 reports a second later. In a job of 1,000 ranks in which any one hangs, no other rank reports.
+    All ranks that wait for one rank reach the deadline together, and the first one that reports ends the job. Rank 0 reports at
+    once. If rank 0 is the cause, rank 1 reports a second later. In a job of 1,000 ranks in which one rank hangs, no further rank
+    reports.
 
     Args:
-        deadline_seconds: that has passed; the wait takes at most a quarter of it.
+        deadline_seconds: deadline that has passed; the wait is at most a quarter of it.
     """
     return min(rank.bit_length() * _TURN_SECONDS, _LARGEST_SHARE * deadline_seconds)
 
 
 def await_turn(rank: int | None, deadline_seconds: float) -> None:
-    """Wait until it is this rank's turn to report; usually the job has ended before."""
+    """Wait until this rank's turn to report; usually the job has ended before."""
     time.sleep(turn_seconds(rank or 0, deadline_seconds))
 
 
 def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None = None, *, stacks: bool = True) -> None:
-    """Print lines on standard error with this rank's place, then the stacks of all threads.
+    """Print lines on standard error with this rank's place, followed by the stacks of all threads.
 
-    Python's streams are bypassed: a thread that hangs may hold their locks.
+    Python's streams are bypassed, since a thread that hangs may hold their locks.
 
     Args:
-        stream: instead of standard error. stacks: False prints the lines alone.
+        stream: output to use instead of standard error.
+        stacks: whether to print stacks.
     """
     text = beginning_with(place_of(rank), "\n".join(lines))
     if stacks:

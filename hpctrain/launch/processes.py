@@ -1,6 +1,6 @@
-"""Other processes of this machine: their state, parents and unique names, and the launcher's processes, on which a rank depends.
+"""Other processes on this machine: state, parents and unique IDs, and the launcher processes on which a rank depends.
 
-The system reuses process numbers, so a process's mark also has its start time and the namespace of process numbers.
+The system reuses process IDs, so a `ProcessMark` includes the start time and the PID namespace.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ _COMMANDS = ("mpiexec", "mpirun", "prterun", "srun")
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """The state of a process.
+    """State of a process.
 
     Attributes:
-        state: a letter, see proc(5). parent, group: numbers of processes. terminal: its controlling terminal; 0: none.
-        foreground: the foreground group of the terminal. begun: its start, in ticks since the machine's start.
+        state: one letter, see proc(5).
+        parent, group: IDs of the parent process and of the process group.
+        terminal: controlling terminal; 0: none.
+        foreground: foreground process group of the terminal.
+        begun: start time in clock ticks since the machine started.
     """
 
     state: str
@@ -38,12 +41,12 @@ class ProcessStatus:
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended; it may still be a zombie."""
+        """Whether the process has ended; it may still be a zombie."""
         return self.state in _DEAD
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
+        """Whether a signal or a debugger has stopped the process."""
         return self.state in _STOPPED
 
 
@@ -58,10 +61,10 @@ def status_of(process: int) -> ProcessStatus | None:
 
 
 def launcher_process(rank_variable: str | None) -> int:
-    """Return the number of the launcher's process on this node, the nearest ancestor without a rank; 0 if it is not visible.
+    """Return the ID of the launcher's process on this node, the nearest ancestor without a rank; 0 if it is not visible.
 
     Args:
-        rank_variable: the environment variable with the rank; None: there is no launcher.
+        rank_variable: environment variable with the rank; None: there is no launcher.
     """
     process = os.getppid() if rank_variable is not None else 0
     while process > 1 and _has_variable(process, rank_variable or ""):
@@ -78,10 +81,13 @@ def _has_variable(process: int, name: str) -> bool:
 
 
 class WatchedProcess:
-    """A process that this one depends on. Time is counted in looks, as in `Pulse`.
+    """A process that this one depends on. Time is counted in checks, as in `Pulse`.
 
     Attributes:
-        number: of the process. name: of its program. gone: whether it has ended. stopped_seconds: how long it has been stopped.
+        number: process ID.
+        name: name of its program.
+        gone: whether it has ended.
+        stopped_seconds: time for which it has been stopped.
     """
 
     def __init__(self, number: int) -> None:
@@ -90,7 +96,7 @@ class WatchedProcess:
         self.gone, self.stopped_seconds = False, 0.0
 
     def look(self, seconds: float) -> None:
-        """Update the state; call it every `seconds`. A process that was not visible at the start never counts as gone."""
+        """Update the state; call every `seconds`. A process that was not visible at the start never counts as gone."""
         if self._first is None:
             return
         status = status_of(self.number)
@@ -100,7 +106,7 @@ class WatchedProcess:
 
 
 def launchers(rank_variable: str | None) -> Sequence[WatchedProcess]:
-    """Return the launcher's process on this node and, if its parent is the launcher's command, the parent as well."""
+    """Return the launcher's process on this node, and its parent if that is the launcher's command."""
     process = launcher_process(rank_variable)
     status = status_of(process) if process > 1 else None
     if status is None:
@@ -130,11 +136,12 @@ _MARK = re.compile(r"(\d+)-(\d*)@([A-Za-z0-9._-]+)")
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """The unique name of a process.
+    """Unique ID of a process.
 
-    Args:
-        number: of the process. begun: its start, in ticks since the machine's start; "" if unknown.
-        place: the host and the namespace of process numbers. Processes with the same place can see each other.
+    Attributes:
+        number: process ID.
+        begun: start time in clock ticks since the machine started; "" if unknown.
+        place: host and PID namespace. Processes with the same place can see each other.
     """
 
     number: int
@@ -146,13 +153,13 @@ class ProcessMark:
 
     @classmethod
     def parse(cls, text: str) -> ProcessMark | None:
-        """Return the mark from its text form (`str`); None for any other text."""
+        """Return the mark with this text form; None for any other text."""
         match = _MARK.fullmatch(text)
         return None if match is None else cls(int(match[1]), match[2], match[3])
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process is alive; None if that cannot be seen from this machine or namespace."""
+        """Whether the process is alive; None if that cannot be determined from this machine or PID namespace."""
         if self.place != process_place() or not self.begun:
             return None
         if started := start_ticks(self.number):
@@ -172,13 +179,13 @@ def own_mark() -> ProcessMark:
 
 
 def start_ticks(process: int) -> str:
-    """Return the start of a process, in ticks since the machine's start; "" if it has ended, even as a zombie."""
+    """Return the start time of a process in clock ticks since the machine started; "" if it has ended, even as a zombie."""
     status = status_of(process)
     return "" if status is None or status.dead else str(status.begun)
 
 
 def process_namespace() -> str:
-    """Return the identity of the machine's boot and of the namespace of process numbers.
+    """Return the identity of the machine's boot and of the PID namespace.
 
     Raises:
         OSError: the system does not provide them.
@@ -189,7 +196,7 @@ def process_namespace() -> str:
 
 @cache
 def process_place() -> str:
-    """Return the host's name with a digest of `namespace`: process numbers start again in a container and after a reboot."""
+    """Return the host's name with a digest of the PID namespace: process IDs start again in a container and after a reboot."""
     try:
         numbered = process_namespace()
     except OSError:

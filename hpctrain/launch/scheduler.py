@@ -1,4 +1,4 @@
-"""The scheduler's job of this process: its number, whether a job is alive, its age, and the time it has left."""
+"""The scheduler's job of this process: its number, its age, its remaining time, and whether a job is still alive."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ _PBS_OVER = re.compile(r"unknown job|has finished", re.IGNORECASE)
 class SchedulerJob:
     """A job of a scheduler.
 
-    Args:
-        scheduler: "Slurm", "PBS", or "" outside of a job. number: of the job. cluster: of Slurm.
-        chain: the job number that stays the same when the job is requeued. restart: number of requeues so far.
+    Attributes:
+        scheduler: "Slurm", "PBS", or "" outside of a job.
+        number: number of the job.
+        cluster: name of Slurm's cluster.
+        chain: job number that stays the same when the job is requeued.
+        restart: number of requeues so far.
     """
 
     scheduler: str = ""
@@ -42,7 +45,7 @@ class SchedulerJob:
         return f"{self.scheduler} job {self.number}" if self.number else ""
 
     def follows(self, other: SchedulerJob) -> bool:
-        """Return whether this is a later start of the same job. A scheduler begins it only after the earlier start has ended."""
+        """Return whether this is a later start of the same job. The scheduler starts it only after the earlier one has ended."""
         return self.is_chain_of(other) and self.restart > other.restart
 
     def is_chain_of(self, other: SchedulerJob) -> bool:
@@ -51,10 +54,10 @@ class SchedulerJob:
         return bool(self.chain) and here == there
 
     def lives(self) -> bool | None:
-        """Ask the scheduler for the job: return False if it is over, True if it is suspended, else None.
+        """Query the scheduler: return False if the job is over, True if it is suspended, otherwise None.
 
-        A running job tells nothing about the training in it, hence None. Starts a process; returns None at once without a
-        scheduler.
+        A running job says nothing about the training in it, hence None. Starts a process; without a scheduler, returns None at
+        once.
         """
         if not self.number or (self.scheduler, self.cluster) != (here := own_job(os.environ)).scheduler_and_cluster:
             return None
@@ -108,7 +111,7 @@ SLURM_END = "SLURM_JOB_END_TIME"
 
 
 def age_seconds() -> float:
-    """Return the seconds since the launcher started this rank, or its keeper if it has one; 0 if the system does not tell."""
+    """Return the seconds since the launcher started this rank, or its keeper if it has one; 0 if unknown."""
     process = os.getpid() if keeper.current_keeper().sender is None else os.getppid()
     status = status_of(process)
     if status is None:
@@ -117,6 +120,6 @@ def age_seconds() -> float:
 
 
 def slurm_seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds until Slurm ends this job; None if its environment does not tell."""
+    """Return the seconds until Slurm ends this job; None if the environment does not have its end."""
     end = environ.get(SLURM_END, "")
     return int(end) - time.time() if end.isdecimal() else None

@@ -1,12 +1,12 @@
-"""Remove segments of shared memory that dead processes of the user's own jobs left on this machine.
+"""Removal of shared memory segments that dead processes of the user's own jobs left on this machine.
 
-MPI libraries keep messages between ranks of a node in files of /dev/shm, which are memory. A job that ends in order removes them;
-one that is killed may leave them until the machine restarts. The files do not show who made them. So each rank records the
-segments it has mapped, in a file next to them, and the next job of the same user removes those of dead ranks only.
+MPI libraries keep messages between ranks of a node in files of /dev/shm, which occupy memory. A job that ends normally removes
+them; a killed job may leave them until the machine restarts. The files do not show who created them. Therefore each rank records
+its mapped segments in a file next to them, and the next job of the same user removes those of dead ranks only.
 
-A rank that is killed while MPI starts has mapped segments that it could not record. So it first records that MPI starts. If such
-a rank is dead and has recorded nothing else, files with MPI's names that were made during such a start, and that no process has
-mapped, are taken to be its segments.
+A rank that is killed while MPI starts has mapped segments that it could not record. It therefore first records that MPI is
+starting. If such a rank is dead and has recorded nothing else, files with MPI's names that were created during such a start, and
+that no process has mapped, are considered its segments.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from hpctrain.launch.processes import start_ticks as _begun
 
 MEMORY = Path("/dev/shm")
 
-#: beginnings of the names of segments of MPICH, Open MPI, UCX, PSM and Intel MPI
+#: prefixes of the names of segments of MPICH, Open MPI, UCX, PSM and Intel MPI
 _OF_MPI = ("mpich", "sm_segment.", "vader_segment.", "ucx_shm_posix", "psm2_shm", "psm3_shm", "Intel_MPI")
-#: longest start of MPI, with a margin; later files belong to other processes
+#: maximum duration of MPI's start, with a margin; later files belong to other processes
 _START_NS = 120 * 10**9
 _STARTS = "MPI starts"
 
 
 @dataclass(frozen=True)
 class Removed:
-    """The segments that were removed."""
+    """Number and size of the removed segments."""
 
     count: int = 0
     n_bytes: int = 0
 
     def __str__(self) -> str:
         size = f"{self.n_bytes / 1e6:,.1f} MB"
-        return f"removed {counted(self.count, 'segment')} of shared memory ({size}) that killed jobs of yours have left here"
+        return f"removed {counted(self.count, 'segment')} of shared memory ({size}) left here by killed jobs of yours"
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """The segments of one process.
+    """Recorded segments of one process.
 
     Attributes:
-        file: in which they are recorded. begin_ns: when its MPI began to start; None: it had started.
+        file: file that records them.
+        begin_ns: time at which its MPI began to start; None: MPI had started.
     """
 
     file: Path
@@ -59,13 +60,13 @@ class _Entry:
 
 
 def announce(memory: Path = MEMORY) -> None:
-    """Record that MPI starts in this process now. Until `remember`, its segments are unknown."""
+    """Record that MPI is starting in this process. Until `remember` is called, its segments are unknown."""
     with contextlib.suppress(OSError):
         _write([f"{_STARTS} {time.time_ns()}"], memory)
 
 
 def remember(memory: Path = MEMORY) -> None:
-    """Record the segments that this process has mapped now. Has no effect if they cannot be recorded."""
+    """Record the segments that this process has mapped. No effect if they cannot be recorded."""
     segments = sorted({path for path in _mapped() if path.parent == memory})
     with contextlib.suppress(OSError):
         if segments:
@@ -75,7 +76,7 @@ def remember(memory: Path = MEMORY) -> None:
 
 
 def _write(lines: Iterable[str], memory: Path) -> None:
-    """Write this process's file as a whole: the process may be killed here, too."""
+    """Replace this process's file atomically, since the process may be killed at any time."""
     folder = _folder(memory)
     folder.mkdir(mode=0o700, exist_ok=True)
     if _is_own(folder):
@@ -86,13 +87,13 @@ def _write(lines: Iterable[str], memory: Path) -> None:
 
 
 def forget(memory: Path = MEMORY) -> None:
-    """Remove this process's record: it ends in order, and its MPI removes the segments."""
+    """Remove this process's record, since its MPI ends normally and removes the segments."""
     with contextlib.suppress(OSError):
         (_folder(memory) / _name(os.getpid())).unlink()
 
 
 def remove_stale(memory: Path = MEMORY) -> Removed:
-    """Remove the segments that only dead processes of this user have recorded; return what was removed."""
+    """Remove the segments that only dead processes of this user have recorded; return their number and size."""
     with contextlib.suppress(OSError):
         entries = list(_entries(memory))
         used = {path for entry in entries if entry.alive for path in entry.segments}
@@ -110,11 +111,11 @@ def remove_stale(memory: Path = MEMORY) -> Removed:
 
 
 def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -> tuple[set[Path], bool]:
-    """Return the segments that starts of MPI left whose ranks are all dead, and whether there are some that may belong to others.
+    """Return the segments left by starts of MPI whose ranks are dead, and whether other segments may belong to living ranks.
 
     Args:
-        dead_ns: when the starts began that never ended. living_ns: when those began that are under way, which may just have made
-            a file.
+        dead_ns: times at which starts began that never ended.
+        living_ns: times at which starts began that are in progress and may just have created a file.
     """
     if not dead_ns:
         return set(), False
@@ -134,7 +135,7 @@ def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -
 
 
 def _remove(path: Path, memory: Path) -> int | None:
-    """Remove a file of this user; return its size, or None if there was none to remove."""
+    """Delete a file of this user; return its size, or None if it was not deleted."""
     try:
         status = path.lstat()
         if path.parent != memory or status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
@@ -151,7 +152,7 @@ def _entries(memory: Path) -> Iterator[_Entry]:
         return
     for file in folder.iterdir():
         namespace, *lines = file.read_text().splitlines() or [""]
-        if namespace == _namespace():  # of others, such as another container's, it is unknown who is alive
+        if namespace == _namespace():  # whether processes of another namespace, such as a container, are alive is unknown
             number, _, begun = file.name.removeprefix(".").partition("-")
             starts = [int(line.removeprefix(_STARTS)) for line in lines if line.startswith(_STARTS)]
             segments = tuple(Path(line) for line in lines if not line.startswith(_STARTS))
@@ -163,7 +164,7 @@ def _folder(memory: Path) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a path is a real directory of this user that no other user may write to."""
+    """Return whether a path is a real directory of this user to which no other user may write."""
     with contextlib.suppress(OSError):
         status = folder.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
@@ -171,7 +172,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _name(process: int) -> str:
-    """Return the name of a process by number and start: numbers are reused."""
+    """Return a process's file name: its ID and its start, as IDs are reused."""
     return f"{process}-{_begun(process)}"
 
 

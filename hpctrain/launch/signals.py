@@ -1,9 +1,9 @@
-"""Take the signals of a process that computes: they are blocked in every thread, and one thread sleeps in the kernel for them.
+"""Signals of a process that computes: they are blocked in every thread, and one thread waits for them in the kernel.
 
 No handler may run on a thread that computes. The kernels that oneDNN generates use the stack pointer as a register, so a
-handler's frame would be written to any address, and the process would die. The mask is set before NumPy, MPI or any thread
-exists, so every thread inherits it. A thread that waits in `sigwaitinfo` costs a step nothing, and still answers while other
-threads hang.
+handler's frame would be written to an arbitrary address and the process would crash. The mask is set before NumPy, MPI or any
+thread exists, so every thread inherits it. A thread that waits in `sigwaitinfo` costs a step nothing, and still responds while
+other threads hang.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _OF_PROCESS: list[SignalWatch] = []
 
 
 def of_process(watch: SignalWatch) -> None:
-    """Make this watch the one that takes the process's signals: `taken_signals` finds it."""
+    """Register this watch as the one of the process, for `taken_signals`."""
     _OF_PROCESS[:] = [watch]
 
 
 @contextlib.contextmanager
 def taken_signals(rank: int) -> Iterator[SignalWatch]:
-    """Remember requests to stop during the block. Call it in the main thread, before the threads that compute are made.
+    """Note requests to stop during the block. Call it in the main thread, before the threads that compute are created.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
     """
     answer = "the program is asked to save a checkpoint and to end"
     if _OF_PROCESS:
@@ -66,14 +66,17 @@ def taken_signals(rank: int) -> Iterator[SignalWatch]:
 
 
 class SignalWatch:
-    """Takes signals, and remembers which request they make of this process.
+    """Takes signals, and notes which of them has asked this process to stop.
 
     Args:
-        held: signals blocked by `hold`, to wait for; empty: none ever arrives. rank: of this process; None: unknown.
-        at_once: a request ends the process at once with code 128 + n, since there is nothing to save. Otherwise it is remembered;
-            then an interrupt AGAIN_SECONDS after the first request, or later, ends the process, and nothing else loses the
-            checkpoint.
-        answer: printed at the first request: what the process will do.
+        held: signals blocked by `hold`, to wait for; empty: no signal arrives.
+        rank: rank of this process; None: unknown.
+        at_once: whether a request ends the process at once with code 128 + n, because there is nothing to save. Otherwise it is
+            noted, and only an interrupt at least AGAIN_SECONDS after the first request ends the process without a checkpoint.
+        answer: text printed at the first request: what the process will do.
+
+    Attributes:
+        request: first signal that asked this process to stop; None if none did.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class SignalWatch:
         self._closed = self._patience_asked = False
 
     def start(self) -> SignalWatch:
-        """Start the thread that waits. Call it in the main thread, after `hold`."""
+        """Start the thread that waits for signals. Call it in the main thread, after `hold`."""
         for number in self._held:  # a thread older than the mask may get one: the default would end the process
             signal.signal(number, lambda received, frame: self.take(Signals(received)))
         self._thread = threading.Thread(target=self._run, name="hpctrain-signals", daemon=True)
@@ -101,18 +104,22 @@ class SignalWatch:
         return self
 
     def close(self) -> None:
-        """End the thread; later signals stay pending. An interpreter that ends should have no thread that a signal can wake."""
+        """End the thread; later signals stay pending. At exit, the interpreter must not have a thread that a signal can wake."""
         self._closed = True
         if self._thread is not None:
             signal.pthread_kill(self._thread.ident or 0, min(self._held))
             self._thread.join(1.0)
 
     def keeps(self, kept: Callable[[], str]) -> None:
-        """Set what is kept if the process ends at once: `kept` returns a clause, and is called on the watch's thread."""
+        """Set the callback that describes the existing checkpoint if the process ends at once.
+
+        Args:
+            kept: returns the end of a sentence. Called on the watch's thread.
+        """
         self._kept = kept
 
     def renumber(self, rank: int) -> None:
-        """Set another rank for this process."""
+        """Set a new rank for this process."""
         self._rank = rank
 
     def asked(self) -> bool:
@@ -120,21 +127,21 @@ class SignalWatch:
         return self.request is not None
 
     def end_at_once(self) -> None:
-        """Declare that there is nothing to save from now on: a request, also an earlier one, ends the process."""
+        """Declare that there is nothing to save any more. A request, even an earlier one, then ends the process."""
         self._at_once = True
         if self.request is not None:
             self._end(self.request)
 
     def remember(self, answer: str) -> None:
-        """Declare that a checkpoint can be saved from now on: a request is remembered.
+        """Declare that a checkpoint can be saved. Requests are then noted instead of ending the process.
 
         Args:
-            answer: printed at the first request.
+            answer: text printed at the first request.
         """
         self._at_once, self._answer = False, answer
 
     def take(self, number: Signals) -> None:
-        """Act on one signal. Returns unless the signal ends the process."""
+        """Process one signal. Returns unless the signal ends the process."""
         now = time.monotonic()
         if number in STOPS:
             self._stop(number, now)

@@ -1,10 +1,11 @@
-"""Restart a training that fails: from its newest checkpoint, after a growing pause, and without nodes that failed repeatedly.
+"""Restarts of a training that fails: from its newest checkpoint, after growing pauses, without nodes that failed repeatedly.
 
-`TrainCommand` finds the training in a command line and makes the command of the next attempt. `SupervisedCommand` runs a command:
-it passes on a request to stop once, and leaves no process behind. The command has a process group of its own, so Ctrl-C at a
-terminal reaches only the supervisor: launchers that get it twice kill their ranks. Processes whose parent ends before them become
-children of the supervisor, which ends those that stay. If the supervisor is killed, the system sends the command SIGTERM.
-`Supervisor` decides after each attempt. It knows neither MPI nor files: the caller runs attempts and reports what they left.
+`TrainCommand` finds the training in a command line and builds the command of the next attempt. `SupervisedCommand` runs a
+command, forwards a request to stop once, and leaves no process behind. The command has its own process group, so that Ctrl-C at a
+terminal reaches only the supervisor: launchers that receive it twice kill their ranks. Processes whose parent ends before them
+become children of the supervisor, which ends the remaining ones. If the supervisor is killed, the system sends SIGTERM to the
+command. `Supervisor` decides after each attempt; it uses neither MPI nor files, since the caller runs attempts and reports their
+outcomes.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ _EXCLUDE = ("--exclude", "-x")
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """The words of a command.
+    """Command line that starts a training.
 
     Attributes:
-        words: of the command. train_at: the index of the word `train`.
+        words: words of the command.
+        train_at: index of the word `train`.
     """
 
     words: tuple[str, ...]
@@ -47,7 +49,7 @@ class TrainCommand:
 
     @classmethod
     def find(cls, words: Sequence[str]) -> TrainCommand:
-        """Return the command with its training, the word `train` after `hpctrain` with any path.
+        """Return the command with the position of its training, the word `train` after `hpctrain` with any path.
 
         Raises:
             LaunchError: the command has no training, or several.
@@ -56,28 +58,28 @@ class TrainCommand:
         if len(places) != 1:
             found = "no training" if not places else f"{len(places)} trainings"
             raise LaunchError(
-                f'The command "{" ".join(words)}" has {found} in it; it must contain the words hpctrain train FILE once, as in '
+                f'The command "{" ".join(words)}" contains {found}; it must contain "hpctrain train FILE" exactly once, as in '
                 "mpiexec -n 4 python -m mpi4py -m hpctrain train FILE."
             )
         return cls(tuple(words), places[0])
 
     @property
     def training(self) -> tuple[str, ...]:
-        """Return the words after `train`: file, overrides and options."""
+        """Words after `train`: file, overrides and options."""
         return self.words[self.train_at + 1 :]
 
     @property
     def uses_srun(self) -> bool:
-        """Return whether Slurm's srun starts it."""
+        """Whether Slurm's srun starts the command."""
         return Path(self.words[0]).name == _SRUN
 
     def resumed(self, run: Path) -> TrainCommand:
-        """Return the same command, resuming from the newest checkpoint of a run directory."""
+        """Return the command with `--resume` set to a run directory."""
         before, rest = self.words[: self.train_at + 1], _split(self.training, (_RESUME,))[0]
         return TrainCommand((*before, _RESUME, str(run), *rest), self.train_at)
 
     def excluding(self, nodes: Iterable[str]) -> TrainCommand:
-        """Return the same command under `srun` without these nodes and without those it already leaves out."""
+        """Return the `srun` command with these nodes excluded, in addition to those that it already excludes."""
         others, given = _split(self.words[1 : self.train_at], _EXCLUDE)
         names = list(dict.fromkeys((*given, *nodes)))
         if not names:
@@ -102,24 +104,24 @@ def _split(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], lis
     return kept, values
 
 
-#: the request that every launcher passes on to its ranks, and that none acts on itself
+#: signal that every launcher forwards to its ranks without acting on it itself
 PASSED_ON = Signals.SIGUSR1
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_SECONDS = 1.0
-# Time limits: of a command to end after an interrupt, and of processes whose parent is gone to end by themselves.
+# Time limits for a command to end after an interrupt, and for orphaned processes to end by themselves.
 _INTERRUPTED_SECONDS = 10.0
 _ORPHAN_SECONDS = 20.0
 
 
 class SupervisedCommand:
-    """Runs one command after another. One per process, on the main thread, made while the process has no other threads.
+    """Runs commands one after another. Create one per process, on the main thread, while there are no other threads.
 
     Args:
         say: prints a sentence.
 
     Attributes:
-        request: the signal that asked for the end; None: none did.
+        request: signal that asked for the end; None if none did.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -133,7 +135,7 @@ class SupervisedCommand:
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def close(self) -> None:
-        """Restore the effects of signals."""
+        """Restore the default effects of signals."""
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         release()
 
@@ -141,12 +143,12 @@ class SupervisedCommand:
         """Run a command to its end; return its exit code, or 128 + n if signal n ended it.
 
         Raises:
-            LaunchError: it cannot be started.
+            LaunchError: the command cannot be started.
         """
         try:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=self._prepare)
         except OSError as error:
-            raise LaunchError(f"{words[0]} cannot be started: {error.strerror}.") from error
+            raise LaunchError(f"Cannot start {words[0]} ({error.strerror}); check its path and permissions.") from error
         try:
             while process.poll() is None:
                 self._take(self._next(_LOOK_SECONDS), process.pid)
@@ -160,13 +162,13 @@ class SupervisedCommand:
         return process.returncode if process.returncode >= 0 else SIGNALLED - process.returncode
 
     def pause(self, seconds: float) -> None:
-        """Wait, unless a signal asks for the end."""
+        """Wait; return early if a signal asks for the end."""
         end = time.monotonic() + seconds
         while self.request is None and (left := end - time.monotonic()) > 0:
             self._take(self._next(min(left, _LOOK_SECONDS)), None)
 
     def _prepare(self) -> None:
-        """Prepare the command's process, before its program."""
+        """Set signals in the command's process, between fork and exec."""
         release()
         end_with_parent(signal.SIGTERM)
 
@@ -199,7 +201,7 @@ class SupervisedCommand:
             os.killpg(process, signal.SIGKILL)
 
     def _end_left_behind(self) -> None:
-        """Wait for processes of the command that outlive it, and kill those that stay for too long."""
+        """Wait for processes that outlive the command, and kill those that exceed a time limit."""
         patience = 0.0 if time.monotonic() >= self._kill_at else _ORPHAN_SECONDS
         end = time.monotonic() + patience
         while children := _children():
@@ -214,18 +216,18 @@ class SupervisedCommand:
 
 
 def _children() -> list[int]:
-    """Return the processes whose parent is this one, including zombies."""
+    """Return the IDs of this process's children, including zombies."""
     numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     return [number for number in numbers if (status := status_of(number)) is not None and status.parent == os.getpid()]
 
 
 LONGEST_PAUSE_SECONDS = 300.0
-#: number of failures after which a node is left out
+#: number of failures after which a node is excluded
 _BAD = 2
 
 
 class Runner(Protocol):
-    """Runs commands, like `SupervisedCommand`."""
+    """Interface of `SupervisedCommand`: runs commands."""
 
     request: Signals | None
 
@@ -236,12 +238,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When to restart a training.
+    """Rules of when to restart a training.
 
     Attributes:
-        restarts: failures to restart after, between which no checkpoint was written. pause_seconds: first pause; later ones
-            double.
-        requeue: also restart after exit code 85. excludes: leave out nodes that failed twice.
+        restarts: maximum number of consecutive failures without a new checkpoint that are followed by a restart.
+        pause_seconds: first pause; each later one is twice as long.
+        requeue: whether to restart after exit code 85 as well.
+        excludes: whether to exclude nodes that failed twice.
     """
 
     restarts: int
@@ -252,12 +255,14 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """What an attempt left.
+    """Outcome of an attempt.
 
     Attributes:
-        run: its directory. checkpoint: the newest one that it wrote. None: there is none.
-        finding: the first finding of its flight records. node: the node of the ranks that these blame, if it is one of several;
-            else "".
+        run: its run directory; None if there is none.
+        checkpoint: newest checkpoint that it wrote; None if it wrote none.
+        step: last step; None if unknown.
+        finding: first finding of its flight records.
+        node: node of the ranks that the findings blame, if the job has several nodes; otherwise "".
     """
 
     run: Path | None = None
@@ -272,7 +277,9 @@ class Attempt:
     """One start of the command.
 
     Attributes:
-        begin, end: seconds of the wall clock. excluded: nodes left out. next: what followed.
+        begin, end: wall-clock times in seconds since the epoch.
+        excluded: excluded nodes.
+        next: what followed, in words.
     """
 
     number: int
@@ -296,7 +303,7 @@ class Attempt:
 
 @dataclass
 class _State:
-    """What is known from all attempts so far."""
+    """State accumulated over all attempts."""
 
     failures: int = 0
     run: Path | None = None
@@ -311,7 +318,9 @@ class Supervisor:
     """Runs a training until it finishes, is asked to stop, cannot continue, or has failed too often.
 
     Args:
-        look: returns what the latest attempt left. keep: is called with each attempt. say: prints a sentence.
+        look: returns the outcome of the latest attempt.
+        keep: called with each attempt.
+        say: prints a sentence.
 
     Attributes:
         attempts: all attempts so far.
@@ -342,11 +351,11 @@ class Supervisor:
             if pause_seconds is None:
                 return attempt.code
             self._runner.pause(pause_seconds)
-            if self._runner.request is not None:  # nothing ran: the last checkpoint is still there to resume from
+            if self._runner.request is not None:  # no attempt was running: the last checkpoint can be resumed
                 return STOPPED if self._state.run is not None else SIGNALLED + self._runner.request
 
     def _attempt(self) -> tuple[Attempt, float | None]:
-        """Start the command once; return the attempt, and the pause before the next one, None if there is to be none."""
+        """Start the command once; return the attempt, and the pause in seconds before the next one, or None if there is none."""
         excluded = self._state.excluded
         words = self._words(excluded)
         begin = time.time()
@@ -358,7 +367,7 @@ class Supervisor:
         return Attempt(len(self.attempts) + 1, words, begin, end, code, traces, excluded, reason), pause_seconds
 
     def _words(self, excluded: Sequence[str]) -> tuple[str, ...]:
-        """Return the command of the next attempt. A training that has written no checkpoint is repeated as given."""
+        """Return the command of the next attempt. Without a checkpoint, the command is repeated unchanged."""
         command = self._command
         if self._state.run is not None:
             command = command.resumed(self._state.run)

@@ -1,4 +1,4 @@
-"""Set the number of threads per rank: by default the rank's cores. Runs before NumPy is imported, and does not import it."""
+"""The number of threads per rank; default: the rank's cores. Runs before NumPy is imported, and does not import it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """How many threads this rank computes with.
+    """Number of threads with which this rank computes.
 
     Attributes:
-        threads: of every library's pool. cores: physical cores that this rank does not share; 1 if ranks outnumber them.
-        reason: where the number comes from, for people.
+        threads: size of every library's thread pool.
+        cores: physical cores that this rank does not share; 1 if ranks outnumber them.
+        reason: origin of the number, in words.
     """
 
     threads: int
@@ -40,12 +41,12 @@ class ThreadPlan:
 
 
 def set_threads(launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ) -> ThreadPlan:
-    """Decide the number of threads, and set the environment variables that thread pools read when they start.
+    """Choose the number of threads, and set the environment variables that thread pools read when they start.
 
     Args:
-        launcher: from `detect`. requested: number from the configuration; None: OMP_NUM_THREADS if it is set, else the rank's
-            cores.
-        environ: changed in place.
+        launcher: result of `detect`.
+        requested: number from the configuration; None: OMP_NUM_THREADS if it is set, otherwise the rank's cores.
+        environ: environment; changed in place.
 
     Raises:
         LaunchError: more threads are requested than the rank has cores, or OMP_NUM_THREADS is no number.
@@ -62,7 +63,7 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
             environ[variable] = str(plan.threads)
         else:
             environ.setdefault(variable, str(plan.threads))
-    if "numpy" in sys.modules:  # its pools have started, and do not read the environment any more
+    if "numpy" in sys.modules:  # its pools have started and no longer read the environment
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(limits=plan.threads)
@@ -72,26 +73,26 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
 def _requested(requested: int, cores: int, how: str) -> ThreadPlan:
     if not 1 <= requested <= cores:
         raise LaunchError(
-            f"threads: {requested} does not fit: a rank here has {counted(cores, 'core')} ({how}); "
-            f"at most {counted(cores, 'thread')} and at least 1 can be asked for."
+            f"threads is {requested}, but a rank here has {counted(cores, 'core')} ({how}); "
+            f"set threads to {'1' if cores == 1 else f'a number from 1 to {cores}'}, or to auto."
         )
     return ThreadPlan(requested, cores, f"as configured; {how}")
 
 
 def _from_environment(text: str, cores: int) -> ThreadPlan:
-    first = text.split(",")[0].strip()  # a list has the counts of nested levels
+    first = text.split(",")[0].strip()  # a list contains numbers for nested levels
     if not first.isdecimal() or int(first) < 1:
-        raise LaunchError(f"{_VARIABLE} is {text!r}, it must be a number of threads; a rank here has {cores} cores.")
+        raise LaunchError(f"{_VARIABLE} is {text!r}, but must be a positive integer; a rank here has {counted(cores, 'core')}.")
     threads = int(first)
     note = f", more than the rank's {cores}: they share cores" if threads > cores else ""
     return ThreadPlan(threads, cores, f"{_VARIABLE} was set{note}")
 
 
 def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.environ) -> tuple[int, str]:
-    """Return the physical cores that this rank does not share, at least 1, and how they were found.
+    """Return the number of physical cores that this rank does not share, at least 1, and its origin in words.
 
-    A rank that its launcher has bound owns its cores; ranks that are not bound share those of the node evenly. Under Slurm a rank
-    takes no more than --cpus-per-task asked for, bound or not. If a control group limits processor time, the ranks of a node
+    A rank that its launcher has bound owns its cores; ranks that are not bound share the cores of the node evenly. Under Slurm a
+    rank uses at most the cores of --cpus-per-task, bound or not. If a control group limits processor time, the ranks of a node
     share the limit.
     """
     mask = os.sched_getaffinity(0)
@@ -114,7 +115,7 @@ def outnumbers_cores(launcher: Launcher) -> bool:
 
 
 def _within_quota(launcher: Launcher, cores: int, reason: str) -> tuple[int, str]:
-    """Return a rank's cores and their reason, reduced to its share of a limit on processor time."""
+    """Return the cores of a rank, reduced to its share of a limit of processor time, and their origin in words."""
     quota, ranks = whole_quota(), launcher.local_size or 1
     if quota is None or quota // ranks >= cores:
         return cores, reason
@@ -129,7 +130,7 @@ def usable_cores(cpus: Iterable[int]) -> int:
 
 
 def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> tuple[int, str]:
-    """Return this rank's cores by its affinity mask, and the reason."""
+    """Return the cores of this rank by its affinity mask, and their origin in words."""
     cores = physical_cores(mask)
     local_size = launcher.local_size or 1
     if local_size == 1:
@@ -140,7 +141,7 @@ def _cores_by_mask(launcher: Launcher, mask: set[int], environ: MutableMapping[s
 
 
 def _slurm_cores(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> int | None:
-    """Return the physical cores of --cpus-per-task, counted as the mask, with or without hardware threads; None if unset."""
+    """Return the physical cores of --cpus-per-task, counted as in the mask, with or without hardware threads; None if unset."""
     text = environ.get(_SLURM_CPUS, "")
     if not launcher.name.startswith("Slurm") or not text.isdecimal() or int(text) < 1:
         return None
@@ -148,18 +149,18 @@ def _slurm_cores(launcher: Launcher, mask: set[int], environ: MutableMapping[str
 
 
 def _is_bound(launcher: Launcher, mask: set[int], environ: MutableMapping[str, str]) -> bool:
-    """Return whether the launcher gave each rank cores of its own."""
+    """Return whether the launcher has bound each rank to separate cores."""
     outer = _launcher_mask(launcher.rank_variable)
     confined = outer is not None and mask < outer
     if launcher.name.startswith("Slurm"):
-        # A step's tasks may all be confined to the step's cores; this variable tells whether each was to be bound. A Slurm
+        # A step's tasks may all be confined to the step's cores; this variable shows whether each was to be bound. A Slurm
         # without a plugin that binds sets it too, and binds nothing.
         return confined and environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
     return confined
 
 
 def _launcher_mask(rank_variable: str | None) -> set[int] | None:
-    """Return the CPUs that the launcher's process on this node may run on; None if it is not visible.
+    """Return the CPUs on which the launcher's process on this node may run; None if it is not visible.
 
     If the machine's cores were compared instead, a container or `taskset mpiexec` would look like a binding of each rank.
     """
@@ -170,12 +171,12 @@ def _launcher_mask(rank_variable: str | None) -> set[int] | None:
 
 
 def physical_cores(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> int:
-    """Return the number of cores among logical CPUs; threads of one core count once. Without a topology every CPU counts."""
+    """Return the number of physical cores among logical CPUs. Without a topology, every CPU counts."""
     return len(core_names(cpus, topology))
 
 
 def core_names(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> frozenset[str]:
-    """Return the physical cores of logical CPUs, named by their hardware threads, such as "0,64"; names are those of one node."""
+    """Return the physical cores of logical CPUs, named by their hardware threads, such as "0,64". Names are unique on a node."""
     names = set()
     for cpu in cpus:
         try:

@@ -185,7 +185,7 @@ def _less(one: AveragingSeconds, other: AveragingSeconds) -> AveragingSeconds:
 
 
 def _levels(placement: GroupPlacement) -> Levels | None:
-    """Return the levels of `two_level.levels`; None if nodes hold different numbers of ranks."""
+    """Return the levels of the group, by `comm.groups.levels`; None if nodes hold different numbers of ranks."""
     if placement.nodes * placement.per_node != placement.ranks:
         return None
     return levels([rank // placement.per_node for rank in range(placement.ranks)])

@@ -29,7 +29,7 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class RateTask:
-    """A network whose operators are timed, on `batch` images of `pixels` x `pixels`."""
+    """Network whose operators are timed, on `batch` images of `pixels` x `pixels`."""
 
     make: Callable[[], Layer]
     batch: int

@@ -10,7 +10,7 @@ whole buffer in bytes, P the number of ranks:
                         Bruck's algorithm for any other P, with as many rounds; otherwise a ring: P - 1 rounds of n / P
     allreduce           up to 2 KiB recursive doubling: ceil(log2 P) rounds of n; otherwise halving, then doubling
     all-to-all          all messages at once, one to each rank that receives anything
-    in two levels       as comm/two_level.py does: each level is a collective by itself
+    in two levels       as comm/groups.py does: each level is a collective by itself
 
 If P is not a power of two, halving and doubling begin and end with a message of the whole buffer between two partners.
 `MessageCosts` prices the operations of an averager: whole, rounded to 16 bits, or only the largest elements across nodes. The

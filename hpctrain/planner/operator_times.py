@@ -165,7 +165,7 @@ class OperatorTimes:
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
-    def take_less(self, others: OperatorTimes) -> None:
+    def take_faster(self, others: OperatorTimes) -> None:
         """Adopt the times of another measurement that are smaller than those stored here, because they were disturbed less."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))

@@ -214,8 +214,8 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
         return OperatorWork(kind, flops, _parameters_bytes(step, spec, memory))
     if step.joint_backward and step.has_parameters:
         return OperatorWork(kind, 0, 0)  # counted with the gradients of the parameters
-    asked = sum(_asked(step, memory))
-    return OperatorWork(kind, flops if asked else 0, _input_bytes(step, spec, memory) if asked else 0)
+    requested = sum(_requested(step, memory))
+    return OperatorWork(kind, flops if requested else 0, _input_bytes(step, spec, memory) if requested else 0)
 
 
 def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
@@ -244,14 +244,14 @@ def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None
     if class_of(spec) is OperatorClass.MEMORY:
         n_bytes += sum(x.bytes for x, needed in zip(operator.inputs, operator.needs_inputs, strict=False) if needed)
         n_bytes += operator.output.bytes if operator.needs_output else 0
-    for i, (x, asked) in enumerate(zip(operator.inputs, _asked(step, memory), strict=True)):
+    for i, (x, requested) in enumerate(zip(operator.inputs, _requested(step, memory), strict=True)):
         added = memory is not None and memory.accumulate[i]
         apart = memory is not None and any(number == i for number, _, _ in memory.sums)
-        n_bytes += x.bytes * asked * (1 + added + 3 * apart)
+        n_bytes += x.bytes * requested * (1 + added + 3 * apart)
     return n_bytes
 
 
-def _asked(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]:
+def _requested(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]:
     """Return whether the gradient of each input is requested."""
     if memory is None:
         return (True,) * len(step.inputs)

@@ -240,7 +240,7 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # sizes of the buffers of `comm.l
 
 
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
-    """Return the seconds of computation from the beginning of a step to each event, without waits, for `averaging.step_clock`.
+    """Return the seconds of computation from the beginning of a step to each event, without waits, as `StepClock` measures it.
 
     Args:
         group: key of the averaging.

@@ -1,8 +1,8 @@
-"""Accounts of a run, in lines at its end and in records: steps, waits for data, what was read, memory, and hashes of its state.
+"""Accounts of a run, as lines at its end and as records: steps, waits for data, samples read, memory, and hashes of its state.
 
-The account of steps compares the measured step with a simulation, or with the prediction of the run's own choice. The simulation
-predicts messages and waits; it takes the times of operators from a few early steps of the run. Rank 0 appends hashes of the state
-to a file of the run directory every few steps.
+The account of steps compares the measured step with a simulation, or with the prediction by which the run chose its plan. The
+simulation predicts messages and waits; it takes the times of operators from a few early steps of the run. Rank 0 appends hashes
+of the state to a file of the run directory every few steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FEWEST_STEPS = 14
 
 
 def steps_over_ranks(world: Communicator, mine: MeasuredStep | None) -> MeasuredStep | None:
-    """Return the slowest rank's step with the ranks' mean exposed and message times; None after too few steps.
+    """Return the step time of the slowest rank, with exposed and message times averaged over ranks; None after too few steps.
 
     Collective over the world.
     """
@@ -67,7 +67,11 @@ def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
 
 
 def step_lines(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
-    """Return the account in lines of 80 columns. reason: why there is no prediction."""
+    """Return the account in lines of at most 80 columns.
+
+    Args:
+        reason: why there is no prediction.
+    """
     parts = [
         f"step time {_milliseconds(measured.seconds)}",
         f"communication not hidden {_milliseconds(measured.exposed_seconds)}",
@@ -80,12 +84,16 @@ def step_lines(measured: MeasuredStep, predicted: PredictedStep | None = None, r
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return three significant digits; whole milliseconds from 1000 on."""
+    """Return a time with three significant digits, in whole milliseconds from 1000 on."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"
 
 
 def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
-    """Return the record for the metrics. step: steps at the end of the run."""
+    """Return the record for the metrics.
+
+    Args:
+        step: global step at the end of the run.
+    """
     account: dict[str, object] = {
         "step": step,
         "steps": measured.steps,
@@ -107,14 +115,16 @@ def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | Non
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Peak resident memory in bytes: the maximum over ranks, and the mean.
+    """Peak resident memory of the ranks, in bytes.
 
     It includes shared memory that a rank has touched, and pages of files that it has mapped and read.
 
     Attributes:
-        rank: the rank with the maximum, the first of several.
+        most_bytes: maximum over the ranks.
+        rank: lowest rank with the maximum.
+        mean_bytes: mean over the ranks.
         device_bytes: maximum memory in use on the GPU of a rank, at the end; None if ranks compute on the processor.
-        pinned: pinned memory for the GPU of the rank that has the most; None if ranks compute on the processor.
+        pinned: largest pinned memory of a rank; None if ranks compute on the processor.
     """
 
     most_bytes: int
@@ -125,7 +135,7 @@ class PeakMemory:
 
 
 def peaks_over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
-    """Return the peaks of all ranks so far. Collective over the world."""
+    """Return the peaks since each process began. Collective over the world."""
     own = peak_resident_bytes(), backend.kernels.used_bytes(), backend.kernels.pinned_bytes()
     of_ranks = world.allgather_object(own)
     resident = [on_host for on_host, _, _ in of_ranks]
@@ -136,10 +146,10 @@ def peaks_over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
 
 
 def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, steps: tuple[int, int]) -> None:
-    """Report and record the memory; the last record stays if nothing was trained. Collective over the world.
+    """Report and record the peak memory, unless no step was trained. Collective over the world.
 
     Args:
-        steps: steps at the begin and at the end of the job.
+        steps: global steps at the beginning and at the end of the job.
     """
     if steps[0] != steps[1]:
         peak = peaks_over_ranks(world, backend)
@@ -163,7 +173,11 @@ def pinned_line(pinned: PinnedBytes) -> str:
 
 
 def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
-    """Return the record for the metrics. step: steps at the end of the run."""
+    """Return the record for the metrics.
+
+    Args:
+        step: global step at the end of the run.
+    """
     values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
     if peak.device_bytes is not None:
         values["device_bytes"] = peak.device_bytes
@@ -172,19 +186,20 @@ def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
     return values
 
 
-#: a share of the time from which on waits for data deserve a word on what to do about them
+#: minimum fraction of the time spent waiting for data for which advice is printed
 _NOTABLE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class WaitsOfRanks:
-    """Waits for data, in sums over steps.
+    """Waits for data, summed over steps.
 
     Attributes:
+        steps: number of steps.
         seconds: duration of the steps, mean over ranks.
         waited_seconds: waits for data in the steps, mean over ranks.
-        rank: the world rank that waited longest.
-        most_waited_seconds: waits of that rank.
+        most_waited_seconds: waits of the rank that waited longest.
+        rank: world rank that waited longest.
     """
 
     steps: int = 0
@@ -195,19 +210,19 @@ class WaitsOfRanks:
 
     @classmethod
     def of(cls, table: np.ndarray) -> WaitsOfRanks:
-        """Return the waits from a table with a line for each rank: world rank, steps, their seconds, seconds of waits."""
+        """Return the waits from a table with a row per rank: world rank, number of steps, their seconds, seconds of waits."""
         ranks, steps, seconds, waited = table.T
         slowest = int(waited.argmax())
         return cls(int(steps.min()), float(seconds.mean()), float(waited.mean()), float(waited[slowest]), int(ranks[slowest]))
 
     @property
     def share(self) -> float:
-        """Share of the time of steps that is waits; 0 without steps."""
+        """Fraction of the steps' time that was spent waiting for data; 0 without steps."""
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def most_share(self) -> float:
-        """The same share for the rank that waited longest."""
+        """Fraction of the steps' time that the slowest rank spent waiting for data; 0 without steps."""
         return self.most_waited_seconds / self.seconds if self.seconds else 0.0
 
     def facts(self) -> dict[str, object]:
@@ -223,12 +238,12 @@ class WaitsOfRanks:
         }
 
     def lines(self, ranks: int) -> list[str]:
-        """Return the lines at the end of a run: the share of time in which steps waited for data."""
+        """Return the lines for the end of a run: the share of time in which steps waited for data."""
         words = [f"steps waited for data {self.share:.1%} of the time"]
         if ranks > 1:
             words[0] += f" (mean of the ranks; rank {self.rank} {self.most_share:.1%})"
         if self.most_share > _NOTABLE_SHARE:
-            words.append("`hpctrain bench data` tells what limits the data")
+            words.append("`hpctrain bench data` shows what limits the data")
         return folded(words)
 
 
@@ -241,7 +256,7 @@ class DataAccount(DataWaits):
         self._every_step = np.zeros((session.groups.all_ranks.size, 4))
 
     def after_epoch(self, position: Position) -> None:
-        """Record the waits in this run's steps of the epoch that has ended at a position."""
+        """Record the waits in this run's steps of the epoch that ends at `position`."""
         self._record(position.epoch, position)
 
     def finish(self, position: Position) -> None:
@@ -261,7 +276,7 @@ class DataAccount(DataWaits):
             self._reporter.record("data", {"epoch": epoch, "step": position.global_step, **of_epoch.facts()})
 
     def _gathered(self) -> np.ndarray:
-        """Return the sums of all ranks since the previous call, a line for each rank."""
+        """Return a table with a row per rank: the sums since the previous call, as `WaitsOfRanks.of` reads them."""
         comm, progress = self._session.groups.all_ranks, self._session.progress
         mine = self.take()
         own = np.array([self._session.world.rank, mine.steps, mine.seconds, mine.waited_seconds])
@@ -280,7 +295,7 @@ _WORDS: Mapping[str, str] = {
 
 
 class ReadReport(Observer):
-    """Reports what a run has read. Its methods are collective.
+    """Reports how many samples a run has read, and from which source. Its methods are collective.
 
     Args:
         reporter: reporter of this rank.
@@ -291,14 +306,14 @@ class ReadReport(Observer):
         self._gaps = UnreadableReport(session, setup.files, reporter)
 
     def after_epoch(self, position: Position) -> None:
-        """Record how much all ranks have read since the start, by source, and the unreadable samples."""
+        """Record the samples and bytes that all ranks have read so far, by source, and the unreadable samples."""
         self._gaps.tell(position)
         total = self._total()
         if any(total.values()):
             self._reporter.record("reads", {"epoch": position.epoch, "step": position.global_step, **total})
 
     def finish(self, position: Position) -> None:
-        """Report what all ranks have read, record unreadable samples, and keep local copies."""
+        """Report the samples read by all ranks, record unreadable samples, and keep local copies for later runs."""
         for line in read_lines(self._total()):
             self._reporter.say(line)
         if self._cache is not None:
@@ -312,7 +327,7 @@ class ReadReport(Observer):
 
 
 def read_lines(total: Mapping[str, int]) -> list[str]:
-    """Return lines with the counts of a run; none if nothing was read from a file."""
+    """Return lines with the counts by source; none if no sample was read from a file."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
         for name, text in _WORDS.items()
@@ -322,10 +337,10 @@ def read_lines(total: Mapping[str, int]) -> list[str]:
 
 
 class RunHashes(Observer):
-    """Keeps records of hashes. Its constructor, `begin` and `read_state` are collective if hashes are configured.
+    """Records hashes of the state. Its constructor, `begin` and `read_state` are collective if hashes are configured.
 
     Args:
-        replica: a replica on which all ranks agree.
+        replica: replica on which all ranks have agreed.
         directory: directory of the run. If its disk is full, records are kept in memory (see `Bookkeeping`).
     """
 
@@ -342,7 +357,7 @@ class RunHashes(Observer):
         self._records = PatientRecords(directory.bookkeeping, "hashes", HashFile(directory.hashes_path).append)
 
     def begin(self, position: Position) -> None:
-        """Record the hashes of a new run, to distinguish runs with different initial weights from runs that differ later."""
+        """Record the hashes of a new run, to distinguish different initial weights from a later divergence."""
         if self._every and not position.global_step:
             self.read_state(position)
 
@@ -350,7 +365,7 @@ class RunHashes(Observer):
         return bool(self._every) and step % self._every == 0
 
     def read_state(self, position: Position) -> None:
-        """Record the hashes of the state at a position; drains the replica."""
+        """Record the hashes of the state at `position`. Drains the replica."""
         assert self._hashes is not None
         from hpctrain.train.state_hashes import hash_of_all  # loaded earlier, by StateHashes
 
@@ -364,21 +379,25 @@ class RunHashes(Observer):
             self._trace.add(Category.WORK, "hashes", begin_ns, self._trace.clock_ns())
 
     def finish(self, position: Position) -> None:
-        """Write the records in memory, and report lost ones. The position is that of the end. Not collective."""
+        """Write the records that are still in memory, and report lost ones. Not collective.
+
+        Args:
+            position: position at the end of the run.
+        """
         if self._hashes is not None:
             self._records.close()
 
 
 class RunAccount:
-    """The account of steps. Made before the first step and finished after the last one, both collectively over the world.
+    """Account of steps, made before the first step and finished after the last one. Both are collective over the world.
 
     Args:
-        mode: how messages progress.
-        most_steps: an upper bound of the number of steps; a run with too few steps has no account.
+        mode: progress mode of messages.
+        most_steps: upper bound of the number of steps; a run with too few steps has no account.
 
     Attributes:
-        observers: observers of the training. They measure its steps, and record operators of a few steps if a prediction needs
-            them and there is no trace.
+        observers: observers of the training. They measure its steps, and the operators of a few steps if a prediction needs them
+            and there is no trace.
     """
 
     def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
@@ -399,7 +418,7 @@ class RunAccount:
             self._prediction = StepPrediction(session, setup, mode, sample)
 
     def finish(self, outcome: Outcome, reporter: Reporter) -> None:
-        """Report and record the account if there are enough steps."""
+        """Report and record the account, unless there were too few steps. Collective over the world."""
         if not self._wanted:
             return
         measured = steps_over_ranks(self._session.world, self._step_times.measured())
@@ -411,7 +430,11 @@ class RunAccount:
             reporter.say(line)
 
     def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
-        """Return the prediction, or why there is none; both on rank 0. in_haste: measure nothing, because the job must end."""
+        """Return the prediction, or None and the reason; both on rank 0.
+
+        Args:
+            in_haste: whether to skip measurements, because the job must end.
+        """
         choice = self._session.resolved.choice
         if choice is not None:
             return choice.prediction, ""

@@ -1,8 +1,8 @@
-"""The choice of grid, plan and averager at the start of a job: by a search, or as an earlier run keeps it.
+"""Choice of grid, plan and averager at the start of a job, by a search or from an earlier run.
 
-It is made for what a configuration leaves open, or for a network made in Python (`Automatic`). The search runs on rank 0, for
-the job's machine, with times that all ranks measure; its result is sent to all. This module loads
-the planner, so a training with nothing `auto` does not import it.
+The search covers the sections that a configuration leaves open, or those of a network built in Python (`Automatic`). It runs on
+rank 0, for the job's machine, with times measured by all ranks; its result is sent to all ranks. This module loads the planner,
+so a training without `auto` does not import it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,13 @@ _TIMING_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class BestCandidate:
-    """The outcome of a search. next_best: the second one in words, with its step's seconds; empty if there was none.
+    """Outcome of a search.
 
-    machine: that was measured for the search; None: none was.
+    Attributes:
+        candidate: fastest candidate.
+        prediction: its predicted step.
+        next_best: description of the second-best candidate with its step time; "" if there was only one.
+        machine: machine that was measured for the search; None if it was read from a file.
     """
 
     candidate: Candidate
@@ -67,13 +71,13 @@ class BestCandidate:
 
 
 def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:
-    """Return the fastest candidate by prediction on the ranks of a started job. Collective; the same on every rank.
+    """Return the candidate with the shortest predicted step on the ranks of a started job. Collective; the same on every rank.
 
     Args:
-        machine: a file or the name of an installed one; None: it is measured, within a minute.
+        machine: machine file, or name of an installed one; None: measure the machine, which takes up to a minute.
 
     Raises:
-        ConfigError: a machine file with a fault, or a job that fits in no plan.
+        ConfigError: the machine file is invalid, or no plan fits the job.
     """
     if machine is None:
         used = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
@@ -99,10 +103,13 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
 def best(
     job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace, kept: Machine | None = None
 ) -> BestCandidate:
-    """Return the fastest candidate by prediction. Pure.
+    """Return the candidate with the shortest predicted step. Pure function.
+
+    Args:
+        kept: machine to store in the result; None if it was not measured.
 
     Raises:
-        ConfigError: a job that fits in no plan.
+        ConfigError: no plan fits the job.
     """
     first, *others = search(job, machine, costs, ranks, space, predicted_by=predict).choices
     return BestCandidate(
@@ -115,17 +122,20 @@ def _words(choice: SearchChoice) -> str:
     return f"{chosen_words(one.plan, one.averager.name, one.averager.options)}: {choice.prediction.step.seconds:.3g} s"
 
 
-#: A name, or a mapping of "name" and options, as in a configuration.
+#: name, or mapping of "name" and options, as in a configuration
 Choice = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Automatic:
-    """A network for which `start` chooses the grid, and `Job.replica` takes the plan and the averager: the fastest by prediction.
+    """Network built in Python whose grid, plan and averager are chosen by a search.
+
+    `start` chooses the grid; `Job.replica` applies plan and averager.
 
     Args:
-        model, image_shape, optimizer, micro_batches, backend, dtype, precision, ema_decay: as `Job.replica` takes them.
-        machine: a file that `hpctrain calibrate` wrote, or the name of an installed one; None: it is measured, within a minute.
+        model, image_shape, optimizer, micro_batches, backend, dtype, precision, ema_decay: arguments of `Job.replica`.
+        machine: file written by `hpctrain calibrate`, or name of an installed machine; None: measure the machine, which takes up
+            to a minute.
     """
 
     model: Layer
@@ -142,7 +152,7 @@ class Automatic:
         """Return the fastest grid, plan and averager on the ranks of a started job. Collective.
 
         Raises:
-            HpctrainError: what `Job.replica` refuses, a machine file with a fault, or a network that fits in no plan.
+            HpctrainError: `Job.replica` would refuse the arguments, the machine file is invalid, or no plan fits the network.
         """
 
         def planned() -> Job:
@@ -164,20 +174,24 @@ class Automatic:
 
 
 def optimizer_of(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
-    """Return a maker of optimisers that are not bound yet."""
+    """Return a factory of optimisers that are not bound to parameters yet."""
     return optimizer if callable(optimizer) else partial(OPTIMIZERS.create, *named(optimizer))
 
 
 def named(choice: Choice) -> tuple[str, dict[str, Any]]:
-    """(name, options)."""
+    """Return the name and the options of a choice.
+
+    Raises:
+        ConfigError: the mapping has no "name".
+    """
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     if "name" not in options:
-        raise ConfigError(f"{options} has no name; give a name, or a mapping of a name and options.")
+        raise ConfigError(f'{options} has no key "name"; give a name, or a mapping of "name" and options.')
     return options.pop("name"), options
 
 
 def choose(config: Config, started: StartedJob, resume: str | None, repeated: str | None) -> Resolved:
-    """Do the work of `automatic.resolve` for a configuration that leaves something open. Collective over the world."""
+    """Resolve a configuration that leaves sections open; see `build.resolve`. Collective over the world."""
     world = started.world
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
     kept, lines = started.on_root(lambda: _stored(config, world.size, source, repeated))
@@ -193,10 +207,10 @@ def choose(config: Config, started: StartedJob, resume: str | None, repeated: st
 
 
 def _check_same_images(config: Config, world: Communicator) -> None:
-    """Compare between ranks the training file, whose header determines the job; it may not exist yet. Collective.
+    """Check that all ranks have the same training file, or none, since its header determines the job. Collective.
 
     Raises:
-        DataError: a rank has another file than most ranks, or has one that others lack; on every rank.
+        DataError: the file differs between ranks, or exists on some ranks only; on every rank.
     """
     path = config.data.train
     exists = path == SYNTHETIC or Path(path).exists()
@@ -210,7 +224,7 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 def _stored(
     config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
-    """Return the choice that an earlier run keeps, or None if it does not apply, and lines that say so."""
+    """Return the choice stored by an earlier run, or None if it does not apply, and lines with the reason."""
     stored = _of_checkpoint(source) or _of_run(repeated)
     if stored is None:
         return None, ()
@@ -225,7 +239,7 @@ def _stored(
 
 
 def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
-    """Return the choice in the checkpoint that the run resumes from, and its path."""
+    """Return the choice in the checkpoint from which the run resumes, and the checkpoint's path; None if there is none."""
     if source is None or CHOICE_META not in source[1].meta:
         return None
     place, meta = str(source[0]), source[1].meta[CHOICE_META]
@@ -233,7 +247,11 @@ def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[Autom
 
 
 def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
-    """Return the choice of a run whose averaging is repeated, from its directory or a checkpoint, and the path."""
+    """Return the choice of the run whose averaging is repeated, and its path; None if there is none.
+
+    Args:
+        repeated: run directory or checkpoint.
+    """
     if repeated is None:
         return None
     if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
@@ -250,9 +268,9 @@ def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate
 
 
 def with_default_plan(config: Config, ranks: int, image: Image | None = None, classes: int | None = None) -> PlannedRun:
-    """Return the run with defaults for what is open. Model, images and parameters are the same for any choice.
+    """Return the run with defaults for its open sections. Model, images and parameters are the same for every choice.
 
     Raises:
-        HpctrainError: what configuration and data do not agree on, whatever is chosen.
+        HpctrainError: configuration and data do not fit each other under any choice.
     """
     return prepare(with_defaults(config), 1 if config.grid.automatic else ranks, image, classes)

@@ -1,8 +1,8 @@
-"""From a configuration to objects: choice of open sections, weights, data, replica, schedule, trainer.
+"""Building a run's objects from its configuration: open sections, weights, data, replica, schedule, trainer.
 
-The one place that knows all of them. Sections that a configuration leaves open are decided on rank 0 before there is a grid,
-sent to all, and kept. A run that resumes from a checkpoint on as many ranks keeps what was decided then: another grid adds
-numbers in another order.
+Only this module depends on all of them. Sections that a configuration leaves open are decided on rank 0 before the grid is made,
+sent to all ranks, and stored. A run that resumes from a checkpoint on the same number of ranks keeps the stored choice, because
+another grid would add numbers in another order.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ from hpctrain.train.weight_watch import CheckCadence
 
 
 def resolve(config: Config, started: StartedJob, resume: str | None = None, repeated: str | None = None) -> Resolved:
-    """Choose what the configuration leaves open, as an earlier run keeps it or by a search. Collective over the world.
+    """Choose the sections that the configuration leaves open, from an earlier run or by a search. Collective over the world.
 
     Args:
-        resume: what the run resumes from, as `find_start` takes it; None: it starts again. repeated: a run, a directory or a
-            checkpoint, whose averaging is repeated.
+        resume: run directory, checkpoint or keyword, as `find_start` takes it; None: start a new run.
+        repeated: run directory or checkpoint whose averaging is repeated; None: no repetition.
 
     Raises:
-        ConfigError: a machine file with a fault, or a job that fits in no plan.
-        CheckpointError: a stored choice for another model.
+        ConfigError: the machine file is invalid, or no plan fits the job.
+        CheckpointError: the stored choice belongs to another model.
     """
     if not config.automatic:
         return Resolved(config)
@@ -87,7 +87,10 @@ def load_search(config: Config) -> None:
 
 
 def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
-    """Write the choice, and the machine that was measured for it, into the run directory; one rank. An old choice goes."""
+    """Write the choice and the machine measured for it into the run directory. Call on one rank.
+
+    Without a choice, an earlier one is deleted.
+    """
     if resolved.choice is None:
         directory.choice_path.unlink(missing_ok=True)
         return
@@ -102,10 +105,10 @@ _HINT = 'set init.ignore, as in ["fc.*"]'
 
 
 def start_from_weights(session: Session, replica: Replica) -> None:
-    """Write the configured weights, if any, into a replica that has not agreed yet. Collective.
+    """Write the configured weights, if any, into a replica before its ranks agree on averaging. Collective.
 
     Raises:
-        CheckpointError: the file cannot be read, does not fit the model, or is another one on some rank; alike on all ranks.
+        CheckpointError: the file cannot be read, does not fit the model, or differs between ranks; on every rank.
     """
     init = session.config.init
     if init.weights is not None:
@@ -117,20 +120,21 @@ def put_weights(
 ) -> None:
     """Write the weights of a file into a replica. Collective.
 
-    Every rank reads the file, whose bytes are then on no network but that of the file system, and takes its part of split layers.
+    Every rank reads the file from the file system, so that weights are not sent by MPI, and takes its part of split layers.
 
     Args:
-        ignore: patterns of names that keep their values. model: its name in messages.
-        hint: how names are left out, in words.
+        ignore: patterns of parameter names that keep their values.
+        model: name of the model, for messages.
+        hint: how to leave out names, for messages.
 
     Raises:
-        CheckpointError: as `start_from_weights`; no rank's replica has changed then.
+        CheckpointError: as for `start_from_weights`; the replica is then unchanged on every rank.
     """
     network = replica.network
     compare(world, raise_on_all_ranks(world, lambda: read_weights(world, path)))
     entries = declared_state(network.model)
 
-    advice = f"Where a layer is meant to begin by the seed, as for another number of classes, {hint}."
+    advice = f"To draw a layer from the seed instead, as for another number of classes, {hint}."
 
     def fitting() -> dict[str, np.ndarray]:
         tensors = weights_file.read(path).tensors
@@ -146,14 +150,14 @@ def put_weights(
 
 
 def read_weights(world: Communicator, path: Path) -> Subject:
-    """Return the facts of a file of weights, which ranks must have alike. A single rank does not read the file.
+    """Return the facts about a file of weights that must be the same on all ranks. A single rank does not read the file.
 
     Raises:
-        CheckpointError: there is no such file, or its name has an unknown suffix.
+        CheckpointError: the file does not exist, or the suffix of its name is unknown.
     """
     weights_file.check_suffix(path, weights_file.SUFFIXES)
     if not path.is_file():
-        raise CheckpointError(f"There is no file of weights {path}; give the path of one.")
+        raise CheckpointError(f"There is no weight file {path}; give the path of an existing file.")
     facts = {} if world.size == 1 else {"sha256": weights_file.checksum(path)[:16]}
     return Subject("another file of weights", f"give all nodes the same {path}", facts, error=CheckpointError)
 
@@ -181,11 +185,13 @@ def describe_frozen(network: Network) -> str | None:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A rank's replica and data, before there is a run directory.
+    """Replica and data of a rank, before there is a run directory.
 
-    data: what a checkpoint remembers of the training file. notes: what a user should know of the data, a sentence each.
-    sizes: of training images by epoch; None: they have one size.
-    cache: the levels that the loaders read through; None: they read the files themselves.
+    Attributes:
+        data: facts about the training file that checkpoints store.
+        notes: remarks on the data for the user, one sentence each.
+        sizes: sizes of training images by epoch; None: they have one size.
+        cache: cache levels between loaders and files.
     """
 
     backend: Backend
@@ -200,21 +206,21 @@ class TrainingSetup:
 
     @property
     def files(self) -> tuple[ImageFile, ...]:
-        """The data files that are read."""
+        """Data files that are read."""
         return tuple(loader.file for loader in (self.loader, self.test_loader) if loader is not None)
 
 
 def build(
     session: Session, known: DataFacts | None = None, *, stop_requested: Callable[[], bool] = lambda: False
 ) -> TrainingSetup:
-    """Return all objects of this rank; averagers have still to agree. Collective; every error is raised alike on every rank.
+    """Return all objects of this rank. Its averagers have not agreed yet. Collective; every error is raised on every rank.
 
     Args:
-        known: what the network was trained on before: its classes keep their order, and its images their normalisation.
-        stop_requested: this rank was asked to stop; what may take long is cut short then.
+        known: data that the network was trained on before: the order of classes and the normalisation are kept.
+        stop_requested: returns whether this rank was asked to stop; filling the cache then ends early.
 
     Raises:
-        HpctrainError: whatever the configuration, the data files and the grid do not agree on.
+        HpctrainError: configuration, data files and grid do not fit each other.
     """
     opened = open_alike(session.world, session.config, configured_splits(session.config))
     setup = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
@@ -263,14 +269,16 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
 def build_replica(
     session: Session, backend: Backend, classes: int, image_shape: tuple[int, int, int], *, trains: bool = True
 ) -> Replica:
-    """Return this rank's replica of the configured model at the images' shape. Not collective.
+    """Return this rank's replica of the configured model for images of the given shape (H, W, C). Not collective.
 
-    trains: False for a replica that only evaluates, which has no averagers.
+    Args:
+        trains: False for a replica that only evaluates, which has no averagers.
 
     Raises:
-        ConfigError: a plan for layers, or frozen layers, that the model does not have; or norms of split layers, which the
-            averager cannot add up.
-        DataError: the model has another number of classes than the data. ShapeError: images that do not fit the model.
+        ConfigError: the plan or `init.freeze` names layers that the model lacks, or the averager cannot add up norms of split
+            layers.
+        DataError: the number of classes differs between model and data.
+        ShapeError: the images do not fit the model.
     """
     config = session.config
     model: Layer = catalogue.build(config.model.name, model_options(config, classes, image_shape))
@@ -322,7 +330,7 @@ def build_trainer(
     saver: Saver | None = None,
     observers: Sequence[Observer] = (),
 ) -> Trainer:
-    """Return the training loop over `setup`; arguments as `Trainer` takes them."""
+    """Return the training loop over `setup`. Arguments are those of `Trainer`."""
     config = session.config
     stop = config.early_stop
     sizes = [] if setup.sizes is None else [ImageSizeReport(setup.sizes, reporter)]

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: what goes into one, who writes which part of it, which are kept, and the way back to the newest.
+"""Checkpoints of a run: their content, the ranks that write them, which ones are kept, and the rollback to the newest.
 
-Next to the newest checkpoints stays the one that was the best when the oldest of them was written. So the best of all is there,
-and whichever of the newest a run resumes from, what was the best until then is there as well. That is one file more than
-`checkpoint.keep` at most, as a better one is among the newest for a while.
+In addition to the `checkpoint.keep` newest checkpoints, the best one as of the oldest of these is kept. Thus the best of all
+checkpoints exists, and after a resume from any of the newest ones, the best one up to that step exists as well. That is at most
+one file more than `checkpoint.keep`, since a better checkpoint is among the newest for a while.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from hpctrain.train.replica import Replica
 from hpctrain.train.saving import Saver, Writing
 from hpctrain.train.snapshot import Position
 
-#: of a checkpoint's metadata: what evaluations have said of the checkpoints that were there, and of itself
+#: key of a checkpoint's metadata: evaluations of the existing checkpoints and of itself
 EVALUATIONS = "evaluations"
 
 NONE = "none"
 _LOSS = "loss"
-#: measures of that beginning are those of the average of weights
+#: prefix of measures of the averaged weights
 EMA = "ema_"
 _LABELS = {"top1": "test accuracy", "top5": "top5 test accuracy", _LOSS: "test loss"}
 _LABELS |= {f"{EMA}{measure}": f"{label} of the averaged weights" for measure, label in _LABELS.items()}
@@ -62,7 +62,14 @@ _OTHER_LOSS = "loss.label_smoothing"
 
 @dataclass(frozen=True)
 class StepEvaluation:
-    """The means over the test set after `step` steps and `epoch` epochs; None: not finite, or none. Accuracies are fractions."""
+    """Means over the test set after a training step.
+
+    Attributes:
+        step: global step.
+        epoch: number of finished epochs.
+        loss, top1, top5: loss, and accuracies as fractions; None if not finite.
+        ema_loss, ema_top1, ema_top5: the same measures of the averaged weights; None if not finite or not evaluated.
+    """
 
     step: int
     epoch: int
@@ -80,28 +87,31 @@ class StepEvaluation:
         return cls(position.global_step, position.epoch, **means)
 
     def value(self, measure: str) -> float | None:
-        """Return the value of a measure: "top1", "top5" or "loss", or that with "ema_" before it."""
+        """Return the value of a measure: "top1", "top5" or "loss", with "ema_" in front for the averaged weights."""
         value: float | None = getattr(self, measure)
         return value
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields as a checkpoint's metadata has them: older programs do not know those of averages."""
+        """Return the fields for a checkpoint's metadata.
+
+        Empty fields of averaged weights are left out, since older versions do not read them.
+        """
         return {name: value for name, value in asdict(self).items() if value is not None or not name.startswith(EMA)}
 
     def text(self, measure: str) -> str:
-        """Return the value of a measure that is not None, for people: "test accuracy 91.93%"."""
+        """Return a measure, whose value must not be None, as text: "test accuracy 91.93%"."""
         value = self.value(measure)
-        assert value is not None, "only finite values are told"
+        assert value is not None, "only finite values have a text"
         return f"{_LABELS[measure]} {loss_text(value) if is_loss(measure) else f'{value:.2%}'}"
 
 
 def is_loss(measure: str) -> bool:
-    """Return whether less is better."""
+    """Return whether lower values of the measure are better."""
     return measure.removeprefix(EMA) == _LOSS
 
 
 def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collection[int]) -> StepEvaluation | None:
-    """Return the best of some steps, the earlier of two that are equal; None if there is none, or measure is "none"."""
+    """Return the best evaluation among some steps, the earlier of two equal ones; None if there is none, or measure is "none"."""
     if measure == NONE:
         return None
     sign = -1.0 if is_loss(measure) else 1.0
@@ -110,10 +120,10 @@ def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collecti
 
 
 def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequence[int], keep: int) -> set[int]:
-    """Return the steps whose checkpoints stay at any age: the best, and the best as of the oldest of the `keep` newest.
+    """Return the steps whose checkpoints are kept at any age: the best, and the best as of the oldest of the `keep` newest.
 
     Args:
-        by_age: steps of all checkpoints that there are, the one written first at first.
+        by_age: steps of all existing checkpoints, in the order in which they were written.
     """
     oldest = min(by_age[-keep:], default=-1)
     until = [step for step in by_age if step <= oldest]
@@ -121,7 +131,7 @@ def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequen
 
 
 def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
-    """Return why a run that was asked for its best checkpoint cannot know it or has one candidate only; None if it can choose."""
+    """Return why `checkpoint.best` has no effect: no evaluation, no checkpoints, or a single candidate. None if it has."""
     settings = config.checkpoint
     if "best" not in settings.model_fields_set or settings.best == NONE or not config.epochs:
         return None
@@ -139,7 +149,7 @@ def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
 
 
 def _is_candidate(config: Config, epoch: int, steps_per_epoch: int) -> bool:
-    """Return whether the end of an epoch, not the last one, has an evaluation and a checkpoint."""
+    """Return whether an epoch before the last one ends with both an evaluation and a checkpoint."""
     settings = config.checkpoint
     saves = settings.every_epochs and epoch % settings.every_epochs == 0
     saves = saves or (settings.every_steps and epoch * steps_per_epoch % settings.every_steps == 0)
@@ -147,10 +157,11 @@ def _is_candidate(config: Config, epoch: int, steps_per_epoch: int) -> bool:
 
 
 class BestCheckpoint:
-    """Keeps the best checkpoint of a run, on the one rank that writes files. Nothing here communicates.
+    """Keeps the best checkpoint of a run, on the rank that writes files. Does not communicate.
 
     Args:
-        directory: of checkpoints. reporter: receives what cannot be kept.
+        directory: directory of checkpoints.
+        reporter: receives warnings of lost checkpoints.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig, reporter: Reporter) -> None:
@@ -161,14 +172,17 @@ class BestCheckpoint:
         self._unchecked_start: Path | None = None
 
     def evaluated(self, position: Position, sums: RunningSums) -> None:
-        """Take note of an evaluation; a second one of a step, as of a run that was finished, changes nothing."""
+        """Note an evaluation. A second one of the same step, as after resuming a finished run, is ignored."""
         if position.global_step not in self._evaluations:
             self._evaluations[position.global_step] = StepEvaluation.of(position, sums)
             self._unsettled = True
         self._leave_out_lost()
 
     def to_meta(self, step: int) -> dict[str, Any]:
-        """Return the evaluations of all existing checkpoints, for the metadata of that of `step`; no other is being written."""
+        """Return the evaluations of all existing checkpoints, as metadata of the checkpoint of `step`.
+
+        No other checkpoint may be in progress.
+        """
         self._leave_out_lost()
         existing = {step, *self._steps()}
         self._evaluations = {number: each for number, each in self._evaluations.items() if number in existing}
@@ -176,16 +190,16 @@ class BestCheckpoint:
         return {EVALUATIONS: entries} if entries else {}
 
     def retention(self, step: int) -> Callable[[], None]:
-        """Return a function that deletes old checkpoints, judged by the evaluations known now.
+        """Return a function that deletes old checkpoints according to the evaluations so far.
 
-        Call it, in any thread, once the next checkpoint, that of `step`, is on the disk. It keeps the checkpoint of `step` in any
-        case, and raises a CheckpointError if old ones cannot be deleted.
+        Call the function, in any thread, after the checkpoint of `step` is written; it keeps that checkpoint in any case. It
+        raises a CheckpointError if old checkpoints cannot be deleted.
         """
         evaluations = tuple(self._evaluations.values())
         return lambda: self._retain(evaluations, {step})
 
     def settle(self) -> None:
-        """Count evaluations that came after their checkpoint, too; call it at the end of a run.
+        """Delete old checkpoints, including evaluations that came after their checkpoint in the choice. Call at the end of a run.
 
         Raises:
             CheckpointError: old checkpoints cannot be deleted.
@@ -194,16 +208,19 @@ class BestCheckpoint:
             self._retain(tuple(self._evaluations.values()))
 
     def go_on(self, start: Path, meta: Mapping[str, Any], changed: Collection[str] = (), *, evaluates: bool = False) -> None:
-        """Resume from a checkpoint, once those after it are set aside. Reads the best one, to see whether it is whole.
+        """Resume from a checkpoint, after later ones were set aside. Reads the best checkpoint to verify that it is intact.
 
         Args:
-            start: the checkpoint, which is known to be whole. meta: its metadata. changed: keys that have other values now.
-            evaluates: its own evaluation may come first, as it was written before it; the best until then may be gone by rights.
+            start: checkpoint to resume from, already verified.
+            meta: metadata of that checkpoint.
+            changed: keys of the configuration that have changed.
+            evaluates: whether the run first evaluates the checkpoint itself, which was written before its evaluation. The best
+                checkpoint is then verified after that evaluation, as it may rightly have been deleted.
         """
         entries = [StepEvaluation(**entry) for entry in meta.get(EVALUATIONS, ())]
         others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
         if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
-            self._reporter.say(f"the best checkpoint is chosen among those from here on, as {' and '.join(others)} changed")
+            self._reporter.say(f"the best checkpoint is chosen among new ones only, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}
         self._unsettled, self._unchecked_start = False, start
         if not evaluates:
@@ -211,7 +228,7 @@ class BestCheckpoint:
         self._write_record(tuple(self._evaluations.values()))
 
     def line(self) -> str | None:
-        """Return the best checkpoint, for the end of a run; None if there is none."""
+        """Return a line on the best checkpoint for the end of a run; None if there is none."""
         paths = dict(checkpoint.checkpoints(self._directory))
         best = best_of(self._evaluations.values(), self._measure, paths)
         return None if best is None else f"best {best.text(self._measure)} after epoch {best.epoch}: {paths[best.step]}"
@@ -220,7 +237,7 @@ class BestCheckpoint:
         return {step for step, _ in checkpoint.checkpoints(self._directory)}
 
     def _leave_out_lost(self) -> None:
-        """Forget evaluations of best checkpoints that are gone or damaged, and report each; once after a resume."""
+        """Drop evaluations of best checkpoints that are missing or damaged, and report each. Runs once after a resume."""
         start, self._unchecked_start = self._unchecked_start, None
         if start is None:
             return
@@ -230,10 +247,10 @@ class BestCheckpoint:
                 return
             del self._evaluations[best.step]
             what = f"the best checkpoint, of step {best.step} ({best.text(self._measure)} after epoch {best.epoch}),"
-            self._reporter.say(f"warning: {what} {lost}; the best of the others is kept")
+            self._reporter.say(f"warning: {what} {lost}; the best of the remaining checkpoints is kept")
 
     def _fault(self, step: int, start: Path) -> str | None:
-        """Return the end of a sentence on the checkpoint of a step that cannot be used; None if it can."""
+        """Return why the checkpoint of a step cannot be used, as the end of a sentence; None if it can."""
         path = dict(checkpoint.checkpoints(self._directory)).get(step)
         if path is None:
             return "is not there any more"
@@ -245,21 +262,23 @@ class BestCheckpoint:
         return None
 
     def _retain(self, evaluations: Sequence[StepEvaluation], written: Collection[int] = ()) -> None:
-        """Delete old checkpoints, but not the best; the record of it comes first, so that it names what stays.
+        """Delete old checkpoints except the best.
+
+        The record of the best is written first, so that it names a checkpoint that is kept.
 
         Raises:
-            CheckpointError: they cannot be deleted.
+            CheckpointError: old checkpoints cannot be deleted.
         """
         self._write_record(evaluations)
         try:
             by_age = [step for step, _ in checkpoint.by_age(self._directory)]
             stay = spared(evaluations, self._measure, by_age, self._keep) | set(written)
             checkpoint.prune(self._directory, self._keep, stay)
-        except FileNotFoundError:  # another process is deleting them as well; the next checkpoint deletes what is left
+        except FileNotFoundError:  # another process is deleting them too; remaining ones are deleted with the next checkpoint
             return
         except OSError as error:
             raise CheckpointError(
-                f"Old checkpoints in {self._directory} cannot be deleted ({error.strerror}); allow it."
+                f"Cannot delete old checkpoints in {self._directory} ({error.strerror}); grant write permission."
             ) from error
 
     def _write_record(self, evaluations: Sequence[StepEvaluation]) -> None:
@@ -271,8 +290,8 @@ class BestCheckpoint:
         self._bookkeeping.attempt("record of the best checkpoint", lambda: best_record.write_best(self._directory, record))
 
 
-#: of parameters, from which on several nodes write a checkpoint together. The optimiser's state comes on top: with momentum a
-#: quarter of a gigabyte, which one rank takes about a second to gather, and to write some more
+#: minimum bytes of parameters for which several nodes write a sharded checkpoint. The optimiser's state adds to them: with
+#: momentum a quarter of a gigabyte in all, which one rank takes about a second to gather, and longer to write
 _LARGE_BYTES = 1 << 27
 
 
@@ -284,7 +303,9 @@ class RunCheckpoints(Observer):
     """Writes the checkpoints of a run into its directory, and keeps the best. All methods but `after_evaluation` are collective.
 
     Attributes:
-        saver: writes them. best: on the rank that writes files; None on others. last: that was begun last.
+        saver: writer of the checkpoints.
+        best: keeper of the best checkpoint, on the rank that writes files; None on other ranks.
+        last: path of the checkpoint that was begun last; None before the first.
     """
 
     def __init__(self, session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> None:
@@ -303,7 +324,7 @@ class RunCheckpoints(Observer):
         self._files = small_files(directory) if session.is_root else {}
 
     def take_up(self, start: Start | None) -> None:
-        """Take over what is known of a run's earlier checkpoints from the one that it resumes from; nothing for a new run."""
+        """Restore the evaluations of earlier checkpoints from the one that the run resumes from; no effect for a new run."""
         if start is None or start.directory is None:
             return
         best, complete = self.best, start.position.samples == self._setup.loader.sampler.samples
@@ -316,24 +337,24 @@ class RunCheckpoints(Observer):
         raise_on_all_ranks(self._session.world, take)
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
-        """Take note of an evaluation, by which checkpoints are kept."""
+        """Note an evaluation, which decides which checkpoints are kept."""
         if self.best is not None:
             self.best.evaluated(position, sums)
 
     def complete(self) -> None:
-        """Wait for the last checkpoint, and delete old ones for the last time.
+        """Wait until the last checkpoint is written, and delete old ones.
 
         Raises:
-            CheckpointError: it cannot be written, or they cannot be deleted.
+            CheckpointError: the checkpoint cannot be written, or old ones cannot be deleted.
         """
         self.saver.finish()
         raise_on_all_ranks(self._session.world, _nothing if self.best is None else self.best.settle)
 
     def save(self, position: Position) -> None:
-        """Write a checkpoint, or begin to, if the configuration says so. Collective.
+        """Write a checkpoint, or begin to write it if `checkpoint.asynchronous` is set. Collective.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         step = position.global_step
         if not self.saver.ready(step):
@@ -349,7 +370,7 @@ class RunCheckpoints(Observer):
             self.saver.begin(one_file(world, replica, position, meta, self.last, retain, self._prepare, copied=copied))
 
     def _prepare(self) -> None:
-        """Raise unless the run is still this job's, and restore its small files, without which `--resume` would not find it.
+        """Raise unless this job still owns the run, and restore the run's small files, which `--resume` needs.
 
         Called on rank 0 before it writes.
         """
@@ -388,7 +409,7 @@ class RunCheckpoints(Observer):
         return meta
 
     def _place(self) -> dict[str, Any]:
-        """Return the next checkpoint's sequence number and the identity of its run, as metadata. Only on the writing rank."""
+        """Return the next checkpoint's sequence number and the identity of its run, as metadata. Only on the rank that writes."""
         self._sequence = max(1 + self._sequence, checkpoint.next_sequence(self._directory.checkpoints))
         marker = marker_of(self._directory.path)
         self._identity = self._identity if marker is None else marker.identity
@@ -396,7 +417,7 @@ class RunCheckpoints(Observer):
 
 
 def is_sharded(session: Session, setup: TrainingSetup) -> bool:
-    """Return whether the checkpoints of a run have a shard of each rank; the same on all ranks."""
+    """Return whether the checkpoints of a run consist of one shard per rank. The same on all ranks."""
     layout = session.config.checkpoint.layout
     if layout != "auto":
         return layout == "sharded"
@@ -416,11 +437,13 @@ def one_file(
     *,
     copied: bool,
 ) -> Writing:
-    """Return a checkpoint that is one file, of rank 0. Collective; after `drain`.
+    """Return a checkpoint as a single file, written by rank 0. Collective; the replica must be drained.
 
     Args:
-        meta: additional metadata. written: called on rank 0 after the checkpoint is written. prepare: called on rank 0 before.
-        copied: training may continue while it is being written.
+        meta: additional metadata.
+        written: callback on rank 0 after the checkpoint is written.
+        prepare: callback on rank 0 before the checkpoint is written.
+        copied: whether tensors are copied, so that training may continue during the write.
     """
     is_root = world.rank == 0
     content = replica.state(position, meta, keep=is_root, copied=copied)
@@ -442,7 +465,7 @@ def shards(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """Return a checkpoint that is a directory: a shard of each rank, and rank 0's manifest once all shards exist. Collective.
+    """Return a checkpoint as a directory: a shard per rank, and a manifest that rank 0 writes once all shards exist. Collective.
 
     Args:
         meta, written, prepare: as for `one_file`.
@@ -467,12 +490,13 @@ def shards(
 
 
 class Rollback:
-    """Takes a run back; `Trainer` calls it with the error. Every call is collective.
+    """Callback of `Trainer` that takes a diverged run back to its newest checkpoint. Every call is collective.
 
     Args:
-        directory: of the run, which has a checkpoint from its first step on. reporter: is notified of each time.
-        checkpoints: of the run; the one that is being written is waited for.
-        most: times that the run may go back to one checkpoint.
+        directory: directory of the run, which has a checkpoint from its first step on.
+        reporter: receives a line and a record per rollback.
+        checkpoints: checkpoints of the run; one in progress is completed first.
+        most: maximum number of rollbacks to one checkpoint.
     """
 
     def __init__(
@@ -490,13 +514,14 @@ class Rollback:
         self._step, self._times = -1, 0
 
     def __call__(self, error: DivergedError, position: Position) -> Position:
-        """Return the position to resume from, with all tensors of it in place.
+        """Restore the newest checkpoint and return its position, with a new order of samples.
 
         Args:
-            position: where the error came.
+            position: position at which the error was raised.
 
         Raises:
-            DivergedError: the run has come here too often. CheckpointError: no checkpoint can be read.
+            DivergedError: the run has returned to this checkpoint too often.
+            CheckpointError: no checkpoint can be read.
         """
         self._checkpoints.saver.settle()
         start = find_start(self._session, str(self._directory.path))
@@ -506,8 +531,8 @@ class Rollback:
         self._step = target.global_step
         if self._times > self._most:
             raise DivergedError(
-                f"{error} The run has gone back to step {self._step} {self._most} times, each time in another order, without "
-                f"coming to its next checkpoint; change what the first sentence says, or raise on_nonfinite.most.",
+                f"{error} The run has gone back to step {self._step} {self._most} times, each time with another order of "
+                f"samples, without reaching its next checkpoint; follow the advice above, or raise on_nonfinite.most.",
                 ranks=error.ranks,
             )
         raise_on_all_ranks(self._session.world, partial(self._setup.replica.load, start.content))
@@ -519,7 +544,7 @@ class Rollback:
         return target
 
     def _cut_records(self, target: Position) -> None:
-        """Remove, on rank 0, records and checkpoints of the run after a position."""
+        """Remove, on rank 0, the run's records and checkpoints after `target`. Collective."""
 
         def cut() -> None:
             if self._session.is_root:
@@ -533,7 +558,9 @@ class Rollback:
         epoch, step = target.epoch + 1, target.global_step
         record = {"epoch": epoch, "step": step, "from_step": from_step, "samples": target.samples, "order": number}
         self._reporter.record("rollback", {**record, "error": str(error)})
-        self._reporter.say(f"went back from step {from_step} to step {step}, and on in order {number}: {error}")
+        self._reporter.say(
+            f"went back from step {from_step} to step {step}, continuing with order {number} of the samples: {error}"
+        )
 
 
 def rollback(
@@ -544,10 +571,11 @@ def rollback(
     checkpoints: RunCheckpoints,
     start: Start | None,
 ) -> Rollback | None:
-    """Return the way back of a run, where its configuration asks for one. Collective.
+    """Return the rollback of a run, or None if `on_nonfinite.action` is not "rollback". Collective.
 
     Args:
-        checkpoints: of the run; if it has none yet, its first state is saved. start: of a resumed run; None: the run is new.
+        checkpoints: checkpoints of the run; if there is none yet, the initial state is saved.
+        start: start of a resumed run; None for a new run.
     """
     answer = session.config.on_nonfinite
     if answer.action != "rollback":

@@ -1,6 +1,6 @@
-"""The levels between a job's data files and its loaders: which samples are kept where, and the sentences on it at the start.
+"""Cache levels between a job's data files and its loaders: memory of the nodes, and local copies.
 
-Memory of the nodes may be filled before the first step: each sample is read once by the job and sent to the other nodes.
+Memory of the nodes may be filled before the first step. The job then reads each sample once and sends it to the other nodes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptSamples:
-    """The samples of a file that a node keeps.
+    """Samples of a file that a node keeps.
 
     Attributes:
-        memory, memory_bytes: samples from the first on. denied: why ranks do not share that memory; empty: they do.
-        local_first, local, local_bytes: samples of the local copy. found: of them, those that an earlier run has left.
-        local_denied: why there is no such copy, or a smaller one than asked for; empty: neither.
+        memory, memory_bytes: number of samples in memory, from the first one on, and their bytes.
+        denied: why ranks cannot share that memory; "" if they can.
+        local_first, local, local_bytes: first sample of the local copy, number of samples, and their bytes.
+        found: number of samples of the local copy that an earlier run left.
+        local_denied: why there is no local copy, or one smaller than requested; "" otherwise.
     """
 
     memory: int = 0
@@ -52,12 +54,12 @@ class KeptSamples:
 
     @property
     def covered(self) -> int:
-        """Samples that the data file is read for once."""
+        """Number of samples, from the first one on, that are read from the data file only once."""
         return max(self.memory, self.local_first + self.local if self.local_first <= self.memory else 0)
 
 
 def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
-    """Yield the levels of a file, a sentence each."""
+    """Yield sentences on the cache levels of a file."""
     again = ", the others are read again in each epoch" if kept.covered < len(file) else ""
     if kept.memory:
         where = "in memory of each node"
@@ -80,23 +82,25 @@ def _part(samples: int, file: ImageFile) -> str:
     return "all samples" if samples == len(file) else f"{math.floor(100 * samples / len(file))} % of the samples"
 
 
-# Of a chunk, and what a rank receives in a round.
+# Maximum bytes of a chunk, and of all that a rank receives in a round.
 _CHUNK_BYTES = 4 << 20
 _RECEIVED_BYTES = 64 << 20
 _TAG = 411
 
 
 def fill(rank: StartedRank, memory: SampleCache, *, shared: bool, stop_requested: Callable[[], bool] = lambda: False) -> int:
-    """Fill the memory of every node; give the number of samples that all of them hold then, but for unreadable ones. Collective.
+    """Fill the memory of every node; return the number of samples that all nodes then hold, except unreadable ones. Collective.
 
-    A sample that cannot be read, and for which others may stand in, is left to the ranks that need it. So are those that are
-    missing where the job is to stop: all ranks end with the same round.
+    An unreadable sample is left to the ranks that need it if others may replace it. If the job is to stop, the remaining samples
+    are left to these ranks as well; all ranks end after the same round.
 
     Args:
-        memory: empty. shared: whether the ranks of this node have it in common. stop_requested: this rank was asked to stop.
+        memory: empty cache of this rank or its node.
+        shared: whether the ranks of this node share `memory`.
+        stop_requested: returns whether this rank was asked to stop.
 
     Raises:
-        DataError: on every rank, where one could not read a sample, and none may stand in for it.
+        DataError: a rank could not read a sample that must not be replaced; on every rank.
     """
     plan = _plan(rank, memory, shared=shared)
     errors: list[HpctrainError] = []
@@ -105,11 +109,11 @@ def fill(rank: StartedRank, memory: SampleCache, *, shared: bool, stop_requested
         _round(rank, memory, plan, done, errors)
         done += 1
 
-    def tell() -> None:
+    def raise_first() -> None:
         if errors:
             raise errors[0]
 
-    raise_on_all_ranks(rank.world, tell)
+    raise_on_all_ranks(rank.world, raise_first)
     return plan.done_after(done)
 
 
@@ -121,7 +125,7 @@ def _some_rank_ends(rank: StartedRank, ends: object) -> bool:
 
 
 def _plan(rank: StartedRank, memory: SampleCache, *, shared: bool) -> FillingPlan:
-    """Plan who sends what: memories are numbered by node, then those that a rank has by itself."""
+    """Return the plan of rounds. Memories are numbered by node, then those that a rank does not share. Collective."""
     world = rank.world
     mark = rank.grid.node_of[world.rank] if shared else world.size + world.rank
     of_ranks = world.allgather_object((memory.held, mark))
@@ -131,7 +135,10 @@ def _plan(rank: StartedRank, memory: SampleCache, *, shared: bool) -> FillingPla
 
 
 def _round(rank: StartedRank, memory: SampleCache, plan: FillingPlan, turn: int, errors: list[HpctrainError]) -> None:
-    """Read a chunk, send it, and receive those of others; after an error nothing more is read, and nothing sent counts."""
+    """Read a chunk, send it, and receive the chunks of other ranks.
+
+    After an error, nothing is read, and the chunk is sent with no sample marked as valid.
+    """
     comm, me, size = rank.world, rank.world.rank, 1 + memory.image_bytes
     incoming: list[tuple[int, np.ndarray, Handle]] = []
     for sender in plan.senders(turn, me):
@@ -155,26 +162,27 @@ def _round(rank: StartedRank, memory: SampleCache, plan: FillingPlan, turn: int,
 
 
 def _parts(message: np.ndarray, memory: SampleCache) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images (n, H, W, C) of a message, and a byte for each that says whether it counts."""
+    """Return the images (n, H, W, C) of a message, and n bytes that mark the valid ones."""
     count = len(message) // (1 + memory.image_bytes)
     return message[count:].reshape(count, *memory.shape[1:]), message[:count]
 
 
-#: of the free memory of a node, that `auto` takes at most
+#: maximum fraction of a node's free memory for `auto`
 AUTO_SHARE = 0.5
-# That may be asked for.
+# Maximum fraction that may be configured.
 _LARGEST_SHARE = 0.9
-# Where nothing tells how much is free.
+# Assumed free memory if the system does not report it.
 _UNKNOWN_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class DataCache:
-    """The levels of a job's data files.
+    """Cache levels of a job's data files.
 
     Attributes:
-        counts: of this rank. notes: sentences on what is kept, for the start of a run.
-        local_files: that this rank is to leave for a later run.
+        counts: samples and bytes that this rank has read.
+        notes: sentences on the kept samples, for the start of a run.
+        local_files: local copies that this rank may keep for a later run.
     """
 
     counts: ReadCounts
@@ -182,16 +190,16 @@ class DataCache:
     local_files: tuple[LocalFile, ...] = ()
 
     def keep(self) -> None:
-        """Leave local copies for a later run, where that is asked for. Once all ranks have read; not collective."""
+        """Keep local copies for a later run, if the configuration requests it. Call after all ranks have read; not collective."""
         for local in self.local_files:
             local.keep()
 
 
 def cache_of(value: object) -> CacheConfig:
-    """Return the section `data.cache` as a program writes it.
+    """Return the section `data.cache` from a value given in Python.
 
     Raises:
-        ConfigError: a key that there is not, or a value that is not taken.
+        ConfigError: a key is unknown, or a value is not allowed.
     """
     try:
         return CacheConfig.model_validate(value)
@@ -212,13 +220,14 @@ def give_levels(
     auto_share: float = AUTO_SHARE,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> DataCache:
-    """Put the configured levels between loaders and their files. Collective.
+    """Put the configured cache levels between loaders and their files. Collective.
 
-    Synthetic images are left as they are: to make one takes no longer than to copy it.
+    Synthetic images are not cached, since generating one takes no longer than copying it.
 
     Args:
-        loaders: in the order in which they are served where memory is short. auto_share: of the free memory of a node.
-        stop_requested: this rank was asked to stop; memory is not filled any further then.
+        loaders: loaders in order of priority if memory is short.
+        auto_share: fraction of a node's free memory that `auto` may use.
+        stop_requested: returns whether this rank was asked to stop; filling memory then ends.
     """
     counts, node = ReadCounts(), rank.grid.node
     budget, shortage = _budget(node, config, auto_share)
@@ -247,10 +256,10 @@ def give_levels(
 
 
 def _filled(rank: StartedRank, file: ImageFile, cache: SampleCache, stop_requested: Callable[[], bool]) -> Iterator[str]:
-    """Fill the memory of all nodes, and say so. Collective.
+    """Fill the memory of all nodes, and yield a sentence on it. Collective.
 
     Raises:
-        DataError: as `fill`.
+        DataError: as for `fill`.
     """
     if not all(rank.world.allgather_object(cache.held)):  # on some node there is no room for a single sample
         return
@@ -262,7 +271,7 @@ def _filled(rank: StartedRank, file: ImageFile, cache: SampleCache, stop_request
 
 
 def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple[int, str]:
-    """Return the bytes that samples may take of this node's memory; and why that is less than was asked for, if it is."""
+    """Return the bytes of this node's memory for samples, and why these are fewer than configured; "" if they are not."""
     free = node.broadcast_object(available_bytes() if node.rank == 0 else None)
     if config.memory == AUTO_SIZE:
         return (_UNKNOWN_BYTES if free is None else int(auto_share * free)), ""
@@ -278,7 +287,7 @@ def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple
 def _cache(
     node: Communicator, file: ImageFile, config: CacheConfig, budget: int, counts: ReadCounts
 ) -> tuple[SampleCache, KeptSamples, LocalFile | None]:
-    """Return the cache over a file, what it keeps, and the local copy, if there is one. Collective."""
+    """Return the cache over a file, its kept samples, and the local copy or None. Collective."""
     assert isinstance(file.pixels, BlockReader)
     samples, image_bytes = len(file), int(np.prod(file.shape))
     held = held_in(budget, samples, image_bytes)
@@ -293,14 +302,14 @@ def _cache(
         return SampleCache(file.pixels, counts, copy=copy), kept, local
     memory_bytes, place = bytes_for(held, image_bytes), NodeRank(node.rank, node.size)
     memory = share(node, memory_bytes)
-    if memory.denied:  # pages that are not touched take no memory
+    if memory.denied:  # the array is allocated anyway: untouched pages occupy no memory
         held, place = held_in(budget // node.size, samples, image_bytes), ALONE
     kept = replace(kept, memory=held, memory_bytes=memory_bytes, denied=memory.denied)
     return SampleCache(file.pixels, counts, memory, held, place, copy=copy), kept, local
 
 
 def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) -> LocalFile | None:
-    """Return the local copy of what memory does not hold, or of all samples where a later run may take them. Collective."""
+    """Return the local copy of samples that memory does not hold, or of all samples if later runs may use it. Collective."""
     if config.local is None or (held == len(file) and not config.keep):
         return None
     from hpctrain.data.local_copy import LocalRequest, open_local

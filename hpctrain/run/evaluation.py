@@ -1,7 +1,7 @@
-"""`hpctrain eval` and `predict`: a checkpoint on the test set or on pictures, with its own classes and normalisation.
+"""`hpctrain eval` and `predict`: a checkpoint on a test set or on pictures, with its own classes and normalisation.
 
-A judgement counts which class was taken for which, and shows images that the checkpoint got right and wrong. Pictures go the
-way of evaluation images.
+A judgement has a confusion matrix and the images that the checkpoint classified rightly and wrongly with the highest probability.
+Pictures are processed like evaluation images.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of a checkpoint on a test set.
+    """Results of a checkpoint on a test set.
 
-    Args:
-        path: of the checkpoint. notes: what a user should know of the data, a sentence each. sums: over all samples.
-        class_names: by label. averaged: they are those of the averaged weights.
-        flip: the mean over images and their mirror images counts.
-        confusion: which class was taken for which; None if it was not requested.
+    Attributes:
+        path: path of the checkpoint.
+        notes: remarks on the data for the user, one sentence each.
+        sums: sums of loss and accuracies over all samples.
+        class_names: names of the classes by label.
+        averaged: whether the averaged weights were evaluated.
+        flip: whether outputs are means over each image and its mirror image.
+        confusion: confusion matrix; None if it was not requested.
     """
 
     path: Path
@@ -71,7 +74,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """A rank's share of an evaluation or a prediction. mirror: returns the mirror images; None if they do not count."""
+    """A rank's share of an evaluation or a prediction.
+
+    Attributes:
+        mirror: loader of the mirror images; None if they are not used.
+    """
 
     images: Images
     replica: Replica
@@ -90,16 +97,20 @@ def run_evaluation(
 ) -> Evaluation:
     """Evaluate a checkpoint on the test set. Collective; every rank has the results.
 
-    The training file is opened for a checkpoint of format version 1 only, which does not know classes and normalisation.
+    The training file is opened only for a checkpoint of format version 1, which does not store classes and normalisation.
 
     Args:
-        source: as `find_checkpoint` takes it. averaged: the average of the weights in place of them.
-        flip: the mean over images and their mirror images counts. confusion: count which class was taken for which.
-        show: of a number of samples, shows where their evaluation is (see `Reporter.evaluation`); None: nothing does.
+        source: run directory, checkpoint or keyword, as `find_checkpoint` takes it.
+        averaged: whether to evaluate the averaged weights.
+        flip: whether to use the mean of the outputs for each image and its mirror image.
+        confusion: whether to count a confusion matrix.
+        show: returns a progress display for a number of samples (see `Reporter.evaluation`); None: no display.
 
     Raises:
-        ConfigError: no test set is configured. CheckpointError: none to evaluate, or another model's.
-        DataError: a test set with other classes. ShapeError: or with images of another shape.
+        ConfigError: no test set is configured.
+        CheckpointError: there is no checkpoint, or it belongs to another model.
+        DataError: the test set has other classes.
+        ShapeError: the test images have another shape.
     """
     require_test_set(session)
     path, content = existing_checkpoint(session, source)
@@ -122,14 +133,14 @@ def require_test_set(session: Session) -> None:
         ConfigError: no test set is configured.
     """
     if session.config.data.test is None:
-        raise ConfigError("data.test is not set, so there is nothing to evaluate on; give the path of an HDF5 test set.")
+        raise ConfigError("data.test is not set, so there is no test set; set it to the path of an HDF5 file.")
 
 
 def existing_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent]:
-    """Return the checkpoint that a source stands for. Collective.
+    """Return the path and the content of the checkpoint that `source` names. Collective.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     output, name = session.config.output, session.config.name
     there = find_checkpoint(session.world, output, name, source)
@@ -140,7 +151,7 @@ def existing_checkpoint(session: Session, source: str) -> tuple[Path, Checkpoint
 
 
 def keep_log(checkpoint: Path, rank: int) -> None:
-    """Continue a rank's log file in the run of a checkpoint, else in the checkpoint's directory."""
+    """Continue a rank's log file in the run that the checkpoint belongs to, else in the checkpoint's directory."""
     kept = log.current_rank_log()
     if kept is not None:
         run = RunDirectory(checkpoint.resolve().parent)
@@ -149,16 +160,17 @@ def keep_log(checkpoint: Path, rank: int) -> None:
 
 
 def unknown_splits(content: CheckpointContent) -> tuple[Split, ...]:
-    """Return the splits whose files must replace missing data facts of a checkpoint: empty, except for format version 1."""
+    """Return the splits whose files replace facts missing in a checkpoint: ("train",) for format version 1, otherwise ()."""
     return ("train",) if data_of(content) is None else ()
 
 
 def known_data(
     config: Config, path: Path, content: CheckpointContent, opened: Mapping[Split, ImageFile]
 ) -> tuple[DataFacts, str]:
-    """Return the facts of the data that a checkpoint was trained on, and their origin, for messages.
+    """Return the facts about the data that a checkpoint was trained on, and their origin for messages.
 
-    opened: the open files, at least those of `unknown_splits`.
+    Args:
+        opened: open files, at least those of `unknown_splits`.
 
     Raises:
         CheckpointError: the configuration describes another model than the checkpoint's.
@@ -173,17 +185,19 @@ def known_data(
 def trained_replica(
     session: Session, content: CheckpointContent, data: DataFacts, images: Images, *, averaged: bool = False
 ) -> Replica:
-    """Return a replica with the checkpoint's parameters, without an optimiser, for images as it was trained on.
+    """Return a replica with the checkpoint's parameters, without an optimiser.
 
-    averaged: the average of the weights in place of them.
+    Args:
+        images: images of the shape that the model was trained on.
+        averaged: whether to load the averaged weights.
 
     Raises:
-        CheckpointError: there is no such average.
-        ShapeError: images of another shape than those that it was trained on.
+        CheckpointError: the checkpoint has no averaged weights.
+        ShapeError: the images have another shape than the training images.
     """
     config = session.config
     trained_with = stored_config(content, config) or config
-    if not trained_with.data.sizes:  # else it was made for several shapes, and takes what its layers take
+    if not trained_with.data.sizes:  # a model trained on several sizes accepts any that its layers accept
         check_shapes(training_shape(trained_with, data), images.shape)
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
@@ -197,7 +211,7 @@ def build_setup(
     """Build a rank's share of the evaluation of a checkpoint on the configured test set. Collective.
 
     Raises:
-        CheckpointError, DataError, ShapeError: as `run_evaluation`.
+        CheckpointError, DataError, ShapeError: as for `run_evaluation`.
     """
     opened = open_alike(session.world, session.config, (*unknown_splits(content), "test"))
     return raise_on_all_ranks(session.world, lambda: _build(session, path, content, opened, averaged=averaged, flip=flip))
@@ -220,7 +234,12 @@ def _build(
 
 
 def with_loaders(session: Session, images: Images, replica: Replica, batch: int, *, flip: bool) -> EvaluationSetup:
-    """Return a replica and images with this rank's loaders of them. batch: images that all ranks compute at once."""
+    """Return images and replica with this rank's loaders.
+
+    Args:
+        batch: number of images per batch over all ranks.
+        flip: whether to make a loader of the mirror images.
+    """
 
     def loader(of: Images) -> Loader:
         return make_loader(session, of, replica.tiles, batch=batch, shuffle=False, kernels=replica.network.kernels)
@@ -232,8 +251,11 @@ def with_loaders(session: Session, images: Images, replica: Replica, batch: int,
 class JudgedImage:
     """One image of a test set.
 
-    Args:
-        number: in the file. pixels: (H, W, C) uint8, as they are stored. label, prediction: classes. probability: of the latter.
+    Attributes:
+        number: number of the image in the file.
+        pixels: stored pixels, (H, W, C) uint8.
+        label, prediction: true and predicted class.
+        probability: probability of the predicted class.
     """
 
     number: int
@@ -245,11 +267,14 @@ class JudgedImage:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of a test set.
+    """Judgement of a checkpoint by a test set.
 
-    Args:
-        checkpoint: whose it is. class_names: by label. confusion: which class was taken for which. right: of each class the
-            surest image; wrong: the surest mistakes; the surest first.
+    Attributes:
+        checkpoint: path of the checkpoint.
+        class_names: names of the classes by label.
+        confusion: confusion matrix.
+        right: per class, the correctly classified image with the highest probability; in descending order.
+        wrong: the misclassified images with the highest probabilities, in descending order.
     """
 
     checkpoint: Path
@@ -260,13 +285,14 @@ class Judgement:
 
 
 def judge(session: Session, source: str, most: int) -> Judgement:
-    """Judge the configured test set. Collective; every rank has the result.
+    """Judge a checkpoint by the configured test set. Collective; every rank has the result.
 
     Args:
-        source: as `find_checkpoint` takes it. most: images that are wanted of those that are right, and of those that are wrong.
+        source: run directory, checkpoint or keyword, as `find_checkpoint` takes it.
+        most: maximum number of right images and of wrong images.
 
     Raises:
-        ConfigError, CheckpointError, DataError, ShapeError: as `run_evaluation`.
+        ConfigError, CheckpointError, DataError, ShapeError: as for `run_evaluation`.
     """
     require_test_set(session)
     path, content = existing_checkpoint(session, source)
@@ -287,7 +313,7 @@ def _judgement(path: Path, setup: EvaluationSetup, predictions: np.ndarray, prob
     file = setup.images.file
     labels, classes = file.labels, len(file.class_names)
     decided = ~np.isnan(probabilities)
-    width = classes + 1  # the last prediction is of no class
+    width = classes + 1  # the last column counts images without a finite prediction
     cells, counts = np.unique(labels * width + np.where(decided, predictions, classes), return_counts=True)
     confusion = ConfusionMatrix(classes, cells // width, cells % width, counts.astype(np.int64))
     surest = [number for number in np.argsort(-probabilities, kind="stable").tolist() if decided[number]]
@@ -304,7 +330,7 @@ def _judgement(path: Path, setup: EvaluationSetup, predictions: np.ndarray, prob
     return Judgement(path, file.class_names, confusion, images(right), images(wrong))
 
 
-#: of a batch, unless another one is asked for: what trained on many ranks is looked at on few
+#: default maximum number of pictures per rank and batch, as a configured batch may be meant for many more ranks
 MOST_OF_A_RANK = 64
 
 
@@ -313,14 +339,16 @@ _NOT_A_NUMBER = "The network's outputs for the image are not finite."
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """A question of a user.
+    """Pictures to classify, and how.
 
-    Args:
-        places: files and directories of pictures. top: classes of each that are wanted, at least 1.
-        flip: the mean over a picture and its mirror image counts. averaged: the average of the weights predicts.
-        fit: how pictures are brought to the network's size; None: as the images were that the checkpoint was evaluated on.
-        batch: pictures that all ranks compute at once; None: as the configuration's evaluation, at most 64 of each rank.
-        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
+    Attributes:
+        places: files and directories of pictures.
+        top: number of classes to return per picture, at least 1.
+        flip: whether to use the mean of the outputs for each picture and its mirror image.
+        averaged: whether to use the averaged weights.
+        fit: how pictures are fitted to the network's input size; None: as the evaluation images of the checkpoint were.
+        batch: number of pictures per batch over all ranks; None: the batch of evaluations, at most 64 per rank.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
     """
 
     places: tuple[Path, ...]
@@ -334,7 +362,11 @@ class PredictionRequest:
 
 @dataclass(frozen=True)
 class PredictedClass:
-    """A class that a picture may be of. label: its number in the model's outputs."""
+    """A candidate class of a picture.
+
+    Attributes:
+        label: number of the class in the model's outputs.
+    """
 
     name: str
     label: int
@@ -343,7 +375,12 @@ class PredictedClass:
 
 @dataclass(frozen=True)
 class PredictedPicture:
-    """The answer for one picture: its most probable classes first, or the sentence that says why there is none."""
+    """Result for one picture.
+
+    Attributes:
+        classes: most probable classes in descending order; empty after an error.
+        error: why the picture has no result; None if it has.
+    """
 
     file: Path
     classes: tuple[PredictedClass, ...] = ()
@@ -352,11 +389,14 @@ class PredictedPicture:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Answers to a request.
+    """Results of a request.
 
-    Args:
-        checkpoint: whose they are. averaged: the average of its weights. class_names: by label. files: of all pictures, in order.
-        answers: one for each file, in this order, on every rank. Collective; computed as they are asked for.
+    Attributes:
+        checkpoint: path of the checkpoint.
+        averaged: whether its averaged weights were used.
+        class_names: names of the classes by label.
+        files: all pictures, in order.
+        answers: one result per file in the same order, on every rank. Each is computed when it is requested; collective.
     """
 
     checkpoint: Path
@@ -366,7 +406,11 @@ class Predictions:
     answers: Iterator[PredictedPicture]
 
     def counted(self, advance: Callable[[int], None]) -> Predictions:
-        """Return the same, and `advance` is called with the number of pictures that are done, as they are asked for."""
+        """Return the predictions with a callback for progress.
+
+        Args:
+            advance: called before each result with the number of finished pictures.
+        """
 
         def answers() -> Iterator[PredictedPicture]:
             for number, picture in enumerate(self.answers):
@@ -377,14 +421,15 @@ class Predictions:
 
 
 def run_prediction(session: Session, source: str, request: PredictionRequest) -> Predictions:
-    """Load a checkpoint, and predict the classes of pictures. Collective.
+    """Load a checkpoint and predict the classes of pictures. Collective.
 
     Args:
-        source: as `find_checkpoint` takes it.
+        source: run directory, checkpoint or keyword, as `find_checkpoint` takes it.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is another model's, or has no average. DataError: no such picture.
-        ShapeError: pictures that cannot be brought to the form of the network's images.
+        CheckpointError: there is no such checkpoint, it belongs to another model, or it has no averaged weights.
+        DataError: there is no such picture.
+        ShapeError: the pictures cannot be fitted to the network's input.
     """
     from hpctrain.data.pictures import picture_facts, picture_files  # here: evaluations decode no pictures
 
@@ -420,7 +465,7 @@ def _build_prediction(
 
 
 def _form(content: CheckpointContent, data: DataFacts) -> ImageForm:
-    """Return the form of the images that the checkpoint was evaluated on, else of those that it was trained on."""
+    """Return the form of the checkpoint's evaluation images; if it is not stored, that of its training images."""
     stored: Any = content.meta.get(EVALUATION_IMAGES)
     return ImageForm.of(data) if stored is None else ImageForm.from_meta(stored)
 
@@ -444,9 +489,9 @@ def _answers(session: Session, setup: EvaluationSetup, files: Sequence[Path], to
 
 
 def _broken(session: Session, replica: Replica, decoded: DecodedPictures, numbers: range) -> dict[int, str]:
-    """Return the sentences of those among some pictures that a rank could not decode. Collective.
+    """Return the error of each picture of a batch that a rank could not decode, by number. Collective.
 
-    Where ranks share samples, the one that owns a sample may have read nothing of it: all of them are asked.
+    All ranks exchange errors, since the rank that owns a sample may have read no part of it if ranks share samples.
     """
     flags = np.array([number in decoded.broken for number in numbers], np.int64)
     comm = replica.groups.all_ranks

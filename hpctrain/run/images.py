@@ -1,6 +1,6 @@
-"""From data files to loaders: classes in one order, images normalised in one way, each rank its share.
+"""From data files to loaders: one order of classes, one normalisation, and each rank's share.
 
-A sample that cannot be read ends the job, or another one stands in for it, which is reported and recorded.
+An unreadable sample either ends the job, or is replaced by another one, reported and recorded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SKIP = "skip"
 
 
 def set_policy(session: Session, file: ImageFile) -> None:
-    """Have a file read as the configuration says. Synthetic images can always be read.
+    """Set how unreadable samples of a file are handled, from the configuration. No effect for synthetic images.
 
     Raises:
-        ConfigError: samples are to be skipped, and ranks share samples: one of them alone cannot take another.
+        ConfigError: samples may be skipped, but ranks share samples, so that one of them cannot replace a sample alone.
     """
     config, world = session.config, session.world
     skips = config.data.on_unreadable == SKIP
@@ -45,26 +45,27 @@ def set_policy(session: Session, file: ImageFile) -> None:
 
 
 def check_skip(config: Config, split_size: int) -> None:
-    """Raise unless samples may be skipped as a configuration says.
+    """Raise if samples may be skipped although ranks share samples.
 
     Args:
-        split_size: ranks that share samples.
+        split_size: number of ranks that share samples.
 
     Raises:
-        ConfigError: as `set_policy`.
+        ConfigError: `data.on_unreadable` is "skip" and `split_size` is greater than 1.
     """
     if config.data.on_unreadable == SKIP and split_size > 1:
         raise ConfigError(
-            f"data.on_unreadable is skip, but grid.rows is {split_size}: ranks that share samples cannot take "
-            "others one by one; set it to stop, or grid.rows to 1."
+            f"data.on_unreadable is skip, but grid.rows is {split_size}, and ranks that share samples cannot replace one; "
+            "set data.on_unreadable to stop, or grid.rows to 1."
         )
 
 
 class UnreadableReport:
-    """Tells of the samples that others stood in for, on any rank; nothing where the job would have ended with the first.
+    """Reports samples that were replaced on any rank because they are unreadable. No effect unless samples may be skipped.
 
     Args:
-        files: that are read. reporter: of this rank.
+        files: data files that are read.
+        reporter: reporter of this rank.
     """
 
     def __init__(self, session: Session, files: Sequence[ImageFile], reporter: Reporter) -> None:
@@ -74,7 +75,7 @@ class UnreadableReport:
         self._reported: list[dict[int, int]] = [{} for _ in files]
 
     def tell(self, position: Position) -> None:
-        """Record the samples that are new since the last time, and say so at the first time. Collective."""
+        """Record the samples replaced since the previous call; report the first ones of each file. Collective."""
         if not self._skips:
             return
         here = [_replaced(file) for file in self._files]
@@ -87,7 +88,7 @@ class UnreadableReport:
             if new and not reported:
                 ranks = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[number]]
                 where = f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
-                others = f"others stand in for {'it' if len(new) == 1 else 'them'}"
+                others = f"other samples replace {'it' if len(new) == 1 else 'them'}"
                 self._reporter.say(f"warning: {_samples(new)} of {file.path} cannot be read on {where}; {others}")
             reported |= new
             if new:
@@ -95,17 +96,17 @@ class UnreadableReport:
                 self._reporter.record("unreadable", {"epoch": position.epoch, "step": position.global_step, **values})
 
     def finish(self, position: Position) -> None:
-        """Record what is new, and say how many there were in all. Collective."""
+        """Record new samples, and report the total of each file. Collective."""
         self.tell(position)
         for file, reported in zip(self._files, self._reported, strict=True):
             if reported:
                 self._reporter.say(
-                    f"{len(reported)} of {len(file)} samples of {file.path} could not be read; others stood in for them"
+                    f"{len(reported)} of {len(file)} samples of {file.path} could not be read; other samples replaced them"
                 )
 
 
 def _samples(numbers: Collection[int]) -> str:
-    """Return the first of them, and how many more there are."""
+    """Return a text with the lowest number and the count of the other ones."""
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return f"sample {min(numbers)}{more}"
 
@@ -115,12 +116,12 @@ def _replaced(file: ImageFile) -> dict[int, int]:
 
 
 def open_alike(world: Communicator, config: Config, splits: Sequence[Split]) -> dict[Split, ImageFile]:
-    """Open the configured images of some splits on every rank, and compare them. Collective.
+    """Open the configured files of some splits on every rank, and compare them between ranks. Collective.
 
-    Ends the job if a rank waits for the file system for longer than the deadline.
+    Ends the job if a rank waits for the file system longer than the deadline.
 
     Raises:
-        DataError: as `ImageFile.open`, or a rank has opened other data than most ranks; alike on every rank.
+        DataError: a file cannot be opened (see `ImageFile.open`), or differs from that of most ranks; on every rank.
     """
 
     def work() -> dict[Split, ImageFile]:
@@ -148,14 +149,14 @@ def make_loader(
     kernels: KernelSet | None = None,
     shards: int | None = None,
 ) -> Loader:
-    """Return this rank's share of a data file, read from the file itself.
+    """Return the loader of this rank's share of a data file, which reads the file without a cache.
 
     Args:
-        kernels: that alone read the batches: a set that takes pixels gets these. None: batches are images.
-        shards: over which samples are shared out; None: over the ranks themselves.
+        kernels: kernel set that reads the batches. If it takes pixels, batches are pixels. None: batches are images.
+        shards: number of shards that divide a batch (`exact.shards`); None: ranks divide it.
 
     Raises:
-        ConfigError: samples that cannot be read are to be skipped, and ranks share samples.
+        ConfigError: unreadable samples may be skipped, but ranks share samples.
     """
     config, groups = session.config, session.groups
     set_policy(session, images.file)
@@ -179,7 +180,7 @@ def make_loader(
 
 
 def _mixing(config: Config) -> Mixing | None:
-    """Return the mixing of training images; None: there is none."""
+    """Return the mixing of training images; None if it is not configured."""
     chosen = config.data.mixing
     if not chosen.mixes:
         return None

@@ -86,17 +86,21 @@ def choose_transport(
 
 _SHORTEST_OPERATOR_SECONDS = 0.5e-3
 _LONGEST_OPERATOR_SECONDS = 20e-3
-# An exchange of all gradients that takes less is lost among other costs of a step, and too short to be measured.
+# An exchange of all gradients that takes less is negligible in a step, and too short to be measured.
 _WORTH_SECONDS = 5e-3
-_FLOPS_PER_CORE = 4e10  # of a core that multiplies matrices in float32; a typical operator's length need not be exact
+_FLOPS_PER_CORE = 4e10  # of a core, for float32 matrix products; a rough value suffices
 
 
 @dataclass(frozen=True)
 class ChosenProgress:
-    """The mode, why, and the measurement, if any, with the time that it took.
+    """Progress mode, its reason, and the measurement, if any.
 
     Attributes:
-        matters: False if nothing travels that could be hidden, so that the choice need not be printed.
+        mode: chosen mode.
+        reason: why it was chosen.
+        matters: whether there are messages to hide; otherwise the choice need not be printed.
+        measurement: measurement that decided; None if none was needed.
+        seconds: time that the measurement took.
     """
 
     mode: ProgressMode
@@ -129,13 +133,14 @@ class ChosenProgress:
 
 
 def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int) -> ChosenProgress:
-    """Choose the mode and make the engine work in it. Collective over the world; after the averagers are made.
+    """Choose the progress mode and apply it to the engine. Collective over the world; call after the averagers are made.
 
     Args:
-        wanted: a mode's name, or "auto". samples: that this rank passes through the network at once.
+        wanted: name of a mode, or "auto".
+        samples: number of samples in a pass of this rank.
 
     Raises:
-        ConfigError: a mode with a thread where MPI does not let a second thread call.
+        ConfigError: the mode has a thread, but MPI does not allow calls of a second thread.
     """
     if rank.world.size > 1 and not network.kernels.arithmetic.on_host:
         chosen = _beside_device(wanted)
@@ -145,8 +150,8 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
         mode = ProgressMode(wanted)
         if mode.has_thread and not rank.threads_may_communicate:
             raise ConfigError(
-                f'progress is {mode}, but MPI has started at {rank.mpi_library.rpartition(", ")[2]}; it needs "serialized" '
-                f'or "multiple": set progress to test, or use an MPI that gives it.'
+                f'progress is {mode}, which needs the MPI thread level "serialized" or "multiple", but MPI has started at '
+                f"{rank.mpi_library.rpartition(', ')[2]}; set progress to test, or use an MPI library with that level."
             )
         chosen = ChosenProgress(mode, "as configured", matters=rank.world.size > 1)
         if mode is ProgressMode.POSTING and rank.world.size == 1:
@@ -156,7 +161,11 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
 
 
 def _beside_device(wanted: str) -> ChosenProgress:
-    """Choose for a device: kernels take no core from messages, and one thread enqueues all that the device does."""
+    """Return the mode for kernels on a device: they leave the core to messages, and only one thread may enqueue work.
+
+    Raises:
+        ConfigError: the configured mode has a thread.
+    """
     if wanted in (ProgressMode.THREAD, ProgressMode.POSTING):
         raise ConfigError(progress_fault(wanted))
     if wanted == "auto":
@@ -165,7 +174,7 @@ def _beside_device(wanted: str) -> ChosenProgress:
 
 
 def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgress:
-    """Choose `test`, or another mode if a measurement leaves no doubt. Collective over the world."""
+    """Return `test`, or another mode if a measurement shows it to be clearly faster. Collective over the world."""
     if rank.world.size == 1:
         return ChosenProgress(ProgressMode.TEST, "one rank: nothing travels", matters=False)
     begin = time.perf_counter()
@@ -184,7 +193,7 @@ def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgre
 
 
 def from_measurement(measurement: OverlapMeasurement, seconds: float) -> ChosenProgress:
-    """Return the choice that a measurement leads to, and the reason in words; the figures are for the run directory."""
+    """Return the mode that a measurement leads to, with the reason in words."""
     mode = progress_mode.choose(measurement)
     if mode is ProgressMode.TEST:
         reason = "the usual mode; no other was clearly faster here"
@@ -194,7 +203,10 @@ def from_measurement(measurement: OverlapMeasurement, seconds: float) -> ChosenP
 
 
 def _measure(rank: StartedRank, network: Network, samples: int) -> OverlapMeasurement | None:
-    """Measure modes. Collective over the ranks that share rank 0's batch. None: an exchange of all gradients is too short."""
+    """Measure the modes; None if an exchange of all gradients is too short to be measured.
+
+    Collective over the ranks that share rank 0's batch.
+    """
     messages = rank.groups.messages
     gradient_bytes = int(messages.broadcast_object(sum(group.grad.nbytes for group in network.groups.values())))
     return progress_mode.measure(
@@ -213,7 +225,7 @@ def _allowed(rank: StartedRank) -> Sequence[ProgressMode]:
 
 
 def _operator_seconds(network: Network, samples: int, threads: int) -> float:
-    """Return about how long a typical operator runs, weighted by time."""
+    """Return the approximate time of a typical operator: the mean, weighted by time."""
     graph = network.graph(samples)
     specs = [node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs]
     total = sum(specs)

@@ -1,4 +1,4 @@
-"""Weights together with the model that they belong to: of a file from elsewhere or of a checkpoint, on the way to a file."""
+"""Weights with the model that they belong to, read from a foreign file or from a checkpoint, to be written to a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hpctrain.storage.weights_file import WeightsFile
 from hpctrain.train.snapshot import Position, averaged_keys
 
 ONNX = ".onnx"
-#: endings of the files that are written
+#: suffixes of the files that can be written
 SUFFIXES = (*weights_file.SUFFIXES, ONNX)
 _CHANGED = "the code of the model has changed since it was written"
 
@@ -47,9 +47,10 @@ class ModelWeights:
     """A model and its weights.
 
     Attributes:
-        model: whose weights they are. image_shape: (H, W, C) that it is meant for; None: that is not known.
-        state: in torchvision's names, layouts and order, counters of batch norms included where the source had them.
-        metadata: of a file of these weights.
+        model: model that the weights belong to.
+        image_shape: input shape (H, W, C); None if unknown.
+        state: tensors in torchvision's names, layouts and order, with counters of batch norms if the source has them.
+        metadata: metadata for a file of these weights.
     """
 
     model: Layer
@@ -58,17 +59,21 @@ class ModelWeights:
     metadata: Mapping[str, str]
 
     def write(self, path: Path) -> None:
-        """Write a safetensors, PyTorch or ONNX file, by its name's ending; whole or not at all.
+        """Write a safetensors, PyTorch or ONNX file, according to the name's suffix. The file is complete or absent.
 
         Raises:
-            CheckpointError: another ending, or more than such a file holds. BackendError: no ONNX is to be had of this model.
-            OSError: it cannot be written.
+            CheckpointError: the suffix is unknown, or the weights exceed the format's limits.
+            BackendError: the model cannot be exported to ONNX.
+            ConfigError: an ONNX file is requested, but the input shape is unknown.
+            OSError: the file cannot be written.
         """
         if weights_file.check_suffix(path, SUFFIXES) != ONNX:
             weights_file.write(path, WeightsFile(self.state, self.metadata))
             return
         if self.image_shape is None:
-            raise ConfigError("An ONNX file is made for images of one size, which is not known here; export safetensors instead.")
+            raise ConfigError(
+                "An ONNX file needs the size of its images, which is not known for these weights; export safetensors instead."
+            )
         single = {name: array.astype(np.float32) for name, array in self.state.items() if not is_counter(name)}
         proto = onnx_model(self.model, self.image_shape, single, self.metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,20 +81,21 @@ class ModelWeights:
 
 
 def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[str, Any]) -> ModelWeights:
-    """Return the weights of a file, all of which fit the model.
+    """Return the weights of a file, after checking that all of them fit the model.
 
     Args:
-        name: of the model; None: the one that the file names. classes: number of them; None: as many as the last layer of the
-            file has. options: further ones of the model.
+        name: name of the model; None: the model that the file names.
+        classes: number of classes; None: the number of outputs of the file's last layer.
+        options: options of the model, which override those in the file.
 
     Raises:
-        CheckpointError: the file cannot be read, names no model, or has other arrays than the model.
-        ConfigError: no such model or option.
+        CheckpointError: the file cannot be read, names no model, or has other tensors than the model.
+        ConfigError: the model or an option is unknown.
     """
     content = weights_file.read(path)
     name = content.metadata.get("model") if name is None else name
     if name is None:
-        raise CheckpointError(f"{path} does not say of which model it is; give --model, as in `--model resnet50`.")
+        raise CheckpointError(f"{path} does not name its model; give --model, as in `--model resnet50`.")
     given = {**_options_in(content.metadata, name), **options}
     model = _model_with_classes(name, given, classes, content.tensors)
     entries = declared_state(model)
@@ -109,18 +115,18 @@ def of_checkpoint(
     *,
     averaged: bool = False,
 ) -> ModelWeights:
-    """Return the weights in a checkpoint of any layout and grid, every checksum verified.
+    """Return the weights in a checkpoint of any layout and grid, all checksums verified.
 
     Args:
         name: name of the model; required if the model is user code, or if `job.save` wrote the checkpoint.
         classes: number of classes of the model, for a checkpoint without a configuration; default: that of its last layer.
         options: further options of the model, for a checkpoint without a configuration.
-        averaged: whether to return the average of the weights instead of the weights.
+        averaged: whether to return the averaged weights.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of another model, lacks the facts of its data or the average, or has
-            numbers that are not finite.
-        ConfigError: its configuration cannot be used, or names code that `name` does not.
+        CheckpointError: the checkpoint is damaged, belongs to another model, lacks facts about its data or averaged weights, or
+            has values that are not finite.
+        ConfigError: its configuration is invalid, or names user code that `name` does not.
     """
     content = checkpoint.read(path)
     if "config" not in content.meta:
@@ -132,11 +138,12 @@ def of_checkpoint(
     if name is not None and name != given:
         raise CheckpointError(f"{path} has weights of the model {given}, not of {name}; leave --model out.")
     if name is None and given not in catalogue.names():
-        raise ConfigError(f'The model of {path} is code of your own; give --model "{given}" to have it loaded.')
+        raise ConfigError(f'The model of {path} is user code, which is loaded only on request; give --model "{given}".')
     data = data_of(content)
     if data is None:
         raise CheckpointError(
-            f"{path} has format version 1 and does not know its classes; resume from it for an epoch, and export the next one."
+            f"{path} has format version 1, which does not store classes; resume from it for an epoch, and export the checkpoint "
+            f"written then."
         )
     shape = _image_shape(config, data)
     channels = data.shape[2]
@@ -179,22 +186,22 @@ def _of_own_loop(
 
 
 def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None:
-    """Return (H, W, C) of images as the network sees them; None if augmentations are the user's code, which is not imported."""
+    """Return the network's input shape (H, W, C); None if augmentations are user code, which is not imported."""
     foreign = any(kind == "augmentations" and name not in names(kind) for kind, name in named(config))
     return None if foreign else training_shape(config, data)
 
 
-#: facts of a file that are passed on to the next one
+#: metadata of a file that a file written from it keeps
 _KEPT = ("classes", "image_shape", "mean", "std", "step", "averaged")
 
 
 def _metadata(name: str, options: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, str]:
-    """Return metadata as safetensors and ONNX keep them, as text. format: of the layouts, by which others know these files."""
+    """Return metadata as text, as safetensors and ONNX store them. "format": "pt" marks PyTorch's layouts for other programs."""
     return {"format": "pt", "model": name, "model_options": json.dumps(dict(options)), **facts}
 
 
 def _options_in(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return the options of the model that a file of ours keeps, if it is of this model."""
+    """Return the model options stored in a file written by hpctrain for this model; otherwise {}."""
     if metadata.get("model") != name:
         return {}
     options: dict[str, Any] = json.loads(metadata.get("model_options", "{}"))
@@ -210,7 +217,7 @@ def _model_with_classes(name: str, options: Mapping[str, Any], classes: int | No
 
 
 def _names(entries: Mapping[str, StateEntry], given: Mapping[str, np.ndarray]) -> list[str]:
-    """Return the names of a state in the order of the model, counters where the file has them."""
+    """Return the names in `given` in the order of the model, including counters if present."""
     order = with_counters({name: np.zeros(0) for name in entries}, 0)
     return [name for name in order if name in given]
 
@@ -221,8 +228,11 @@ def _exported(
     """Return a checkpoint's tensors in torchvision's layouts.
 
     Args:
-        averages: key of the average by the key of the tensor that it replaces.
+        averages: keys of averaged tensors, by the key of the tensor that each replaces.
         advice: end of the error message if the tensors do not fit the model.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape than in the model.
     """
     state = {}
     for name, entry in entries.items():

@@ -1,6 +1,6 @@
-"""A started rank, as a program with a loop of its own has it: what makes replicas, their data and checkpoints, and keeps them.
+"""A started rank of a job written in Python: creates replicas, loaders and checkpoints.
 
-Checkpoints are written where the program says, at once or while its steps continue.
+Checkpoints are written when the program requests it, either at once or in the background.
 """
 
 from __future__ import annotations
@@ -56,28 +56,30 @@ from hpctrain.train.weight_watch import CheckCadence
 
 
 def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
-    """Make sure that a replica takes images of a shape (H, W, C).
+    """Raise unless a replica takes images of a shape (H, W, C).
 
     Raises:
-        ShapeError: it takes others.
+        ShapeError: the replica takes images of another shape.
     """
     expected = replica.network.image_shape
     if tuple(shape) != tuple(expected):
-        raise ShapeError(f"Images come out as {tuple(shape)}, but the replica takes {expected} (H, W, C); make it for those.")
+        raise ShapeError(
+            f"Images have shape {tuple(shape)} (H, W, C), but the replica has image_shape {expected}; make the two equal."
+        )
 
 
 def mixing_of(options: Mapping[str, float] | None, seed: int, replica: Replica) -> Mixing | None:
-    """Return the mixing of a loader's images.
+    """Return the mixing of a loader's images; None without options.
 
     Raises:
-        ConfigError: an option that there is not, a value outside its range, or a loss that takes one label of each sample.
+        ConfigError: an option is unknown, a value is out of range, or the backend does not support mixed labels.
     """
     if options is None:
         return None
     mixing = Mixing(**check_options(Mixing, "the mixing of images", options, reserved=("seed",)), seed=seed)
     if mixing.mixes and not replica.network.kernels.arithmetic.on_host:
         raise ConfigError(
-            'The loss of backend "cuda" takes one label of each sample so far, so it takes no mixed images; leave mixing out.'
+            'Backend "cuda" does not support mixed labels yet; leave mixing out, or use backend "onednn" or "numpy".'
         )
     return mixing
 
@@ -86,21 +88,22 @@ _log = get_logger(__name__)
 
 
 class _Log(Reporter):
-    """Tells of checkpoints in the log of rank 0."""
+    """Reporter that writes lines on checkpoints to the log of rank 0."""
 
     def say(self, text: str) -> None:
         _log.info(text)
 
 
 class LoopCheckpoints:
-    """Writes and reads the checkpoints of a program. Every method is collective.
+    """Writes and reads checkpoints for a training loop in Python. Every method is collective.
 
     Args:
-        world: of all ranks. notes: for the flight record.
-        deadline_seconds: that the end of the program waits for a checkpoint in the background.
+        world: communicator of all ranks.
+        notes: notes of the flight record.
+        deadline_seconds: maximum time that the end of the program waits for a checkpoint in the background.
 
     Attributes:
-        saver: of checkpoints in the background, whose news travel with steps.
+        saver: writer of checkpoints in the background; its status is exchanged with the messages of steps.
     """
 
     def __init__(self, world: Communicator, notes: FlightNotes, deadline_seconds: float) -> None:
@@ -109,11 +112,12 @@ class LoopCheckpoints:
         self._at_once = Saver(world, notes, _Log(), asynchronous=False, deadline_seconds=deadline_seconds)
 
     def save(self, replica: Replica, path: Path, notes: Mapping[str, Any], *, background: bool) -> None:
-        """Write a checkpoint, or begin to; a path that ends with .shards is a directory with a shard of each rank.
+        """Write a checkpoint, or begin to write it. A path that ends with .shards is a directory with a shard per rank.
 
         Raises:
-            CheckpointError: it cannot be written; in the background that is reported, and raised by `finish`.
-            DivergedError, CorruptedStateError: it would hold what is not finite, or what ranks do not hold alike.
+            CheckpointError: the checkpoint cannot be written. Errors in the background are reported, and raised by `finish`.
+            DivergedError: a value is not finite.
+            CorruptedStateError: state that must be the same on all ranks differs.
         """
         replica.settle()
         replica.require_finite()
@@ -132,12 +136,12 @@ class LoopCheckpoints:
         self._notes.phase(BETWEEN)
 
     def load(self, replica: Replica, path: Path) -> Mapping[str, Any]:
-        """Restore what `save` wrote; give its notes.
+        """Restore a checkpoint written by `save`, and return its notes.
 
         Raises:
-            CheckpointError: it is missing or damaged, or another model's or optimiser's.
+            CheckpointError: the checkpoint is missing or damaged, or belongs to another model or optimiser.
         """
-        with contextlib.suppress(DivergedError):  # what it tells of is what the checkpoint takes the place of
+        with contextlib.suppress(DivergedError):  # the checkpoint replaces the values that it reports
             replica.settle()
         replica.drain()
         self._notes.phase("a checkpoint")
@@ -156,14 +160,14 @@ class LoopCheckpoints:
         """Wait for the checkpoint in the background, if any.
 
         Raises:
-            CheckpointError: it is not there, on every rank.
+            CheckpointError: the checkpoint was not written; on every rank.
         """
         self._notes.phase("a checkpoint")
         self.saver.finish()
         self._notes.phase(BETWEEN)
 
     def finish_after_error(self) -> None:
-        """Do the same after an error that all ranks have raised; ignore what cannot be written."""
+        """Wait for the checkpoint in the background after an error raised on all ranks. A failure to write it is ignored."""
         with contextlib.suppress(CheckpointError):
             self.finish()
 
@@ -173,22 +177,24 @@ _AUTO = "auto"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: names of a loader's files in messages
 _FILE, _LIKE = "data file", "file of `like`"
-_WRITTEN = "Where the program itself has written there, alike on all ranks, let it say so by replica.parameters_written()."
+_WRITTEN = "If the program itself wrote these values, the same on all ranks, call replica.parameters_written() afterwards."
 
 
 class Stopped(BaseException):
-    """The program leaves the block of `start`, as `Job.stop` has it do. No `except Exception` of the program's takes it."""
+    """Raised by `Job.stop` to leave the block of `start`. Not an Exception, so that `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True)
 class Job(StartedRank):
-    """A started rank of a job, from which replicas and their data are made. All methods are collective but `print`.
+    """A started rank of a job, which creates replicas, loaders and checkpoints. All methods are collective except `print`.
 
     Attributes:
-        batch: samples of a step over all ranks. progress_mode: as `start` was given.
-        checkpoints: writes and reads them. watch: of signals; None if `start` was not asked to take them.
-        best: what `start` chose, with its prediction; None if it was not asked to.
-        loops: of the replicas that were made.
+        batch: number of samples per step over all ranks.
+        progress_mode: progress mode given to `start`.
+        checkpoints: writer and reader of checkpoints.
+        watch: watcher of signals; None if `start` was called without signals=True.
+        best: grid, plan and averager chosen by `start`, with their prediction; None without `automatic`.
+        loops: states of the loops of all replicas.
     """
 
     batch: int
@@ -210,26 +216,28 @@ class Job(StartedRank):
 
     @property
     def stop_requested(self) -> bool:
-        """True once a signal has asked any rank to stop, on all ranks after the same step; known two steps later at most.
+        """Whether a signal has asked any rank to stop. Changes after the same step on all ranks, at most two steps later.
 
-        Not collective: the request travels with the sums of a step.
+        Not collective; the request is exchanged with the sums of a step.
 
         Raises:
-            ConfigError: `start` was not asked to take signals.
+            ConfigError: `start` was called without signals=True.
         """
         if self.watch is None:
-            raise ConfigError("Signals end this program as usual, so it cannot be asked to stop; give `start` signals=True.")
+            raise ConfigError(
+                "stop_requested needs signals, but `start` was called without them; call `start` with signals=True."
+            )
         return any(loop.stop_requested for loop in self.loops)
 
     def stop(self) -> NoReturn:
-        """Leave the block of `start` and end the program with exit code 85: stopped, and to be started again.
+        """Leave the block of `start` and end the program with exit code 85, which requests a restart.
 
-        No more of the program is run but what `finally` and `with` have to end. A checkpoint in the background is waited for.
+        Of the program, only `finally` clauses and context managers still run. A checkpoint in the background is completed.
         """
         raise Stopped
 
     def print(self, *values: object) -> None:
-        """Print on rank 0 alone."""
+        """Print on rank 0 only. Not collective."""
         if self.is_root:
             print(*values, flush=True)
 
@@ -254,23 +262,32 @@ class Job(StartedRank):
         on_nonfinite: str | Mapping[str, Any] = "stop",
         frozen: Sequence[str] = (),
     ) -> Replica:
-        """Return this rank's copy of a model, ready to train; the same first parameters on every rank.
+        """Return this rank's copy of a model, ready to train. Initial parameters are the same on every rank.
 
         Args:
-            model: the root layer; its output has shape (N, classes). image_shape: (H, W, C) of one sample.
-            optimizer: without a learning rate, which each step is given. averager: how gradients are averaged.
-            plan: pattern of layer names -> "batch", "model" or "domain", on a grid of several rows; "default": of all others.
-            plan, averager: "auto" takes what `start` chose. tiles: (vertical, horizontal) parts of an image under "domain"; by
-            default (rows, 1). micro_batches: passes that one step's samples are split into. exact_shards: parts of each batch
-            whose sums have one order on any number of ranks (docs/exact.md). backend: "auto", "numpy", "onednn" or "cuda".
-            dtype: "float32" or "float64". precision: "float32"; of backend cuda also "tf32", "bfloat16". seed: of first values.
-            label_smoothing: in [0, 1). ema_decay: in (0, 1), of an average of the weights; None: there is none. frozen: patterns
-            of layers that are not trained. checks_every_steps: from one comparison of ranks to the next; 0: none is made.
-            on_nonfinite: "stop" raises `DivergedError`; "skip", or {"action": "skip", "most": 3}, undoes the step on all ranks.
+            model: root layer; its output has shape (N, classes).
+            image_shape: (H, W, C) of one sample.
+            optimizer: name, name with options, or factory; without a learning rate, which each step receives.
+            averager: how gradients are averaged; "auto": as `start` chose.
+            plan: parallelism by pattern of layer names, "batch", "model" or "domain", on a grid with several rows; "default"
+                applies to all other layers. "auto": as `start` chose.
+            tiles: number of (vertical, horizontal) parts of an image under "domain"; default: (rows, 1).
+            micro_batches: number of passes into which a step's samples are split.
+            exact_shards: number of parts of each batch whose sums are added in a fixed order for any number of ranks
+                (docs/exact.md).
+            backend: "auto", "numpy", "onednn" or "cuda".
+            dtype: "float32" or "float64".
+            precision: "float32"; with backend cuda also "tf32" or "bfloat16".
+            seed: seed of the initial parameters.
+            label_smoothing: label smoothing of the loss, in [0, 1).
+            ema_decay: decay of an exponential moving average of the weights, in (0, 1); None: no average.
+            checks_every_steps: number of steps between comparisons of the ranks' state; 0: no comparisons.
+            on_nonfinite: "stop" raises `DivergedError`; "skip" or {"action": "skip", "most": 3} undoes the step on all ranks.
+            frozen: patterns of layers that are not trained.
 
         Raises:
-            ConfigError: an unknown name, option, or pattern of the plan; arguments, or code of your own, that differ among ranks.
-            ShapeError: layers that do not fit each other.
+            ConfigError: a name, an option or a pattern is unknown, or arguments or user code differ between ranks.
+            ShapeError: the layers do not fit each other.
         """
         arguments = dict(locals())
 
@@ -295,7 +312,11 @@ class Job(StartedRank):
         return self._agreed(raise_on_all_ranks(self.world, make), arguments, -(-self.batch // self.size // micro_batches))
 
     def _agreed(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> Replica:
-        """Return a replica on which the ranks have agreed. samples: of a rank's pass, at most. Collective."""
+        """Compare the replica and its arguments between ranks, agree on averaging, and choose the progress mode. Collective.
+
+        Args:
+            samples: maximum number of samples in a pass of a rank.
+        """
         check_same_code(self.world)
         if self.size > 1:
             mend = "make the same on all ranks"
@@ -353,7 +374,7 @@ class Job(StartedRank):
             raise ConfigError(f'{argument} is {value!r}, but must be a mapping of patterns, or "auto".')
         if self.best is None:
             raise ConfigError(
-                f'{argument} is "auto", but nothing was chosen; give `start` automatic=Automatic(model, image_shape).'
+                f'{argument} is "auto", but `start` chose no plan; call it with automatic=Automatic(model, image_shape).'
             )
         return self.best.candidate
 
@@ -373,23 +394,29 @@ class Job(StartedRank):
         threads: int = 1,
         cache: bool | Mapping[str, Any] = True,
     ) -> Loader:
-        """Return this rank's share of an HDF5 file (docs/data.md), in batches; images have mean 0 and deviation 1 per channel.
+        """Return the loader of this rank's share of an HDF5 file (docs/data.md).
+
+        Images are normalised to mean 0 and deviation 1 per channel.
 
         Args:
-            replica: that reads the batches. batch: samples of a step over all ranks; by default the job's.
-            shuffle: another order in each epoch, by `seed`; False: in order, for evaluation. augment: augmentations, in order.
-            mixing: "mixup", "cutmix", "probability" and "switch", as `data.mixing` of a configuration has them; None: no mixing.
-            sizes: (epoch, side) from which on images have which side, as `data.sizes` of a configuration says it; the replica is
-                best made for the largest. None: all epochs have images as `augment` makes them.
-            like: path of the training file, whose mean, deviation and order of classes count; by default the file's own.
-            prefetch: batches that a thread makes ahead. threads: that share out the samples of a batch.
-            cache: as `data.cache` has it; auto takes a quarter of free memory.
+            replica: replica that reads the batches.
+            batch: number of samples per step over all ranks; default: that of the job.
+            shuffle: whether each epoch has another order, drawn from `seed`; False for evaluation.
+            seed: seed of the order, the augmentations and the mixing.
+            augment: augmentations, in order.
+            mixing: "mixup", "cutmix", "probability" and "switch", as in `data.mixing` of a configuration; None: no mixing.
+            sizes: pairs (epoch, side) as in `data.sizes` of a configuration: images have this side from this epoch on. Make the
+                replica for the largest. None: images have the size that `augment` produces.
+            like: path of the training file, whose mean, deviation and order of classes are used; default: the file's own.
+            prefetch: number of batches that a thread prepares in advance.
+            threads: number of threads that share the samples of a batch.
+            cache: value of `data.cache` in a configuration; "auto" uses at most a quarter of the free memory.
 
         Raises:
-            DataError: a file cannot be read or has other classes, or a rank has another file than most ranks.
-            ShapeError: images that the replica does not take.
-            ConfigError: an option of `augment`, `mixing` or `cache`, sizes that are out of order, or mixed labels, that are not
-                taken; arguments that differ between ranks.
+            DataError: a file cannot be read, has other classes, or differs between ranks.
+            ShapeError: the replica takes images of another shape.
+            ConfigError: an option of `augment`, `mixing` or `cache` is invalid, `sizes` are out of order, the backend does not
+                support mixed labels, or arguments differ between ranks.
         """
         files = self._open(path, like, dict(locals()))
 
@@ -428,16 +455,17 @@ class Job(StartedRank):
         seed: int = 0,
         mixing: Mapping[str, float] | None = None,
     ) -> ArrayLoader:
-        """Return this rank's share of arrays that every rank has whole, in batches, as they are.
+        """Return the loader of this rank's share of arrays, which every rank holds completely. Images are not normalised.
 
         Args:
-            images: array-like (N, H, W, C), floating and finite; converted to the replica's dtype.
+            images: array-like (N, H, W, C) of finite floating-point numbers; converted to the replica's dtype.
             labels: (N,) integers from 0 to the replica's classes - 1.
             replica, batch, shuffle, seed, mixing: as for `loader`.
 
         Raises:
-            DataError: arrays of another kind, values outside their range, or a rank has other arrays than most ranks.
-            ShapeError: arrays of other shapes, or images that the replica does not take. ConfigError: as for `loader`.
+            DataError: an array has another kind or values out of range, or differs from that of most ranks.
+            ShapeError: an array has another shape, or the replica takes images of another shape.
+            ConfigError: as for `loader`.
         """
         arguments = dict(locals())
 
@@ -455,7 +483,10 @@ class Job(StartedRank):
         return loader
 
     def _open(self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]) -> dict[str, ImageFile]:
-        """Open the files of a loader, and compare them and its arguments. Return the files by name in messages. Collective."""
+        """Open the files of a loader and return them by their name in messages.
+
+        Files and arguments are compared between ranks. Collective.
+        """
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
         files = raise_on_all_ranks(
             self.world, lambda: {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
@@ -465,26 +496,31 @@ class Job(StartedRank):
         return files
 
     def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
-        """Write parameters, statistics and optimiser state, whole or not at all; any grid can read them.
+        """Write parameters, statistics and optimiser state. The checkpoint is complete or absent, and can be read on any grid.
 
-        The last step's sums are settled; where they are wanted, take them from `replica.settle()` before.
+        The sums of the last step are settled. To use them, call `replica.settle()` first.
 
         Args:
-            path: of a file, which rank 0 writes; or one that ends with .shards, a directory to which each rank writes its share.
-            background: continue with a copy being written. The next `save` or `load`, and the end of the block, wait for it.
-            notes: kept next to the tensors, as far as JSON can hold them.
+            path: path of a file, which rank 0 writes, or of a directory that ends with .shards, to which each rank writes its
+                share.
+            background: whether to continue while a copy is written. The next `save` or `load`, and the end of the block, wait for
+                it.
+            notes: values stored next to the tensors; they must be convertible to JSON.
 
         Raises:
-            CheckpointError: it cannot be written; in the background that is reported, tried again, and raised at the block's end.
-            DivergedError: a parameter is not finite. CorruptedStateError: ranks hold something differently. Nothing is written.
+            CheckpointError: the checkpoint cannot be written. In the background, the error is reported, the write repeated, and
+                the error raised at the end of the block.
+            DivergedError: a parameter is not finite; no checkpoint is written.
+            CorruptedStateError: state that must be the same on all ranks differs; no checkpoint is written.
         """
         self.checkpoints.save(replica, self._path(path), notes, background=background)
 
     def load_weights(self, replica: Replica, path: str | Path, *, ignore: Sequence[str] = ()) -> None:
-        """Start from a file of weights in torchvision's names (docs/weights.md): parameters and running statistics, nothing else.
+        """Load parameters and running statistics from a file of weights in torchvision's names (docs/weights.md).
 
         Args:
-            path: of a .safetensors, .pt or .pth file, the same on all nodes. ignore: patterns of names that keep their values.
+            path: path of a .safetensors, .pt or .pth file, the same on all nodes.
+            ignore: patterns of names that keep their values.
 
         Raises:
             CheckpointError: the file cannot be read or does not fit the model.
@@ -494,10 +530,10 @@ class Job(StartedRank):
         )
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
-        """Restore what `save` wrote, also after a `DivergedError`, and return its notes. Sets `replica.global_step` to that step.
+        """Restore a checkpoint written by `save`, also after a `DivergedError`, and return its notes. Sets `replica.global_step`.
 
         Raises:
-            CheckpointError: the checkpoint is missing or damaged, or another model's or optimiser's.
+            CheckpointError: the checkpoint is missing or damaged, or belongs to another model or optimiser.
         """
         return self.checkpoints.load(replica, self._path(path))
 
@@ -507,18 +543,20 @@ class Job(StartedRank):
 
 
 def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:
-    """Return a function that tells whether a signal has asked this rank to stop; always False if signals are not handled."""
+    """Return a function that returns whether a signal has asked this rank to stop; always False if signals are not handled."""
     return watch.asked if watch is not None else lambda: False
 
 
 def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:
-    """Return the answer to values that are not finite.
+    """Return the handling of values that are not finite.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is invalid.
     """
     if checks_every_steps < 0:
-        raise ConfigError(f"checks_every_steps is {checks_every_steps}, but must be 0 or more; 10 is usual, 0 compares nothing.")
+        raise ConfigError(
+            f"checks_every_steps is {checks_every_steps}, but must be 0 or more; the default is 10, 0 disables checks."
+        )
     try:
         answer = NonFiniteConfig.model_validate(on_nonfinite)
     except ValidationError as error:
@@ -528,22 +566,19 @@ def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> N
         ) from error
     if answer.action == "rollback":
         raise ConfigError(
-            'on_nonfinite is "rollback", but only the loop knows its way back: catch DivergedError and `load` a checkpoint, '
-            'with "stop".'
+            'on_nonfinite is "rollback", which a loop in Python must do itself; set "stop", catch DivergedError and `load` a '
+            "checkpoint."
         )
     return answer
 
 
 def _options(optimizer: Choice | Callable[[], Optimizer]) -> dict[str, str]:
-    """Return the plain attribute values of a new optimiser: if a program constructs it, its options are not known otherwise."""
+    """Return the plain attributes of a new optimiser as text, to compare them between ranks."""
     values = vars(optimizer_of(optimizer)())
     return {name: str(value) for name, value in values.items() if isinstance(value, bool | int | float | str | None)}
 
 
 def _operations(replica: Replica) -> dict[str, str]:
-    """Return the specifications of a network's operations as text, by layer name.
-
-    The options of a program's layers are not known otherwise.
-    """
+    """Return the specifications of a network's operations as text, by layer, to compare them between ranks."""
     nodes = enumerate(replica.network.graph(1).nodes)
     return {f"{node.name or 'operation'} ({number})": _ADDRESS.sub("", repr(node.spec)) for number, node in nodes}

@@ -1,8 +1,7 @@
-"""What the bits of a run follow from besides its configuration: agreed by all ranks, kept, compared at a resume.
+"""What determines the bits of a run in addition to its configuration: agreed on by all ranks, stored, and compared at a resume.
 
-These are the averagers' schedules, kept in the run's directory and in its checkpoints, and, with `exact`, the kernels, NumPy
-and the
-number of threads, kept in checkpoints.
+These are the schedules of averagers, stored in the run directory and in checkpoints. With `exact`, these are also the versions of
+kernels and NumPy and the number of threads, stored in checkpoints.
 """
 
 from __future__ import annotations
@@ -32,21 +31,22 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 
 _META = "schedules"
-#: the link is measured meanwhile, where a strategy needs that, and NCCL looks for networks
+#: minimum deadline: NCCL searches for networks, and the link is measured if a strategy needs it
 _LEAST_JOIN_SECONDS = 60.0
 
 
 def agree_schedules(
     session: Session, setup: TrainingSetup, start: CheckpointContent | None = None, schedule_from: str | None = None
 ) -> None:
-    """Fix what each averager posts in a step: as the checkpoint has it, where that fits. Collective.
+    """Make the averagers agree on their schedules, using the checkpoint's schedules that fit. Collective.
 
     Args:
-        schedule_from: a run directory or a checkpoint whose schedules are used where `start` has none that fit.
+        schedule_from: run directory or checkpoint whose schedules are used if `start` has none that fit.
 
     Raises:
-        CheckpointError: a schedule that cannot be read, or none in `schedule_from`. ConfigError: none there that fits.
-        CollectiveMismatchError: ranks with different schedules.
+        CheckpointError: a schedule cannot be read, or `schedule_from` has none.
+        ConfigError: no schedule in `schedule_from` fits.
+        CollectiveMismatchError: schedules differ between ranks.
     """
     stored = raise_on_all_ranks(session.world, lambda: _stored(session, setup.replica.strategies, start, schedule_from))
     with _guarded(session, setup):
@@ -54,7 +54,7 @@ def agree_schedules(
 
 
 def _guarded(session: Session, setup: TrainingSetup) -> AbstractContextManager[None]:
-    """Return a deadline where NCCL joins GPUs, as it waits for all ranks and asks nobody."""
+    """Return a deadline guard for NCCL's start, which waits for all ranks without one; a null context for other transports."""
     if setup.replica.transport != "nccl":
         return nullcontext()
     seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)
@@ -64,7 +64,7 @@ def _guarded(session: Session, setup: TrainingSetup) -> AbstractContextManager[N
 def _stored(
     session: Session, strategies: Mapping[str, Strategy], start: CheckpointContent | None, schedule_from: str | None
 ) -> dict[str, CollectiveSchedule]:
-    """Return a schedule that fits, by group, for those groups that have one."""
+    """Return the stored schedules that fit, by parameter group. Groups without one are left out."""
     kept = {} if start is None else _of_checkpoint(start)
     keys = {group: _key(group, session.grid.row) for group in strategies}
     stored = {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
@@ -80,42 +80,45 @@ def _stored(
 def fitting_schedule(
     source: str, key: str, schedules: Mapping[str, CollectiveSchedule], strategy: Strategy
 ) -> CollectiveSchedule:
-    """Return the schedule of that key.
+    """Return the schedule stored under `key`.
+
+    Args:
+        source: origin of the schedules, for messages.
 
     Raises:
-        ConfigError: it is not there, or is one for something else.
+        ConfigError: there is no such schedule, or it does not fit the strategy.
     """
     if strategy.request() is None:
-        raise ConfigError("The averager has no schedule, so its runs repeat as they are; leave --schedule-from out.")
+        raise ConfigError("The averager has no schedule, so its runs repeat without one; leave --schedule-from out.")
     if key not in schedules:
         raise ConfigError(
-            f"{source} has schedules of {', '.join(sorted(schedules))}, but this run needs one of {key}; "
-            f"set grid and plan as they were there, or leave --schedule-from out."
+            f"{source} has schedules for {', '.join(sorted(schedules))}, but this run needs one for {key}; "
+            f"use the grid and the plan of that run, or leave --schedule-from out."
         )
     stored = schedules[key]
     if stored.ranks != strategy.group.ranks:
         raise ConfigError(
-            f"The schedule of {key} in {source} is one of {stored.ranks} ranks, but here are {strategy.group.ranks}; "
-            f"start as many ranks on the same grid, or leave --schedule-from out."
+            f"The schedule of {key} in {source} is for {stored.ranks} ranks, but this run has {strategy.group.ranks}; "
+            f"start {stored.ranks} ranks on the same grid, or leave --schedule-from out."
         )
     if stored.request != strategy.request():
         raise ConfigError(
-            f"The schedule of {key} in {source} was made for {stored.request!r}, but this run asks for {strategy.request()!r}; "
-            f"give it the same averager, options and model, or leave --schedule-from out."
+            f"The schedule of {key} in {source} was made for {stored.request!r}, but this run needs {strategy.request()!r}; "
+            f"use the same averager, options and model, or leave --schedule-from out."
         )
     if not strategy.accepts(stored):
         norms = "no norms" if strategy.group.needs_norms else "norms"
         raise ConfigError(
-            f"The schedule of {key} in {source} was made for an optimizer that needs {norms} (lars and clip_norm do); "
-            f"give this run the same optimizer, or leave --schedule-from out."
+            f"The schedule of {key} in {source} was made for an optimizer that needs {norms} (lars and clip_norm need norms); "
+            f"use the same optimizer, or leave --schedule-from out."
         )
     return stored
 
 
 def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirectory) -> dict[str, object]:
-    """Write the schedules, as they are now, into the run directory; give what a checkpoint's metadata holds. Collective.
+    """Write the current schedules into the run directory; return them as metadata for a checkpoint. Collective.
 
-    A disk that refuses them ends nothing: a checkpoint holds them, too.
+    A full disk does not end the run, since checkpoints hold the schedules as well.
     """
     texts_here = {
         _key(group, session.grid.row): averager.schedule.to_json()
@@ -131,9 +134,10 @@ def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirecto
 
 
 def _key(group: str, split_rank: int) -> str:
-    """Return the name of a parameter group's schedule: each rank of a split group has split parameters of other sizes.
+    """Return the name under which a parameter group's schedule is stored.
 
-    Whole parameters have one schedule on all ranks. Under one name, a run that continues with larger split groups finds it.
+    Split parameters differ in size between the ranks of a split group, so each of its ranks has a schedule. Whole parameters have
+    one schedule on all ranks; its name does not depend on the size of split groups, so that a resume with larger ones finds it.
     """
     return group if group == ALL or split_rank == 0 else f"{group}-row{split_rank}"
 
@@ -144,10 +148,10 @@ def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:
 
 
 def schedules_of_run(source: str) -> dict[str, CollectiveSchedule]:
-    """Return the schedules of a run directory, or of a checkpoint.
+    """Return the schedules in a run directory or a checkpoint.
 
     Raises:
-        CheckpointError: it is neither, or has none.
+        CheckpointError: `source` is neither, or has no schedule.
     """
     path = Path(source)
     if path.is_file() or checkpoint.is_sharded(path):
@@ -155,16 +159,18 @@ def schedules_of_run(source: str) -> dict[str, CollectiveSchedule]:
     else:
         schedules = {key: CollectiveSchedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}
     if not schedules:
-        raise CheckpointError(f"{source} holds no schedule: its averager has none, or it ended before its first step.")
+        raise CheckpointError(
+            f"{source} has no schedule, since its averager has none or it ended before its first step; leave --schedule-from out."
+        )
     return schedules
 
 
-#: the key of a checkpoint's metadata
+#: key of the record in a checkpoint's metadata
 EXACT_META = "exact"
 
 
 def reproducibility_record(kernels: KernelSet, threads: ThreadPlan) -> dict[str, str]:
-    """Return the things that compute on this rank, by their names in messages."""
+    """Return the versions of kernels and NumPy and the number of threads of this rank, by name."""
     return {
         "kernels": f"{kernels.name} {kernels.version}".rstrip(),
         "numpy": np.__version__,
@@ -173,12 +179,13 @@ def reproducibility_record(kernels: KernelSet, threads: ThreadPlan) -> dict[str,
 
 
 def agree_record(session: Session, setup: TrainingSetup, start: Start | None) -> None:
-    """Make sure that all ranks compute with the same things, and with those of the start, if any. Collective.
+    """Check that all ranks have the same reproducibility record, and that it equals the checkpoint's, if any. Collective.
 
-    Nothing where the configuration asks for no order of sums.
+    No effect unless `exact.shards` is set.
 
     Raises:
-        ConfigError: ranks that differ. CheckpointError: a start that differs; both on every rank.
+        ConfigError: the record differs between ranks; on every rank.
+        CheckpointError: the record differs from the checkpoint's; on every rank.
     """
     if session.config.exact.shards is None:
         return
@@ -189,30 +196,31 @@ def agree_record(session: Session, setup: TrainingSetup, start: Start | None) ->
 
 
 def check_same_record(world: Communicator, present: Mapping[str, str]) -> None:
-    """Make sure that all ranks compute with the same things. Collective.
+    """Check that all ranks have the same reproducibility record. Collective.
 
     Raises:
-        ConfigError: they do not, on every rank.
+        ConfigError: the record differs between ranks; on every rank.
     """
     of_ranks = world.allgather_object(dict(present))
     for rank, other in enumerate(of_ranks):
         for name, value in other.items():
             if value != of_ranks[0][name]:
                 raise ConfigError(
-                    f"With exact all ranks compute with the same {name}, but rank 0 has {of_ranks[0][name]} and rank {rank} has "
-                    f"{value}; give all ranks what rank 0 has, or leave exact out.",
+                    f"With exact, all ranks must have the same {name}, but rank 0 has {of_ranks[0][name]} and rank {rank} has "
+                    f"{value}; use that of rank 0 on all ranks, or leave exact out.",
                     ranks=[rank],
                 ).of_all_ranks()
 
 
 def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Mapping[str, str], place: str) -> None:
-    """Make sure that a run continues with what its checkpoint was made with. Collective.
+    """Check that the reproducibility record equals the checkpoint's. Collective.
 
     Args:
-        meta: of the checkpoint, of a run with `exact`. place: of the checkpoint, for messages.
+        meta: metadata of the checkpoint of a run with `exact`.
+        place: path of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: something is another, or the checkpoint does not tell it, on every rank.
+        CheckpointError: a value differs, or the checkpoint does not have it; on every rank.
     """
     kept: Mapping[str, str] = meta.get(EXACT_META, {})
 
@@ -221,8 +229,8 @@ def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Map
         differing = [f"{name}: {before[name]} -> {value}" for name, value in present.items() if before[name] != value]
         if differing:
             raise CheckpointError(
-                f"A run with exact cannot resume from {place} with {'; '.join(differing)}, as its bits would be others. Start it "
-                "with what it had, on any number of ranks, or start a new training without --resume."
+                f"A run with exact cannot resume from {place} with {'; '.join(differing)}, as its results would differ bitwise; "
+                "restore the earlier values (the number of ranks may differ), or start a new training without --resume."
             )
 
     raise_on_all_ranks(world, compare)

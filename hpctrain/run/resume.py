@@ -1,6 +1,6 @@
-"""The checkpoint that a run resumes from: found and verified by all ranks together, and compared with what is asked for now.
+"""The checkpoint that a run resumes from: found and verified by all ranks together, and compared with the configuration.
 
-Each rank reads what it needs of it. What differs from when it was written is checked by `config/resume_rules.py`, reported and
+Each rank reads only what it needs. Differences from the time of writing are checked by `config/resume_rules.py`, reported and
 recorded.
 """
 
@@ -53,10 +53,11 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The checkpoints that a source may stand for, in the order in which they are tried.
+    """Checkpoints that a source may refer to, in the order in which they are tried.
 
-    named: the source names the only one, and no other will do. refusal: the sentence where none is whole; None: then none is
-    found.
+    Attributes:
+        named: whether the source names a single checkpoint, so that no other may replace it.
+        refusal: error message if no checkpoint is intact; None: no error, there is no checkpoint.
     """
 
     paths: tuple[Path, ...]
@@ -67,19 +68,19 @@ class _Candidates:
 def find_checkpoint(
     world: Communicator, output: str, name: str, source: str, take: Callable[[Path], bool] | None = None
 ) -> tuple[Path, CheckpointContent] | None:
-    """Return the newest whole checkpoint that a source stands for; None if there is none and the source is "auto". Collective.
+    """Return the newest intact checkpoint that a source refers to; None if there is none and the source is "auto". Collective.
 
-    All ranks find the same one. A damaged one is passed over, with one line in the log.
+    All ranks return the same one. A damaged checkpoint is skipped, with a line in the log.
 
     Args:
-        output, name: of the runs.
-        source: "auto" (the newest run that has a whole one), "best" (that of the newest run that has one), a run directory or a
-            checkpoint.
+        output, name: directory and name of the runs.
+        source: "auto" (newest intact checkpoint of the newest run that has one), "best" (best checkpoint of the newest run that
+            has one), a run directory or a checkpoint.
         take: takes ownership of a checkpoint's run before the checkpoint is read. Returns True if the job did not own the run
             before: another job may have written to it since the search, which then starts again. Collective.
 
     Raises:
-        CheckpointError: a source that names nothing, or of which nothing is whole.
+        CheckpointError: the source does not exist, or has no intact checkpoint.
     """
     candidates, tried = _of_root(world, lambda: _candidates(output, name, source)), set[Path]()
     while (path := next((path for path in candidates.paths if path not in tried), None)) is not None:
@@ -101,14 +102,14 @@ def find_checkpoint(
 
 
 def read_together(world: Communicator, path: Path) -> CheckpointContent:
-    """Return a checkpoint whose every checksum holds. Collective.
+    """Return a checkpoint after verifying all its checksums. Collective.
 
-    A file is read whole by every rank, after rank 0. Shards are verified by one rank each, as evenly as their sizes allow; the
-    tensors then read, on each rank, the bytes that it asks for.
+    A single file is read completely by every rank, by rank 0 first. Shards are distributed over the ranks, by size, for
+    verification; each rank then reads only the bytes that it uses.
 
     Raises:
-        CheckpointError: missing, damaged or of another version, alike on all ranks.
-        ConfigError: a rank has another checkpoint than most ranks under that path; the same error on all ranks.
+        CheckpointError: the checkpoint is missing, damaged or of another version; on every rank.
+        ConfigError: the checkpoint under that path differs from that of most ranks; on every rank.
     """
     if not checkpoint.is_sharded(path):
         there = raise_on_all_ranks(world, lambda: checkpoint.read(path) if world.rank == 0 else None)
@@ -125,9 +126,9 @@ def read_together(world: Communicator, path: Path) -> CheckpointContent:
 
 
 def _compare(world: Communicator, path: Path, step: object, digest: Callable[[], str]) -> None:
-    """Compare the checkpoint that the ranks have found under one path. Collective.
+    """Check that all ranks have the same checkpoint under one path. Collective.
 
-    A difference is no `CheckpointError`, after which the search would fall back to an older checkpoint.
+    A difference does not raise `CheckpointError`, after which the search would fall back to an older checkpoint.
     """
     if world.size > 1:
         sha256 = raise_on_all_ranks(world, digest)
@@ -136,7 +137,7 @@ def _compare(world: Communicator, path: Path, step: object, digest: Callable[[],
 
 
 def _of_root(world: Communicator, work: Callable[[], Shared]) -> Shared:
-    """Return the result of rank 0's work, on every rank; an error, too. Collective."""
+    """Return the result of rank 0's work on every rank, or raise its error there. Collective."""
     result: Shared = world.broadcast_object(raise_on_all_ranks(world, lambda: work() if world.rank == 0 else None))
     return result
 
@@ -152,7 +153,7 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
     if source != AUTO and (Path(source).is_file() or checkpoint.is_sharded(Path(source))):
         return _Candidates((Path(source),), True, None)
     if source != AUTO:
-        refusal = f"The run {source} holds no valid checkpoint; train one without --resume first."
+        refusal = f"The run {source} has no intact checkpoint; start a new training without --resume."
         return _Candidates(_newest_first(RunDirectory.open(Path(source))), False, refusal)
     job = own_job(os.environ)
     # A requeued job continues with its own run, even if a newer run of this name exists.
@@ -161,27 +162,28 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
     if not having:
         return _Candidates((), False, None)
     refusal = (
-        f"Every checkpoint of the runs of {name!r} in {output} is damaged, {next(iter(having))} is the newest run; "
+        f"All checkpoints of the runs named {name!r} in {output} are damaged (the newest run is {next(iter(having))}); "
         f"start a new training without --resume."
     )
     return _Candidates(tuple(chain.from_iterable(having.values())), False, refusal)
 
 
 def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
-    """Return the checkpoints of a run, newest first. Leave out copies of another run's checkpoints, with a warning."""
+    """Return the checkpoints of a run, newest first. Copies of another run's checkpoints are left out, with a warning."""
     paths = []
     for _, path in reversed(checkpoint.by_age(run.checkpoints)):
         if _is_of(run.path, path):
             paths.append(path)
         else:
             _log.warning(
-                "Skipping a checkpoint. %s is of another run; name it to --resume to begin a new run with its state.", path
+                "Skipping a checkpoint. %s belongs to another run; to begin a new run with its state, pass its path to --resume.",
+                path,
             )
     return tuple(paths)
 
 
 def _run_of(path: Path) -> Path | None:
-    """Return the run directory that contains a checkpoint and that it belongs to; None if there is none."""
+    """Return the run directory that contains a checkpoint, if the checkpoint belongs to that run; otherwise None."""
     run = run_of(path.parent)
     return run if run is not None and _is_of(run, path) else None
 
@@ -194,12 +196,15 @@ def _is_of(run: Path, path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint that fits what is asked for, before anything is made from it.
+    """A checkpoint that fits the configuration, before replica and data are made from it.
 
-    Args:
-        directory: the run that continues; None: the checkpoint lies outside its run, and a new run begins with its state.
-        path: the file. position: where training continues, in the data of now.
-        changes: from the checkpoint's values to those of now. data: the training file as the checkpoint knows it, if it does.
+    Attributes:
+        directory: directory of the run that continues; None: the checkpoint lies outside its run, and a new run begins with its
+            state.
+        path: path of the checkpoint.
+        position: position at which training continues, in the present training file.
+        changes: changes from the checkpoint's values to the present ones.
+        data: facts about the training file stored in the checkpoint; None for format version 1.
     """
 
     directory: RunDirectory | None
@@ -210,7 +215,7 @@ class Start:
     data: DataFacts | None
 
     def without_tensors(self) -> Start:
-        """Return the same start without the checkpoint's tensors, for when they are in place; their memory is free then."""
+        """Return the start without the checkpoint's tensors, to free their memory after loading."""
         return replace(self, content=CheckpointContent({}, self.content.meta))
 
 
@@ -218,10 +223,11 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
     """Return the checkpoint that training resumes from; None if the source is "auto" and no run of this name has one. Collective.
 
     Args:
-        source: "auto", "best", a run directory or a checkpoint file. ownership: takes the run; None: it is owned already.
+        source: "auto", "best", a run directory or a checkpoint.
+        ownership: takes ownership of the run; None: this job owns it already.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it does not go together with what is asked for now.
+        CheckpointError: there is no checkpoint, it is damaged, or it does not fit the configuration.
         RunOwnedError: another job writes to its run.
     """
     config, take = session.config, None if ownership is None else partial(ownership.take, session)
@@ -236,7 +242,7 @@ def _start(session: Session, path: Path, content: CheckpointContent, file: Image
     """Check a checkpoint against the configuration and the training file, and return the start from it."""
     if "config" not in content.meta:
         raise CheckpointError(
-            f"{path} was written by a program with a loop of its own, and does not say which model it is of; "
+            f"{path} was written by a Python program with its own training loop, and does not name its model; "
             f"load it in that program, or give a checkpoint of `hpctrain train`."
         )
     config, position = session.config, Position.from_meta(content.meta)
@@ -252,18 +258,18 @@ def _start(session: Session, path: Path, content: CheckpointContent, file: Image
         begun_epochs=position.epoch + (position.samples > 0),
         place=f"{path} (at {describe(position, None if data is None else data.samples)})",
     )
-    if complete:  # of another file, too, an epoch that is over is over
+    if complete:  # a finished epoch is finished for another file as well
         position = replace(position, samples=now.samples)
     if position.samples > now.samples:
         raise CheckpointError(
-            f"{path} has seen {position.samples} images of its epoch, but {config.data.train} holds {now.samples} only; "
-            f"give data.train the file that it was trained on."
+            f"{path} was written after {position.samples} images of its epoch, but {config.data.train} has only {now.samples}; "
+            f"set data.train to the file that it was trained on."
         )
     return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
 
 
 def data_of(content: CheckpointContent) -> DataFacts | None:
-    """Return the facts that a checkpoint keeps of its training file; None in one of format version 1."""
+    """Return the facts about the training file that a checkpoint stores; None for format version 1."""
     values: Mapping[str, Any] | None = content.meta.get("data")  # type: ignore[assignment]
     return None if values is None else DataFacts.from_meta(values)
 
@@ -298,9 +304,9 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
 
 
 def stored_config(content: CheckpointContent, config: Config) -> Config | None:
-    """Return the configuration that a checkpoint was written with.
+    """Return the configuration stored in a checkpoint.
 
-    None if an earlier hpctrain wrote what this one refuses, or where it names code that `config`, that of now, does not.
+    None if it is no longer valid, or if it names user code that `config` does not name.
     """
     with suppress(HpctrainError):
         stored = parse(str(content.meta["config"]))[0]
@@ -313,10 +319,10 @@ def _stored_values(content: CheckpointContent, config: Config) -> dict[str, Any]
 
 
 def _values(text: str, config: Config) -> dict[str, Any]:
-    """Return a configuration's values, all options filled in.
+    """Return a configuration's values with all options filled in.
 
-    They are as they stand where an earlier hpctrain wrote what this one refuses, or where the options are those of code that
-    `config` does not name: a checkpoint has nothing imported.
+    The values are returned as written if the configuration is no longer valid, or if it names user code that `config` does not
+    name: reading a checkpoint must not import code.
     """
     with suppress(HpctrainError):
         stored = parse(text)[0]
@@ -334,7 +340,7 @@ def _data_values(data: DataFacts) -> dict[str, str]:
 
 
 def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
-    """Return the value that a key has if it is not given."""
+    """Return the default of each key, which applies if the key is not set."""
     height, width, channels = data.shape
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
     options = model_options(silent, len(data.class_names), (height, width, channels))
@@ -342,7 +348,11 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
 
 
 def describe(position: Position, samples: int | None) -> str:
-    """Return a position in words, for people; samples: of an epoch, where that is known."""
+    """Return a position in words.
+
+    Args:
+        samples: number of samples of an epoch; None if unknown.
+    """
     if not position.samples:
         return f"epoch {position.epoch + 1}, step {position.global_step}"
     of_all = "" if samples is None else f" of {samples:,}"
@@ -350,7 +360,7 @@ def describe(position: Position, samples: int | None) -> str:
 
 
 def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
-    """Say where the run continues, and each change; record both."""
+    """Report and record the position at which the run resumes, and each change."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:

@@ -1,7 +1,7 @@
-"""A trial of a configuration before it is queued: everything that it names, for a few steps on synthetic images.
+"""Trial of a configuration before it is queued: a few steps on synthetic images with everything that it names.
 
 Model, augmentations, mixing, optimiser, schedule with its warm-up, averager, average of weights, evaluation and checkpoints are
-those of the configuration. Only numbers that cost time are smaller: images, their size, the batch and the epochs.
+those of the configuration. Only sizes that cost time are reduced: number and size of images, batch and epochs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hpctrain.models import catalogue
 from hpctrain.planner.planned_run import Image
 from hpctrain.run.automatic_search import with_default_plan
 
-#: after the name of the configuration, so that neither `--resume auto` nor another run of that name takes one for the other
+#: suffix of the run's name, so that `--resume auto` and other runs of the configuration do not find the trial
 SUFFIX = "-smoke"
 EPOCHS = 2
-STEPS = 2  # of an epoch
-SAMPLES = 4  # of a rank, in each of its micro-batches
+STEPS = 2  # per epoch
+SAMPLES = 4  # per rank and micro-batch
 SIDE = 64  # pixels, to which larger images are scaled down
-_UNKNOWN: Image = (SIDE, SIDE, 3)  # of a model that does not say for which images it is meant
+_UNKNOWN: Image = (SIDE, SIDE, 3)  # for a model that does not declare its image shape
 
 
 @dataclass(frozen=True)
 class SmokeTrial:
-    """A configuration that takes a minute, and the differences from the one that it stands for, a sentence each."""
+    """Shortened configuration that takes about a minute, and its differences from the original, one sentence each."""
 
     config: Config
     notes: tuple[str, ...]
@@ -42,7 +42,13 @@ class SmokeTrial:
 
 @dataclass(frozen=True)
 class RecipeImages:
-    """The images that a configuration is for. shape: (H, W, C) as stored. classes: of them. notes: where they are assumed."""
+    """Images that a configuration is made for.
+
+    Attributes:
+        shape: stored shape (H, W, C).
+        classes: number of classes.
+        notes: sentences on files that are missing, and on what is assumed instead.
+    """
 
     shape: Image
     classes: int
@@ -53,16 +59,16 @@ def smoke_trial(config: Config, started: StartedJob) -> SmokeTrial:
     """Return the trial of a configuration, the same on every rank. Collective.
 
     Raises:
-        HpctrainError: what the configuration and the files that are there do not agree on.
+        HpctrainError: the configuration and the existing files do not fit each other.
     """
     return started.on_root(lambda: shortened(config, started.world.size))
 
 
 def shortened(config: Config, ranks: int) -> SmokeTrial:
-    """Return the trial of a configuration with its options filled in. Reads headers of the files that exist.
+    """Return the trial of a configuration, with its options filled in. Reads headers of existing files.
 
     Raises:
-        HpctrainError: as `smoke_trial`.
+        HpctrainError: as for `smoke_trial`.
     """
     images = recipe_images(config)
     config, of_grid = _with_legal_grid(config, ranks)
@@ -79,10 +85,10 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
 
 
 def recipe_images(config: Config) -> RecipeImages:
-    """Return the images of the training file, or those that the model is meant for where the file is not there yet.
+    """Return facts about the images of the training file, or of the model's usual images if the file does not exist yet.
 
     Raises:
-        HpctrainError: a file that is there cannot be read, or the files do not fit each other or the model.
+        HpctrainError: an existing file cannot be read, or files and model do not fit each other.
     """
     test = config.data.test
     missing = tuple(f"there is no {path} yet" for path in (config.data.train, test) if path is not None and not _exists(path))
@@ -99,12 +105,12 @@ def recipe_images(config: Config) -> RecipeImages:
 
 
 def remove_run(directory: Path) -> str:
-    """Delete the directory of a trial that ended well; a sentence that says so, or why some of it is left."""
+    """Delete the directory of a successful trial; return a sentence on it, with the reason if it cannot be deleted."""
     try:
         shutil.rmtree(directory)
     except OSError as error:
-        return f"the trial passed; {directory} could not be removed ({error.strerror})"
-    return f"the trial passed; its directory {directory} is removed"
+        return f"the trial passed; its directory {directory} could not be deleted ({error.strerror})"
+    return f"the trial passed; its directory {directory} was deleted"
 
 
 def _exists(path: str) -> bool:
@@ -114,12 +120,12 @@ def _exists(path: str) -> bool:
 def _of_the_model(config: Config, missing: tuple[str, ...]) -> RecipeImages:
     options = catalogue.check(config.model.name, config.model.options)
     height, width, channels = _UNKNOWN
-    with suppress(ConfigError):  # a model of the user's own need not say
+    with suppress(ConfigError):  # user code need not declare it
         height, width, channels = catalogue.image_shape(config.model.name)
     crops = _crop_sizes(config)
     height, width = max(height, *crops, 0), max(width, *crops, 0)
     shape = (height, width, int(options.get("channels_in", channels)))
-    assumed = "so its images and classes are those that the model is meant for"
+    assumed = "so images and classes are the model's defaults"
     return RecipeImages(shape, int(options.get("classes", 10)), (f"{missing[0]}, {assumed}", *missing[1:]))
 
 
@@ -130,12 +136,12 @@ def _crop_sizes(config: Config) -> list[int]:
 
 
 def _factor(config: Config, images: RecipeImages) -> float:
-    """Return the scale by which images, as the network sees them, have at most SIDE pixels."""
+    """Return the factor that scales the network's input to at most SIDE pixels."""
     return min(1.0, SIDE / max(_crop_sizes(config) or images.shape[:2]))
 
 
 def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
-    """Return the configuration on synthetic images, scaled with all crops."""
+    """Return the configuration on synthetic images; these and all crops are scaled by the factor."""
     augment, evaluate = (
         [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
     )
@@ -146,7 +152,7 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
         "channels": images.shape[2],
         "classes": images.classes,
         "samples": STEPS * config.batch,
-        "test_samples": config.batch + 1,  # the last batch of an evaluation is seldom a whole one
+        "test_samples": config.batch + 1,  # the last batch of an evaluation is usually incomplete
     }
     data: DataConfig = config.data.model_copy(
         update={
@@ -162,7 +168,10 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
 
 
 def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
-    """Return the first size and the largest, or the last where these are one, in an epoch each; scaled as crops are."""
+    """Return the first and the largest of the image sizes, an epoch each, scaled by the factor.
+
+    If the first is the largest, the last one is used instead. A single size is returned alone.
+    """
     sizes = [max(1, round(step.size * factor)) for step in config.data.sizes]
     if len(set(sizes)) < 2:
         return tuple(SizeConfig(size=size) for size in sizes[:1])
@@ -171,7 +180,7 @@ def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
 
 
 def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
-    """Return a sentence on the sizes by epoch, if there are any."""
+    """Return a sentence on the image sizes by epoch, if any."""
     if not config.data.sizes:
         return ()
     sizes, stand_ins = (", ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
@@ -186,17 +195,20 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 
 
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
-    """Return whether a model takes the smaller images, and no parameter has another shape for them; False if it is refused."""
+    """Return whether the model takes the smaller images with parameters of the same shapes; False if it refuses them."""
     try:
         shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).job.specs.items()} for one in (small, full)]
-    except HpctrainError:  # which the run itself will tell of the images as they are
+    except HpctrainError:  # the run itself will report it for the full size
         return False
     # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.
     return shapes[0] == shapes[1] and not any(size_faults(small)) and single_values_of(small, ranks).refusal is None
 
 
 def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration with a small batch and few epochs, rate and schedule scaled with them; and sentences on it."""
+    """Return the configuration with a small batch and few epochs, and sentences on the differences.
+
+    Learning rate and schedule are scaled accordingly.
+    """
     batch = min(config.batch, SAMPLES * max(config.micro_batches * ranks, config.exact.shards or 1))
     epochs = min(config.epochs, EPOCHS)
     lr = config.optimizer.lr * batch / config.batch
@@ -212,7 +224,7 @@ def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
         "evaluate": config.evaluate.model_copy(update=evaluate),
         "checkpoint": config.checkpoint.model_copy(update={"every_epochs": 1}),
     }
-    if config.max_time == SLURM:  # nothing to count on outside of a job, where trials are made
+    if config.max_time == SLURM:  # a trial usually runs outside of a Slurm job
         changes["max_time"] = None
     sentence = (
         f"{epochs} epochs of {STEPS} steps with {batch} images each in place of {config.epochs} epochs with {config.batch}, "
@@ -222,7 +234,7 @@ def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
 
 
 def short_schedule(schedule: ScheduleConfig, epochs: int, fewer: int) -> ScheduleConfig:
-    """Return the schedule of a training of fewer epochs: a warm-up of a step at least, and what comes behind it in proportion."""
+    """Return the schedule scaled to fewer epochs. The warm-up takes at least one step; later epochs are scaled in proportion."""
     if not fewer or fewer == epochs:
         return schedule
     warm = schedule.warmup_epochs
@@ -249,7 +261,7 @@ def _with_weights_that_exist(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
-    """Return the configured grid, or one of as many ranks as there are that splits layers over the most of them."""
+    """Return the configuration with its grid, or with the legal grid for this number of ranks that has the most rows."""
     rows, cols = config.grid.rows, config.grid.cols
     if config.grid.automatic or (ranks % rows == 0 and cols in (None, ranks // rows)):
         return config, ()

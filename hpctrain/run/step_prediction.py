@@ -1,4 +1,4 @@
-"""The prediction of a run's step, from the links of the machine and the times of the run's operators.
+"""Prediction of a run's step time from the links of the machine and the times of the run's operators.
 
 This module loads the planner.
 """
@@ -27,11 +27,11 @@ from hpctrain.train.accounts import OperatorSample
 
 
 class StepPrediction:
-    """The prediction of a step of a run.
+    """Prediction of a run's step time.
 
     Args:
-        mode: how messages progress.
-        sample: times of the operators of a few steps; None: they come from a trace, if there is one.
+        mode: progress mode of messages.
+        sample: operator times of a few steps; None: use those of the trace, if there is one.
     """
 
     def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, sample: OperatorSample | None) -> None:
@@ -41,19 +41,19 @@ class StepPrediction:
         """Return the predicted step on rank 0, None on other ranks. Collective.
 
         Args:
-            in_haste: measure nothing, because the job must end.
+            in_haste: whether to skip measurements, because the job must end.
 
         Raises:
-            HpctrainError: there is no prediction, with the reason.
+            HpctrainError: no prediction is possible; the message has the reason.
         """
         machine = self._machine(in_haste=in_haste)
         return self._simulated(machine) if self._session.is_root else None
 
     def _machine(self, *, in_haste: bool) -> Machine:
-        """Return the configured machine, or one whose links are measured now. Collective; all ranks return or raise the same.
+        """Return the configured machine, or measure the links of this one. Collective; all ranks return or raise the same.
 
         Raises:
-            HpctrainError: there is none.
+            HpctrainError: the machine file cannot be read, the job must end, or operators were not timed.
         """
         session, name = self._session, self._session.config.machine
         if name is not None:
@@ -68,14 +68,14 @@ class StepPrediction:
         return measured_in_haste(session.world, lambda before: rates, session.config.deadline_seconds)
 
     def _times(self) -> SampledTimes | None:
-        """Return the times of this rank's operators, from the sampled steps or from the trace; None if there are none."""
+        """Return the times of this rank's operators, from the sampled steps or from the trace; None if they were not timed."""
         trace = self._session.progress.trace
         if self._sample is not None:
             return SampledTimes.of(self._sample.events())
         return None if trace is None or not self._setup.backend.kernels.arithmetic.on_host else SampledTimes.of(trace.events())
 
     def _plan(self) -> ExecutionPlan:
-        """Return the plan that this rank runs in a step with the full batch."""
+        """Return the execution plan of this rank for a step with the full batch."""
         config, groups = self._session.config, self._session.groups
         counts = counts_over(config.batch, groups.all_ranks.size, groups.split_size, config.exact.shards)
         first = groups.position - groups.split_rank
@@ -88,7 +88,7 @@ class StepPrediction:
         """Simulate a step with the operator times of this rank.
 
         Raises:
-            HpctrainError: a run that cannot be simulated, with the reason.
+            HpctrainError: the run cannot be simulated; the message has the reason.
         """
         config, network, cols = self._session.config, self._setup.replica.network, self._session.grid.cols
         job = planned_run.of_network(

@@ -1,6 +1,6 @@
-"""The run that a command works on which is given no configuration: found by its directory, and described by its own files.
+"""The run of a command that receives no configuration. It is found by its directory, and its own files describe it.
 
-Imports no NumPy, unless a checkpoint is named that lies in no run directory.
+NumPy is imported only if the argument is a checkpoint outside of any run directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpctrain.runs.directory import RunDirectory, runs
 
 AUTO, BEST = "auto", "best"
 
-#: what concerns the ranks, the machine and the course of a training, not its model: a prediction begins with the defaults
+#: settings of ranks, machine and course of a training, which a prediction resets to their defaults
 FRESH = (
     "threads=auto",
     "grid={}",
@@ -37,11 +37,12 @@ FRESH = (
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run, or one of its checkpoints.
+    """A run or one of its checkpoints.
 
-    Args:
-        source: the run directory or the checkpoint, as `find_checkpoint` takes it. config: text of its configuration.
-        label: the file that the text is from, for messages.
+    Attributes:
+        source: run directory or checkpoint, as `find_checkpoint` takes it.
+        config: text of its configuration.
+        label: file with that text, for messages.
     """
 
     source: str
@@ -49,10 +50,11 @@ class StoredRun:
     label: str
 
     def parsed(self, overrides: Sequence[str]) -> tuple[Config, Source]:
-        """Return its configuration, fit for another job.
+        """Return the configuration with the settings of ranks and machine reset to defaults, and its source.
 
         Raises:
-            ConfigError: an override with a fault, or code of the user's, which is imported only where the user names it.
+            ConfigError: an override is invalid, or the configuration names user code, which is imported only if the user names
+                it.
         """
         config, source = parse(self.config, self.label, (*FRESH, *overrides))
         from hpctrain.config.options import named, names
@@ -60,21 +62,22 @@ class StoredRun:
         for kind, name in named(config):
             if name not in names(kind):
                 raise ConfigError(
-                    f'{self.label} names code, "{name}", which is imported only where you name it yourself; '
+                    f'{self.label} names user code, "{name}", which is imported only if you name it yourself; '
                     f"give --config, such as --config {self.label if self.label.endswith('.yaml') else 'FILE.yaml'}."
                 )
         return config, source
 
 
 def find_run(checkpoint: str, directory: Path) -> StoredRun:
-    """Return the run that `--checkpoint` stands for: reads its configuration, not its checkpoints.
+    """Return the run that `--checkpoint` names. Reads its configuration, not its checkpoints.
 
     Args:
-        checkpoint: "auto" (the newest run that has a checkpoint), "best" (the best checkpoint of the newest run that has one), a
-            run directory, or a checkpoint. directory: that the first two look for runs in.
+        checkpoint: "auto" (newest run that has a checkpoint), "best" (best checkpoint of the newest run that has one), a run
+            directory, or a checkpoint.
+        directory: directory that "auto" and "best" search for runs.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such run or checkpoint.
     """
     if checkpoint == AUTO:
         return _of_run(_newest(directory))
@@ -99,8 +102,8 @@ def _best(directory: Path) -> StoredRun:
         if best is not None:
             return StoredRun(str(run.checkpoints / best.checkpoint), run.config(), str(run.path / "config.yaml"))
     raise CheckpointError(
-        f"No run in {directory} has a best checkpoint: one is kept where an evaluation and a checkpoint come after the same "
-        "step; give auto for the newest, or name a run by --checkpoint."
+        f"No run in {directory} has a best checkpoint, which needs an evaluation and a checkpoint after the same step; "
+        "use auto for the newest, or name a run by --checkpoint."
     )
 
 
@@ -109,13 +112,13 @@ def _of_run(run: RunDirectory) -> StoredRun:
 
 
 def _of_checkpoint(path: Path) -> StoredRun:
-    """Return a checkpoint with the configuration that it was written with; it may have been copied from its run."""
+    """Return a checkpoint with the configuration in its metadata. It may lie outside of its run."""
     from hpctrain.storage.checkpoint import open_checkpoint
 
     meta = open_checkpoint(path).meta
     if "config" not in meta:
         raise CheckpointError(
-            f"{path} was written by a program with a loop of its own, and does not say which model it is of; "
+            f"{path} was written by a Python program with its own training loop, and does not name its model; "
             "predict in that program, or give a checkpoint of `hpctrain train`."
         )
     return StoredRun(str(path), str(meta["config"]), str(path))

@@ -1,10 +1,8 @@
-"""The end of a traced run: all ranks' events on one clock in one file, and the table of where the time went.
+"""Report at the end of a traced run: the events of all ranks on one clock in one file, and a table of the time spent.
 
-For comparison there is the step without communication, and the communication without the step. Every rank then trains on its
-own
-share with its own gradients, at the same time as all others, as they share memory and power. Ranks that split layers among
-them
-exchange activations as ever. What the ranks learn is of no use and is not kept.
+It can be compared with a step without communication, and with communication alone. For the step without communication, every rank
+trains on its own share with its own gradients, at the same time as all others, since they share memory and power. Ranks that
+split layers still exchange activations. The resulting parameters are discarded.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ _REPEATS = 5
 
 
 def without_communication(session: Session) -> Session:
-    """Return the same session with gradients, batch statistics and messages that stay in its split group.
+    """Return the session with gradients, batch statistics and messages restricted to this rank's split group. Collective.
 
-    Collective. The ranks of a split group continue exchanging activations: without them there is nothing to compute on.
+    The ranks of a split group still exchange activations, since without these there would be nothing to compute.
     """
     config = session.config.model_copy(
         update={
@@ -60,11 +58,14 @@ def without_communication(session: Session) -> Session:
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """A reduce-scatter and an allgather of all gradients with nothing else running, on the slowest rank; medians.
+    """Time of a reduce-scatter and an allgather of all gradients with nothing else running: medians, on the slowest rank.
 
-    In two levels where nodes have several ranks: in one they would take longer than an averager does.
+    The exchange is hierarchical if nodes have several ranks, as averagers exchange gradients.
 
-    payload_bytes: of the gradients. seconds: until both are complete. cpu_seconds: of the process in that time.
+    Attributes:
+        payload_bytes: bytes of the gradients.
+        seconds: wall time until both are complete.
+        cpu_seconds: processor time of the process.
     """
 
     payload_bytes: int
@@ -73,7 +74,7 @@ class GradientExchange:
 
 
 def measure_exchange(groups: GridGroups, progress: ProgressEngine, network: Network) -> GradientExchange:
-    """Exchange buffers of the gradients' size among those who average them. Collective over all ranks of `groups`."""
+    """Time the exchange of the gradients between the ranks that average them. Collective over `groups.all_ranks`."""
     buffers = [
         (in_levels(groups.gradients[name], levels(groups.nodes[name]), "exchange alone"), np.zeros(group.size, group.dtype))
         for name, group in network.groups.items()
@@ -105,10 +106,10 @@ def report_compute_only(
     exchange: GradientExchange,
     about: Mapping[str, Any],
 ) -> list[str]:
-    """Record and describe the measurement; the lines are rank 0's. Collective over the world.
+    """Write the measurement to a file, and return the lines to print on rank 0; none on other ranks. Collective over the world.
 
     Args:
-        table: of this rank's steps.
+        table: time table of this rank's steps.
     """
     of_ranks = session.world.allgather_object((table.median_step_seconds, table.total.messages_seconds))
     per_rank = [float(seconds) for seconds, _ in of_ranks]
@@ -146,7 +147,14 @@ _TAG = 7302
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The data that one rank hands to rank 0. Times of `events` are by rank 0's clock. groups: as in `Postings`."""
+    """Trace of one rank, as sent to rank 0.
+
+    Attributes:
+        events: events with times on rank 0's clock.
+        error_ns: maximum error of these times.
+        groups: groups of the queues, as in `Postings`.
+        table: time table of the rank; None if no whole step was recorded.
+    """
 
     rank: int
     events: Events
@@ -156,10 +164,11 @@ class RankTrace:
 
 
 class TraceReport:
-    """Made at a run's start and finished at its end, on every rank. Both are collective over `world`.
+    """Report of a traced run, made at its start and finished at its end on every rank. Both are collective over `world`.
 
     Args:
-        progress: the process's engine; its queues are idle at both times. trace: what it records into.
+        progress: progress engine of the process; its queues must be idle at both times.
+        trace: tracer that it records into.
     """
 
     def __init__(self, world: Communicator, progress: ProgressEngine, trace: Tracer) -> None:
@@ -171,10 +180,11 @@ class TraceReport:
     def finish(self, directory: Path, about: Mapping[str, Any], width: int | None = None) -> list[str]:
         """Write `trace.json` and `time_table.json` on rank 0, and return the lines to print there; none on other ranks.
 
-        A disk that refuses them is among the lines.
+        An error of the disk becomes one of the lines.
 
         Args:
-            about: versions, machine, configuration: goes into both files. width: of the terminal; None if there is none.
+            about: versions, machine and configuration, written into both files.
+            width: columns of the terminal; None if there is none.
         """
         events = self._trace.events()
         groups = self._groups()
@@ -191,7 +201,7 @@ class TraceReport:
         return measure_offset(self._world, self._progress.wait_handle, clock_ns=self._trace.clock_ns)
 
     def _groups(self) -> dict[str, int]:
-        """Return, for each queue, the world rank of its group's first member, which tells queues of one name apart."""
+        """Return the world rank of the first member of each queue's group, which distinguishes queues with the same name."""
         return {name: int(comm.broadcast_object(self._world.rank)) for name, comm in self._progress.communicators().items()}
 
     def _send(self, mine: RankTrace) -> None:
@@ -226,7 +236,7 @@ class TraceReport:
             [
                 f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} {place}",
                 f"their clocks agree to within {error_ns * 1e-3:.1f} us",
-                *([f"{dropped} events found no room"] if dropped else []),
+                *([f"{dropped} events were dropped, as the buffer was full"] if dropped else []),
             ]
         )
         if len(whole) < len(tables):
@@ -246,6 +256,9 @@ class TraceReport:
 
 
 def _table(events: Events) -> TimeTable | None:
-    """Return this rank's rows, with what tracing itself costs: the events of a step times what one costs here."""
+    """Return this rank's table, with the estimated cost of tracing added.
+
+    The cost is the number of events of a step times the measured cost of an event.
+    """
     table = time_table.tabulate(events)
     return None if table is None else replace(table, tracing_seconds=table.events * cost_per_event_seconds())

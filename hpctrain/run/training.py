@@ -1,6 +1,6 @@
-"""A run from start to end: directory, resume, training or evaluation, and what is printed around them.
+"""A run from start to end: directory, resume, training or evaluation, and printed lines.
 
-A run ends early at a signal or at its time limit, which a configuration sets by the clock of this rank.
+A run ends early at a signal or at its time limit, which is measured by this rank's clock.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaxTime:
-    """The limit, and the words for it. sentence: for the start of a run; "" if there is no limit."""
+    """Time limit of a run.
+
+    Attributes:
+        name: name of the limit, for messages.
+        sentence: sentence for the start of the run; "" if there is no limit.
+    """
 
     limit: TimeLimit = field(default_factory=TimeLimit)
     name: str = ""
@@ -71,7 +76,7 @@ class MaxTime:
 
     @property
     def reason(self) -> str | None:
-        """The reason of a run's end, where this limit has asked for it."""
+        """Name of this limit if it has requested the end of the run, else None."""
         return self.name if self.limit.asked else None
 
 
@@ -79,7 +84,7 @@ def max_time(configured: float | str | None, environ: Mapping[str, str] = os.env
     """Return the limit of `max_time`, counted from the launcher's start of this rank, or until the end of the Slurm job.
 
     Raises:
-        ConfigError: it is the Slurm job's, and the environment does not tell of that.
+        ConfigError: `max_time` is "slurm", but the environment does not have the end of the Slurm job.
     """
     if configured is None:
         return MaxTime()
@@ -88,8 +93,8 @@ def max_time(configured: float | str | None, environ: Mapping[str, str] = os.env
     left = slurm_seconds_left(environ)
     if left is None:
         raise ConfigError(
-            f"max_time is {SLURM}, but {SLURM_END} is not in the environment, where Slurm has put it since 22.05; "
-            "give a time such as 3h50m."
+            f"max_time is {SLURM}, but the environment has no {SLURM_END}, which Slurm sets from version 22.05 on; "
+            "set max_time to a duration such as 3h50m."
         )
     return _named(left, "max_time, the end of the Slurm job")
 
@@ -102,7 +107,12 @@ def _named(left: float, name: str) -> MaxTime:
 
 @dataclass(frozen=True)
 class StopReason:
-    """The signal or the limit that ended a run. ranks: that a signal reached, where not all; others may have had another."""
+    """Signal or limit that ended a run.
+
+    Attributes:
+        name: name of the signal or the limit.
+        ranks: ranks that received the signal; () if all did.
+    """
 
     name: str
     ranks: tuple[int, ...] = ()
@@ -112,12 +122,12 @@ class StopReason:
 
 
 def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = None) -> StopReason | None:
-    """Return the signal of the lowest rank that had one, else the limit of the lowest that has one; None if no rank has either.
+    """Return the signal received by the lowest rank that received one, else the limit of the lowest rank that reached one.
 
-    Collective, at the end of a run.
+    None if there is neither. Collective, at the end of a run.
 
     Args:
-        limit: the name of a limit that has asked this rank to end.
+        limit: name of the limit that has asked this rank to stop; None if none has.
     """
     reasons = world.allgather_object((watch.request.name if watch.request is not None else None, limit))
     names, limits = [name for name, _ in reasons], [name for _, name in reasons]
@@ -130,7 +140,7 @@ def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = Non
 
 
 def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Path, checkpoint: Path) -> list[str]:
-    """Return how the run ended and how to continue."""
+    """Return lines that say how the run ended and how to resume it."""
     position = outcome.position
     return [
         f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
@@ -140,7 +150,7 @@ def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Pat
 
 
 def kept_clause(directory: RunDirectory) -> str:
-    """Return the end of a sentence on a run that ends at once: the checkpoint to resume from, by names alone."""
+    """Return the end of a sentence on a run that ends at once: which checkpoint to resume from. Checkpoints are not opened."""
     try:
         written = checkpoints(directory.checkpoints)
     except OSError:
@@ -161,17 +171,18 @@ def run_training(
 ) -> bool:
     """Train; print the last test accuracy and the path of the run's files. Collective.
 
-    This job owns the run from its search or its creation to the end of this call, by `state.ownership`, which rank 0 holds. No
-    other job writes to the run meanwhile.
+    From the search for a checkpoint or the creation of the run until this call returns, this job owns the run by
+    `state.ownership`, held on rank 0. No other job writes to the run meanwhile.
 
     Args:
-        resume: see `find_start`. steps: to stop after; 0: no limit.
-        schedule_from: a run whose averaging is repeated (see `agree_schedules`).
-        state: of a run that continues without lost ranks. complete: called once the run is done, before that is printed; may
-            raise.
+        resume: source of the start, see `find_start`; None: start a new run.
+        steps: number of steps to train; 0: no limit.
+        schedule_from: run whose averaging is repeated (see `agree_schedules`).
+        state: state of a run that continues without lost ranks.
+        complete: callback after the run, before its end is printed; may raise.
 
     Returns:
-        True if a signal, of which `watch` knows, or `max_time` ended the run early. It has written a checkpoint then.
+        True if a signal noted by `watch` or `max_time` ended the run early, after writing a checkpoint.
 
     Raises:
         CollectiveMismatchError: ranks have entered different phases.
@@ -183,7 +194,7 @@ def run_training(
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of `run_training` that the user chose."""
+    """Arguments of `run_training` that the user chose."""
 
     resume: str | None
     steps: int
@@ -194,11 +205,12 @@ class _Request:
 def enter(session: Session, phase: RunPhase) -> None:
     """Enter a phase of the run together with all ranks, and note it in the flight record. Collective.
 
-    For phases that come once in a run. Those of the training loop are only noted; an autopsy compares them after a deadline.
+    Use it for phases that occur once in a run. Phases of the training loop are only noted; an autopsy compares them after a
+    deadline.
 
     Raises:
-        CollectiveMismatchError: a rank has entered another phase. Ranks would wait for each other, or take each other's messages
-            for their own.
+        CollectiveMismatchError: a rank has entered another phase, so that ranks would wait for each other or match the wrong
+            messages.
     """
     session.progress.notes.phase(phase)
     entered = dict(enumerate(session.world.allgather_object(str(phase))))
@@ -208,7 +220,7 @@ def enter(session: Session, phase: RunPhase) -> None:
 
 
 def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked: _Request, complete: Callable[[], None]) -> bool:
-    """Train as `run_training` does, while this job owns its run: every collective phase, in its order."""
+    """Run all collective phases of a training in order, while this job owns the run."""
     enter(session, RunPhase.START)
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
     start = None
@@ -270,14 +282,18 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
 
 
 def _most_steps(session: Session, setup: TrainingSetup, done: int, steps: int) -> int:
-    """Return how many steps the run can still take after `done` of them. steps: a limit; 0: none."""
+    """Return the maximum number of steps that the run can still take after `done` steps.
+
+    Args:
+        steps: limit of the number of steps; 0: no limit.
+    """
     left = session.config.epochs * len(setup.loader) - done
     return min(left, steps) if steps else left
 
 
 @dataclass(frozen=True)
 class _Accounts:
-    """What is recorded while a run trains, and said at its end."""
+    """Everything that is recorded during training and reported at the end."""
 
     session: Session
     setup: TrainingSetup
@@ -288,7 +304,11 @@ class _Accounts:
     records: tuple[DataAccount, ReadReport, RunHashes]
 
     def finish(self, outcome: Outcome, begun: int) -> None:
-        """Write the trace of a run that has one, and say and record all accounts. Collective. begun: the step at the start."""
+        """Write the trace of a traced run; report and record all accounts. Collective.
+
+        Args:
+            begun: global step at the start.
+        """
         if self.trace is not None:
             for line in self.trace.finish(self.directory.path, _about(self.session, self.setup), self.reporter.width):
                 self.reporter.say(line)
@@ -302,7 +322,7 @@ class _Accounts:
 def _begin_accounts(
     session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter, most_steps: int
 ) -> _Accounts:
-    """Choose the progress mode, and make what records the run. Collective."""
+    """Choose the progress mode, and create the accounts and the trace report. Collective."""
     reproducibility.keep_schedules(session, setup, directory)
     mode = _start_measuring(session, setup, directory, reporter)
     steps, trace = RunAccount(session, setup, mode, most_steps), None
@@ -324,9 +344,10 @@ def _train(
     *,
     nothing_left: bool,
 ) -> Outcome:
-    """Train, evaluate if no epoch's end has done so, and wait for the last checkpoint. Collective.
+    """Train, evaluate unless the end of an epoch did, and wait for the last checkpoint. Collective.
 
-    nothing_left: the steps that were asked for are done.
+    Args:
+        nothing_left: whether the requested steps are done already.
     """
     try:
         outcome = Outcome(position, None, position.epoch, True, True) if nothing_left else trainer.run(position)
@@ -340,7 +361,7 @@ def _train(
     except RankLostError:
         checkpoints.saver.wait_own_part()
         raise
-    except HpctrainError:  # of all ranks; the checkpoint on its way is what a user resumes from
+    except HpctrainError:  # raised on all ranks; the checkpoint in progress is the one to resume from
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
@@ -350,7 +371,10 @@ def _train(
 
 
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
-    """Time steps that exchange nothing, then the exchange alone; print and record both. The session traces. Collective."""
+    """Time steps without communication, then the communication alone; print and record both.
+
+    The session must trace. Collective.
+    """
     from hpctrain.run import trace_report as compute_only
     from hpctrain.run.trace_report import TraceReport
 
@@ -385,7 +409,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
 
 
 def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnership) -> RunDirectory:
-    """Create a run directory on rank 0, take its ownership, and return it. Collective."""
+    """Create a run directory on rank 0, take ownership of it, and return it on every rank. Collective."""
     config = session.config
 
     def make() -> str | None:
@@ -404,14 +428,14 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
 
 
 def _remove_left(config: Config, directory: RunDirectory) -> None:
-    """Delete unfinished checkpoints of earlier runs with that name, except in runs that another job owns."""
+    """Delete unfinished checkpoints of earlier runs with this name, except in runs that another job owns."""
     for run in runs(Path(config.output), config.name):
         if run.path != directory.path and living_owner(run.path) is None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
 
 
 def _directory(session: Session, setup: TrainingSetup, start: Start | None, state: ShrinkState) -> RunDirectory:
-    """Return the directory of the run, without what lies after its start. Collective."""
+    """Return the run's directory, with records and checkpoints after the start removed. Collective."""
     ownership = state.ownership
     directory = None if start is None else start.directory
     if directory is None and state.directory is not None:  # ranks were lost before its first checkpoint
@@ -425,10 +449,7 @@ def _directory(session: Session, setup: TrainingSetup, start: Start | None, stat
 
 
 def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
-    """Remove, on rank 0, metrics and checkpoints of the run after its start. Collective.
-
-    The configuration is that of now.
-    """
+    """Remove, on rank 0, the run's metrics and checkpoints after its start, and write the present configuration. Collective."""
     position = Position() if start is None else start.position
     evaluates = position.epoch >= session.config.epochs and setup.test_loader is not None
 
@@ -445,7 +466,7 @@ def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, di
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
-    """Return the reporters of rank 0; one that does nothing on other ranks, or writes the rank's log file. Collective.
+    """Return rank 0's reporters. On other ranks, return a reporter that writes the rank's log file or nothing. Collective.
 
     Raises:
         ConfigError: a configured reporter cannot be made.
@@ -471,7 +492,7 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
 
 
 def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
-    """Say where the run runs, with which parts and on which data, and the notes that are not empty. Collective."""
+    """Report ranks, threads, kernels, model and data of the run, and the notes that are not empty. Collective."""
     config, network = session.config, setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
@@ -497,7 +518,7 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
 def _introduce_start(
     session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None, directory: RunDirectory
 ) -> None:
-    """Say from where the run continues, if it was asked to, and where its files lie."""
+    """Report where the run resumes, if requested, its weights, and the path of its directory."""
     config = session.config
     if start is not None:
         introduce(start, config, setup.loader.sampler.samples, reporter)
@@ -510,7 +531,7 @@ def _introduce_start(
 
 
 def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
-    """Choose the progress mode; say it where it matters, and record it. Collective."""
+    """Choose the progress mode; report it if it matters, and record it. Collective."""
     config = session.config
     samples = -(-config.batch // session.groups.all_ranks.size // setup.replica.passes.following)
     chosen = set_progress(session, setup.replica.network, config.progress, samples)
@@ -535,7 +556,7 @@ def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
 
 
 def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outcome, reporter: Reporter) -> StopReason | None:
-    """Return the signal or limit that ended the run, if any; record where and why it ends early. Collective."""
+    """Return the signal or limit that ended the run, if any; record the position of an early end and its reason. Collective."""
     if not outcome.stopped:
         return None
     reason = None if outcome.steps_reached else stop_reason(session.world, watch, limit)
@@ -579,7 +600,7 @@ def _end(
 
 
 def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
-    """Return how a run with --steps ended, and how to continue: it evaluates at ends of epochs only."""
+    """Return lines on the end of a run with --steps, which evaluates only at the end of an epoch, and on how to resume it."""
     position = outcome.position
     end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
@@ -587,7 +608,7 @@ def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> st
 
 
 def _skipped(position: Position) -> str:
-    """Return how many steps have changed nothing."""
+    """Return a line with the number of skipped steps."""
     were = "step was" if position.skipped == 1 else "steps were"
     return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
 

@@ -66,7 +66,7 @@ def _summary(table: TimeTable, ranks: int) -> str:
     if ranks > 1 and total.communication_seconds > 0:
         words.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
         words.append(f"posting and progress take {total.messages_seconds / step:.1%}")
-        words.append(f"operations are posted at most {_ms(total.delay_seconds)} ms after their turns, in sum")
+        words.append(f"posting is delayed by at most {_ms(total.delay_seconds)} ms in total")
     words.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events per step)")
     return "; ".join(words)
 

@@ -40,7 +40,7 @@ from hpctrain.train.stopping import Stagnation
 
 
 class Shards:
-    """Whole arrays and parts of one network's parameters, and of arrays with the shapes of parameters.
+    """Conversion between whole arrays and this rank's parts, for a network's parameters and for arrays with their shapes.
 
     Args:
         holders: ranks that hold the parts, in order; None if no parameter is split.
@@ -366,7 +366,7 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards, *,
     """Restore parameters and running statistics only, for evaluation or to start from trained weights.
 
     Args:
-        averaged: whether to restore their averages instead.
+        averaged: whether to restore the averages of weights and statistics in place of their latest values.
 
     Raises:
         CheckpointError: the tensors belong to another model, or averages were requested and there are none.

@@ -148,7 +148,7 @@ class _Piece:
 
     Attributes:
         key: key of the tensor.
-        values: elements, 1-D, where the kernels compute.
+        values: elements, 1-D, in the memory in which the kernels compute.
         start: index of the first element in this rank's part of the tensor.
         position: position of the part in the tensor.
     """

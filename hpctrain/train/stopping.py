@@ -160,7 +160,7 @@ class TimeLimit:
             self.wrote(seconds)
 
     def wrote(self, seconds: float) -> None:
-        """Record the time that a checkpoint has taken."""
+        """Record the duration of the latest checkpoint."""
         self._checkpoint_seconds = max(_CHECKPOINT_SLACK * seconds, self._checkpoint_seconds if self._saved else 0.0)
         self._saved = True
 

@@ -1,4 +1,4 @@
-"""The training loop, the same on every rank: steps, evaluation, checkpoints, and the end."""
+"""Training loop of a rank: steps, evaluations, checkpoints, and the end of training. All ranks run the same loop."""
 
 from __future__ import annotations
 

@@ -417,6 +417,7 @@ def test_without_a_fault_no_rank_is_blamed() -> None:
     assert values["code"] == 0
 
 
+@pytest.mark.job
 def test_a_commit_and_the_working_tree_run_each_their_own_files(capsys: pytest.CaptureFixture[str]) -> None:
     """Else a change would be compared with itself."""
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, check=False).returncode:

@@ -193,7 +193,7 @@ def test_ranks_of_a_wrong_launcher_are_named_once(folder: Path) -> None:
     first, second = [(process.communicate(timeout=150)[0], process.returncode) for process in processes]
     assert (second[0], second[1], first[1]) == ("", 0, USER_ERROR)
     [found] = [one for one in json.loads(first[0])["findings"] if one["key"] == "singletons"]
-    assert found["sentence"].startswith("Open MPI mpiexec has started 2 processes, and each is rank 0 of 1")
+    assert found["sentence"].startswith("Open MPI mpiexec has started 2 processes, but each is rank 0 of 1")
     assert "mpiexec -n 2" in found["fix"] or "mpi-lib-version" in found["fix"]
 
 

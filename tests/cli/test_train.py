@@ -185,7 +185,7 @@ def test_two_runs_end_with_the_same_bits_whatever_the_link_measures(folder: Path
     assert _slices(newest_run(folder, "second")) == _slices(newest_run(folder, "first"))
     assert_same(newest_checkpoint(folder, "second"), newest_checkpoint(folder, "first"))
     refused = on_a_link(1e-6, "--schedule-from", str(newest_run(folder, "first").path), ranks=2, code=2)
-    assert "is one of 3 ranks, but here are 2; start as many ranks" in refused.stderr
+    assert "is for 3 ranks, but this run has 2; start 3 ranks" in refused.stderr
 
 
 def _killed(monkeypatch: pytest.MonkeyPatch, kind: str, step: int, train: Callable[[], object]) -> None:

@@ -544,7 +544,7 @@ class _Device:
 
 class _NoDevice:
     def __init__(self, index: int) -> None:
-        raise BackendError("GPU 0 cannot be used: no driver.")
+        raise BackendError("GPU 0 cannot be used (no driver).")
 
 
 @pytest.fixture
@@ -566,7 +566,7 @@ def test_messages_that_arrive_are_compared(cupy: Any, monkeypatch: pytest.Monkey
 
 def test_a_gpu_that_cannot_be_used_is_told(cupy: Any) -> None:
     cupy.CupyDevice = _NoDevice
-    assert device_probe.outcome() == f"{UNAWARE}: GPU 0 cannot be used: no driver."
+    assert device_probe.outcome() == f"{UNAWARE}: GPU 0 cannot be used (no driver)."
 
 
 def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_every_rank_gathers_and_the_first_one_judges() -> None:
         own = job.gather_alone(PLACE, checks)
         phases: list[str] = []
         outcome = job.examine_together(PLACE, comm, own, "MPI", phases.append, 30, checks)
-        assert "looking at joined" in phases
+        assert "checking joined" in phases
         return None if outcome is None else [finding.sentence for finding in outcome.all_findings]
 
     assert run_virtual(3, program) == [["30 on 1", "3 on 1"], None, None]
@@ -178,9 +178,9 @@ def test_checks_without_facts_are_left_out() -> None:
     [
         (RankEnd(None, "", Progression(STARTS, {})), "hangs", "did not end while starting MPI."),
         (
-            RankEnd(-11, "a\nlast words\n", Progression("looking at progress", {})),
+            RankEnd(-11, "a\nlast words\n", Progression("checking progress", {})),
             "ended",
-            "SIGSEGV while looking at progress: last",
+            "SIGSEGV while checking progress: last",
         ),
         (RankEnd(1, "", None), "ended", "exited with code 1 while starting Python."),
         (RankEnd(255, "MPIDI_CRAY_init: ..., but GTL library is not linked\n", None), "no-gtl", "the GTL library is not linked."),

@@ -67,8 +67,8 @@ OWN, NONE = LauncherFacts("/venv/bin/mpiexec"), LauncherFacts("")
 FACTS = LibraryFacts((("/venv/bin/mpiexec", "MPICH"),), "/venv/bin/mpiexec", "MPICH Version: 5.0.2")
 OTHER = (("/usr/bin/mpiexec", "Open MPI"), ("/venv/bin/mpiexec", "MPICH"))
 ALONE, OPEN_MPI = Launcher("none"), Launcher("Open MPI mpiexec", 4, 0)
-EACH_ALONE = "{} has started 4 processes, and each is rank 0 of 1"
-OTHER_MPI = "(/usr/bin/mpiexec) is of Open MPI, but mpi4py loads MPICH."
+EACH_ALONE = "{} has started 4 processes, but each is rank 0 of 1"
+OTHER_MPI = "(/usr/bin/mpiexec) belongs to Open MPI, but mpi4py loads MPICH."
 LOADED = "Rank 1 (nid1) loaded in {:.1f} s (processor time 0.7 s) and opened 12,345 files."
 STARTED = "started by MPICH hydra mpiexec."
 
@@ -101,7 +101,7 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
         rank_checks.LAUNCHER,
         view(2, launcher=Launcher("MPICH hydra mpiexec", 3, 0, overruled_size=2)),
         [OWN] * 2,
-        *("world-size", "", "Start as many as HPCTRAIN_EXPECT_RANKS says, or unset it."),
+        *("world-size", "", "Start 3 ranks, or unset HPCTRAIN_EXPECT_RANKS."),
     ),
     (rank_checks.LAUNCHER, view(1, launcher=Launcher("none", 3)), [OWN], "world-size", "", ""),
     (

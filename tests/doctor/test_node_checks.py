@@ -138,9 +138,9 @@ def test_the_variables_that_are_too_large_are_named() -> None:
 
 
 def test_threads_that_a_training_refuses_are_named_by_its_sentence() -> None:
-    facts = CoreFacts(frozenset({0}), frozenset({"0"}), None, {}, "threads: 8 does not fit; at most 1 can be asked for.", {})
+    facts = CoreFacts(frozenset({0}), frozenset({"0"}), None, {}, "threads is 8, but a rank has 1 core; set threads to 1.", {})
     [found] = rank_checks.judge_threads(view(1), [facts])
-    assert (found.key, found.fix) == ("threads-refused", "At most 1 can be asked for.")
+    assert (found.key, found.fix) == ("threads-refused", "Set threads to 1.")
 
 
 def test_pools_that_have_started_are_counted(tmp_path: object) -> None:
@@ -365,7 +365,7 @@ ROOM = ScratchFacts("/tmp", "", 0, 10**10)
         (ScratchFacts("/local", "TMPDIR", errno.EROFS, 0), "no-scratch", "export TMPDIR="),
         (ScratchFacts("/local", "TMPDIR", errno.ENOSPC, 0), "full-scratch", "Free space in /local"),
         (ScratchFacts("/local", "TMPDIR", 0, 10**6), "full-scratch", "Free space in /local"),
-        (ScratchFacts("/dev/shm", "", 0, 10**6), "full-shared-memory", "Remove what"),
+        (ScratchFacts("/dev/shm", "", 0, 10**6), "full-shared-memory", "Delete files"),
     ],
 )
 def test_each_place_is_judged_with_its_node(fact: ScratchFacts, key: str, fix: str) -> None:

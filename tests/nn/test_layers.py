@@ -342,7 +342,7 @@ def test_names_and_order_of_a_residual_block() -> None:
         (lambda: PadChannels(-1, 2), r"\(-1, 2\) are negative; the nearest legal ones are \(0, 2\)"),
         (
             lambda: Residual(body(5)).output(TensorSpec((2, 7, 9, 3))),
-            r"residual\.add: A residual sum needs two inputs of one shape",
+            r"residual\.add: A residual sum needs two inputs of the same shape",
         ),
         (
             lambda: Sequential({"body": Sequential([Conv2d(3, 4, 3), Conv2d(5, 2, 1)])}).output(TensorSpec((2, 7, 9, 3))),

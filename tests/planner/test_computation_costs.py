@@ -311,7 +311,7 @@ def test_of_two_measurements_the_less_counts() -> None:
         times.put(key, seconds)
     for key, seconds in ((first, 1.5), (second, 3.0), (third, 4.0)):
         others.put(key, seconds)
-    times.take_less(others)
+    times.take_faster(others)
     assert [times.seconds(key) for key in (first, second, third)] == [1.5, 1.0, 4.0]
 
 

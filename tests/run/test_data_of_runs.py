@@ -710,8 +710,8 @@ def test_samples_that_replace_unreadable_ones_are_reported(tmp_path: Path) -> No
     assert outcome.code == 0, outcome.output
     told = records(tmp_path, "unreadable")  # training and test data are the same file, which two loaders read
     assert [(record["file"], record["samples"], record["instead"]) for record in told] == [("train.h5", [5, 6], [7, 7])] * 2
-    assert outcome.output.count("2 of 24 samples of train.h5 could not be read; others stood in for them") == 2
-    warning = r"warning: sample 5 and 1 more of train.h5 cannot be read on ranks? [012, and-]+; others stand in for them"
+    assert outcome.output.count("2 of 24 samples of train.h5 could not be read; other samples replaced them") == 2
+    warning = r"warning: sample 5 and 1 more of train.h5 cannot be read on ranks? [012, and-]+; other samples replace them"
     assert len(re.findall(warning, outcome.stdout)) == 2  # on the ranks to which they have come
     own = [line for line in outcome.stderr.splitlines() if "cannot be read" in line]
     assert all("(on rank 0 of 3" in line for line in own)  # other ranks' own words are in their log files

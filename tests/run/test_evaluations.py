@@ -377,7 +377,7 @@ def test_averages_are_exported_where_there_are_any(tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has format version 1 and does not know its classes"):
+    with pytest.raises(CheckpointError, match="has format version 1, which does not store classes"):
         of_checkpoint(weights_of_run(tmp_path, facts=None))
     with pytest.raises(CheckpointError, match="has weights of the model small, not of resnet18"):
         of_checkpoint(weights_of_run(tmp_path), "resnet18")
@@ -413,7 +413,7 @@ def test_code_of_the_users_is_loaded_where_it_is_named_only(tmp_path: Path) -> N
     )
     reference = f"{tmp_path}/own.py:model"
     path = weights_of_run(tmp_path, model={"name": reference})
-    with pytest.raises(ConfigError, match="is code of your own; give --model"):
+    with pytest.raises(ConfigError, match="is user code, which is loaded only on request; give --model"):
         of_checkpoint(path)
     assert not (tmp_path / "loaded").exists()
     assert of_checkpoint(path, reference).state.keys() == of_checkpoint(weights_of_run(tmp_path)).state.keys()
@@ -422,10 +422,10 @@ def test_code_of_the_users_is_loaded_where_it_is_named_only(tmp_path: Path) -> N
 def test_an_onnx_file_needs_the_images_size(tmp_path: Path) -> None:
     content = of_checkpoint(weights_of_run(tmp_path))
     unknown = ModelWeights(content.model, None, content.state, {})
-    with pytest.raises(ConfigError, match="images of one size, which is not known here"):
+    with pytest.raises(ConfigError, match="needs the size of its images"):
         unknown.write(tmp_path / "w.onnx")
     unknown.write(tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="does not say of which model it is"):
+    with pytest.raises(CheckpointError, match="does not name its model"):
         of_file(tmp_path / "w.safetensors", None, None, {})
     assert not (tmp_path / "w.onnx").exists()
 

@@ -374,9 +374,9 @@ def test_schedules_keep_their_order(epochs: int, warm: float, milestones: list[f
 def test_a_directory_is_removed_and_a_failure_to_do_so_is_told(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    assert remove_run(run) == f"the trial passed; its directory {run} is removed"
+    assert remove_run(run) == f"the trial passed; its directory {run} was deleted"
     assert not run.exists()
-    assert "could not be removed (No such file or directory)" in remove_run(run)
+    assert "could not be deleted (No such file or directory)" in remove_run(run)
 
 
 def test_arguments_of_loaders_fit_the_replica() -> None:
@@ -385,7 +385,7 @@ def test_arguments_of_loaders_fit_the_replica() -> None:
         for arithmetic in (SimpleNamespace(on_host=True), SimpleNamespace(on_host=False))
     )
     check_shape((8, 8, 3), replica)
-    with pytest.raises(ShapeError, match=r"Images come out as \(8, 9, 3\), but the replica takes \(8, 8, 3\)"):
+    with pytest.raises(ShapeError, match=r"Images have shape \(8, 9, 3\) .*, but the replica has image_shape \(8, 8, 3\)"):
         check_shape((8, 9, 3), replica)
     assert mixing_of(None, 3, replica) is None
     assert mixing_of({"mixup": 0.2}, 3, replica).mixes

@@ -69,7 +69,7 @@ IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.ara
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"checks_every_steps": -1}, "checks_every_steps is -1, but must be 0 or more; 10 is usual"),
+        ({"checks_every_steps": -1}, "checks_every_steps is -1, but must be 0 or more; the default is 10"),
         ({"on_nonfinite": "skipp"}, "on_nonfinite is 'skipp', but must be"),
         ({"on_nonfinite": {"action": "skip", "most": 0}}, "where most is 1 or more"),
         ({"on_nonfinite": "rollback"}, "catch DivergedError and `load` a checkpoint"),
@@ -108,7 +108,7 @@ def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
 def test_nobody_asks_to_stop_without_signals(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), hpctrain.start(batch=8) as job:
         _ = job.stop_requested
-    assert "give `start` signals=True" in capsys.readouterr().err
+    assert "call `start` with signals=True" in capsys.readouterr().err
 
 
 def test_stopping_passes_through_what_takes_ordinary_errors() -> None:
@@ -407,7 +407,7 @@ def test_a_run_that_is_done_in_time_is_not_stopped(tmp_path: Path, capsys: pytes
 def test_all_ranks_refuse_what_slurm_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_in_process.prepare(tmp_path)
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    with pytest.raises(ConfigError, match="max_time is slurm, but SLURM_JOB_END_TIME is not in the environment"):
+    with pytest.raises(ConfigError, match="max_time is slurm, but the environment has no SLURM_JOB_END_TIME"):
         train_virtual(2, tmp_path / "tiny.yaml", "max_time=slurm")
     assert not (tmp_path / "runs").exists()
 

@@ -545,15 +545,15 @@ def test_what_does_not_fit_is_refused(strategy: Strategy, words: str) -> None:
 
 def test_other_ranks_and_other_groups_are_refused() -> None:
     on_three = CollectiveSchedule(STORED["all"].request, 3, STORED["all"].slices, STORED["all"].operations)
-    with pytest.raises(ConfigError, match="one of 3 ranks, but here are 1"):
+    with pytest.raises(ConfigError, match="is for 3 ranks, but this run has 1"):
         fitting_schedule("runs/a", "all", {"all": on_three}, _strategy(Sharded))
-    with pytest.raises(ConfigError, match="has schedules of all, but this run needs one of model-row1"):
+    with pytest.raises(ConfigError, match="has schedules for all, but this run needs one for model-row1"):
         fitting_schedule("runs/a", "model-row1", STORED, _strategy(Sharded))
 
 
 def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny", config="", versions={}, git={})
-    with pytest.raises(CheckpointError, match="holds no schedule"):
+    with pytest.raises(CheckpointError, match="has no schedule"):
         schedules_of_run(str(run.path))
     run.write_schedule("all", STORED["all"].to_json())
     run.write_schedule("model-row1", STORED["all"].to_json())

@@ -167,9 +167,9 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     paths[1].write_bytes(b"")
     (checkpoint_path(run.checkpoints, 5, sharded=True) / "manifest.json").write_text("{}")
     [sentence] = raised_on(3, run, "auto")
-    assert f"Every checkpoint of the runs of 'net' in {run.path.parent} is damaged, {run.path} is the newest" in sentence
+    assert f"All checkpoints of the runs named 'net' in {run.path.parent} are damaged (the newest run is {run.path})" in sentence
     [sentence] = raised_on(3, run, str(run.path))
-    assert sentence == f"The run {run.path} holds no valid checkpoint; train one without --resume first."
+    assert sentence == f"The run {run.path} has no intact checkpoint; start a new training without --resume."
     [sentence] = raised_on(3, run, "nowhere")
     assert sentence.startswith("nowhere is not a run directory")
 
@@ -351,7 +351,7 @@ def test_code_that_a_run_alone_names_is_not_imported(tmp_path: Path, model: str,
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
     make_unmarked(directory, CONFIG.format(name="second", model=f'"{model}"'))
     with pytest.raises(
-        ConfigError, match=f'names code, "{model}", which is imported only where you name it yourself; give --config'
+        ConfigError, match=f'names user code, "{model}", which is imported only if you name it yourself; give --config'
     ):
         find_run(str(directory), tmp_path).parsed(())
 
@@ -373,7 +373,7 @@ def test_there_is_nothing(tmp_path: Path, source: str, words: str) -> None:
 
 def test_a_checkpoint_of_another_program_does_not_say_its_model(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "own.h5", CheckpointContent({"parameters/w": np.ones(2)}, {"notes": {}}))
-    with pytest.raises(CheckpointError, match=r"own\.h5 was written by a program with a loop of its own"):
+    with pytest.raises(CheckpointError, match=r"own\.h5 was written by a Python program with its own training loop"):
         find_run(str(tmp_path / "own.h5"), tmp_path)
 
 
@@ -582,7 +582,7 @@ def test_another_test_set_begins_the_search_again(folder: Path, capsys: pytest.C
     shutil.copy(folder / "test.h5", folder / "other.h5")
     capsys.readouterr()
     _whole(folder, f"data.test={folder}/other.h5", accuracies=(3, 9, 4, 5), resume="auto")
-    assert "\nthe best checkpoint is chosen among those from here on, as data.test changed\n" in capsys.readouterr().out
+    assert "\nthe best checkpoint is chosen among new ones only, as data.test changed\n" in capsys.readouterr().out
     assert _there(folder) == [12]
 
 

@@ -145,7 +145,7 @@ def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
 def _assert_went_back(folder: Path, said: str) -> None:
     (record,) = _records(_run(folder), "rollback")
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
-    assert "went back from step 9 to step 6, and on in order 1: Layer" in said
+    assert "went back from step 9 to step 6, continuing with order 1 of the samples: Layer" in said
     assert [record["step"] for record in _records(_run(folder), "interval")] == list(range(1, 11))
     assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 
@@ -211,7 +211,7 @@ def test_without_a_checkpoint_it_goes_back_to_the_start(folder: Path) -> None:
 
 
 def test_rollback_ends_the_run_if_no_order_helps(folder: Path) -> None:
-    words = "The run has gone back to step 6 2 times, each time in another order, without coming to"
+    words = "The run has gone back to step 6 2 times, each time with another order of samples, without reaching"
     with pytest.raises(DivergedError, match=words):
         _train(folder, 2, {"rank": 1, "steps": [6]}, "on_nonfinite.action=rollback", "on_nonfinite.most=2")
     records = _records(_run(folder), "rollback")
@@ -455,7 +455,7 @@ def test_the_promise_names_kernels_libraries_and_threads() -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_ranks_that_differ_are_refused_on_all_of_them(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"same {name}, but rank 0 has {OWN[name]} and rank 2 has other; give all ranks"):
+    with pytest.raises(ConfigError, match=f"same {name}, but rank 0 has {OWN[name]} and rank 2 has other; use that of rank 0"):
         run_virtual(3, lambda comm: check_same_record(comm, {**OWN, name: "other"} if comm.rank == 2 else OWN))
     run_virtual(3, lambda comm: check_same_record(comm, OWN))
 
@@ -463,7 +463,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them(name: str) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_a_resume_with_something_else_is_refused(name: str) -> None:
     meta = {EXACT_META: {**OWN, name: "other"}}
-    with pytest.raises(CheckpointError, match=f"cannot resume from there with {name}: other -> {OWN[name]}, as its bits"):
+    with pytest.raises(CheckpointError, match=f"cannot resume from there with {name}: other -> {OWN[name]}, as its results"):
         run_virtual(2, lambda comm: check_kept_record(comm, meta, OWN, "there"))
     run_virtual(2, lambda comm: check_kept_record(comm, {EXACT_META: OWN}, OWN, "there"))
     with pytest.raises(CheckpointError, match=f"{name}: unknown -> {OWN[name]}"):

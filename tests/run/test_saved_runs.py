@@ -169,7 +169,7 @@ def test_a_disk_that_hangs_does_not_end_the_training_and_is_told_at_its_end(fold
     outcome = train(folder, 0, *more, fault="time.sleep(1000)")
     assert outcome.code == 2, outcome.output
     assert "epoch 2/2" in outcome.stdout
-    assert "is skipped, because that of step 5 is still being written" in outcome.output
+    assert "is skipped, because the checkpoint of step 5 is still being written" in outcome.output
 
 
 RANKS = (1, 2, 3, 6)
@@ -523,7 +523,7 @@ def test_a_checkpoint_of_a_program_says_so(trained: Path, tmp_path: Path) -> Non
     content = checkpoint.read(_run(trained).checkpoints / CHECKPOINT)
     own = CheckpointContent(content.tensors, {"notes": {}, "position": content.meta["position"]})
     checkpoint.write(tmp_path / "net.h5", own)
-    with pytest.raises(CheckpointError, match="was written by a program with a loop of its own"):
+    with pytest.raises(CheckpointError, match="was written by a Python program with its own training loop"):
         train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", resume=str(tmp_path / "net.h5"), steps=1)
     assert json.loads((_run(trained).path / MARKER).read_text())["format"] == "hpctrain-run"
 

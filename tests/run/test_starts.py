@@ -533,7 +533,7 @@ BAD_ARRAYS: list[tuple[Any, Any, str]] = [
     (IMAGES[:0], LABELS[:0], "are not 1 samples"),
     (0.5, 3, "are not 1 samples"),
     (IMAGES[0], LABELS, "samples; give images"),
-    (IMAGES[:, 1:], LABELS, "the replica takes"),
+    (IMAGES[:, 1:], LABELS, "the replica has image_shape"),
     ((IMAGES * 9).astype(np.uint8), LABELS, "images has dtype uint8, but must be floating-point"),
     (IMAGES.astype(complex), LABELS, "images has dtype complex128"),
     ([[1.0], [1.0, 2.0]], LABELS, "images cannot be converted to an array"),

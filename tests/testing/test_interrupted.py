@@ -113,6 +113,6 @@ def test_sums_begin_again_with_an_epoch() -> None:
 
 def test_what_cannot_go_on_is_refused() -> None:
     row = parsed(["end=kill", "resume=2x1", "data=unreadable", "grid=1x3"])
-    assert "grid.rows is 2: ranks that share samples cannot take others one by one" in str(refusal(row))
+    assert "grid.rows is 2, and ranks that share samples cannot replace one" in str(refusal(row))
     assert refusal({**row, "end": "own"}) is None
     assert refusal({**row, "resume": "1x1"}) is None

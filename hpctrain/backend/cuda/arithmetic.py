@@ -63,13 +63,13 @@ class _TiledArrays:
         """Return zeroed memory of the device."""
         return self._runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
 
-    def _look(self, source: str, kernel: str, out: DeviceArray) -> None:
+    def _launch_tiles(self, source: str, kernel: str, out: DeviceArray) -> None:
         """Enqueue a kernel over all tiles."""
         grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)
         arguments = (self._table, np.int32(self.count), out, np.int64(self._tiles))
         self._runtime.launch(source, kernel, grid, (_THREADS,), *arguments)
 
-    def _join(self, source: str, kernel: str, partial: DeviceArray, out: DeviceArray) -> None:
+    def _launch_arrays(self, source: str, kernel: str, partial: DeviceArray, out: DeviceArray) -> None:
         """Enqueue a kernel with one block per array, which combines the results of the array's tiles."""
         self._runtime.launch(source, kernel, (self.count,), (_THREADS,), self._table, partial, out)
 
@@ -87,8 +87,8 @@ class ArrayTable(_TiledArrays):
 
     def square_sums(self) -> CudaFetch:
         """Enqueue and fetch the sum of squares of each array, float64. Its bits do not depend on the table's other arrays."""
-        self._look("sums", f"square_sums_{self._tag}", self._partial)
-        self._join("sums", "finish_sums", self._partial, self._sums)
+        self._launch_tiles("sums", f"square_sums_{self._tag}", self._partial)
+        self._launch_arrays("sums", "finish_sums", self._partial, self._sums)
         return self._fetch_sums.fetch(self._sums)
 
     def finite(self, arrays: Sequence[DeviceArray] = ()) -> CudaFetch:
@@ -98,7 +98,7 @@ class ArrayTable(_TiledArrays):
             arrays: arrays of the table, if the caller may drop them before the result is read.
         """
         self._runtime.device.copy(self._runtime.stream, self._flags, self._no_flags)
-        self._look("sums", f"find_not_finite_{self._tag}", self._flags)
+        self._launch_tiles("sums", f"find_not_finite_{self._tag}", self._flags)
         return self._fetch_flags.fetch(self._flags, np.logical_not, arrays)
 
 
@@ -131,8 +131,8 @@ class WordSums(_TiledArrays):
 
     def sum_into(self, sums: DeviceArray) -> None:
         """Enqueue the sum of each array, uint32."""
-        self._look("checksums", f"sum_{self._kind}", self._partial)
-        self._join("checksums", f"join_{self._kind}", self._partial, sums)
+        self._launch_tiles("checksums", f"sum_{self._kind}", self._partial)
+        self._launch_arrays("checksums", f"join_{self._kind}", self._partial, sums)
 
 
 class CudaChecksums:

@@ -260,7 +260,7 @@ class CupyDevice:
             # Slices of a GPU (MIG) share its bus ID, but each has its own UUID.
             self.identity = f"{platform.node()} {_runtime.deviceGetPCIBusId(index)} {bytes(properties['uuid']).hex()}"
         except _runtime.CUDARuntimeError as error:
-            raise BackendError(f"GPU {index} cannot be used: {error}.") from error
+            raise BackendError(f"GPU {index} cannot be used ({error}); select another one by CUDA_VISIBLE_DEVICES.") from error
         self.name = properties["name"].decode()
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
@@ -446,19 +446,19 @@ def _by_value(kernel: str, place: int, argument: Argument) -> np.generic:
 
 
 def _stream(stream: DeviceStream) -> Any:
-    assert isinstance(stream, CupyStream), f"{stream!r} is no stream of a GPU"
+    assert isinstance(stream, CupyStream), f"{stream!r} is not a stream of this GPU"
     return stream.raw
 
 
 def _event(event: DeviceEvent) -> Any:
-    assert isinstance(event, CupyEvent), f"{event!r} is no event of a GPU"
+    assert isinstance(event, CupyEvent), f"{event!r} is not an event of this GPU"
     return event.raw
 
 
 def _address(array: np.ndarray) -> int:
     """Return the address of a C-contiguous array of the host."""
     if not array.flags.c_contiguous:
-        raise ValueError("Copies to and from a device need C-contiguous arrays.")
+        raise ValueError("Copies to and from a device need C-contiguous arrays; use np.ascontiguousarray first.")
     return int(array.ctypes.data)
 
 

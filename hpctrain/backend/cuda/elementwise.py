@@ -62,13 +62,13 @@ class CudaAdd(_Elementwise):
         self._launch(f"add_{self._relu}forward", *self.buffers.inputs, self.buffers.output)
 
     def backward_input(self) -> None:
-        first, second = (self._asked(i) for i in range(2))
+        first, second = (self._incomplete_grad(i) for i in range(2))
         self._pass_back(f"add_{self._relu}backward", (first, second))
 
-    def _asked(self, i: int) -> DeviceArray | None:
-        """Return the gradient of an input; None if it is already complete.
+    def _incomplete_grad(self, i: int) -> DeviceArray | None:
+        """Return the gradient of input i; None if backward need not write it.
 
-        It is, without a ReLU, if it shares the buffer of the output's gradient.
+        Without a ReLU, a gradient that shares the buffer of the output's gradient is already complete.
         """
         grad = self.input_grad(i)
         shares = grad is not None and grad.pointer == self.output_grad.pointer

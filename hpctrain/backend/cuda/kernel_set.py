@@ -96,7 +96,7 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
                 return CudaDropout(spec, *inputs, **common, block=self.step_block)
             case DropoutSpec() | FlattenSpec():
                 return ViewOperator(spec, *inputs)
-        raise BackendError(f"The cuda kernel set has no operator for {type(spec).__name__}.")
+        raise BackendError(f"Backend cuda has no operator for {type(spec).__name__}; add one to CudaKernelSet.make.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         return CudaSoftmaxCrossEntropy(spec, self.runtime)

@@ -44,7 +44,7 @@ class NumpyKernelSet(KernelSet):
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:
             if x.dtype not in self.dtypes:
-                raise BackendError(f"The numpy kernel set computes in {' or '.join(self.dtypes)}, not in {x.dtype}.")
+                raise BackendError(f"Backend numpy computes in {' and '.join(self.dtypes)}, not in {x.dtype}; use one of these.")
         match spec:
             case Conv2dSpec():
                 return NumpyConv2d(spec, *inputs, training=training)
@@ -65,7 +65,7 @@ class NumpyKernelSet(KernelSet):
                 return (NumpyStochasticDepth if spec.per_sample else NumpyDropout)(spec, *inputs, training=training)
             case DropoutSpec() | FlattenSpec():
                 return ViewOperator(spec, *inputs)
-        raise BackendError(f"The numpy kernel set has no operator for {type(spec).__name__}.")
+        raise BackendError(f"Backend numpy has no operator for {type(spec).__name__}; add one to NumpyKernelSet.make.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         return SoftmaxCrossEntropy(spec)

@@ -36,14 +36,14 @@ class NumpyOperator(Accumulating, PlainOperator):
     scratch: Sequence[np.ndarray]
 
 
-# Least width at which broadcasting a vector over rows is as fast as flat arrays; narrower rows take twice as long (measured).
+# Minimum width at which broadcasting a vector over rows is as fast as flat arrays; narrower rows take twice as long (measured).
 _WIDTH = 1 << 13
 # Two such blocks of float32 fit an L2 cache of 0.5-1 MB. With smaller blocks, the cost of more calls exceeds the gain.
 _BLOCK_ELEMENTS = 1 << 16
 
 
 class RowBlocks:
-    """The division into blocks of tensors of one shape (..., C), seen as (M, C)."""
+    """Division of tensors of one shape (..., C), seen as matrices (M, C), into blocks of rows."""
 
     def __init__(self, shape: Shape, *, elements: int = _BLOCK_ELEMENTS) -> None:
         self.channels = shape[-1]

@@ -200,7 +200,7 @@ class Engine:
         try:
             self.library = load()
         except OSError as error:
-            raise BackendError(f"The oneDNN library cannot be loaded: {error}.") from error
+            raise BackendError(f"The oneDNN library cannot be loaded ({error}); install onednn-cpu-gomp.") from error
         number = version(self.library)
         self.version = f"{number.major}.{number.minor}.{number.patch}"
         for name, signature in _SIGNATURES.items():

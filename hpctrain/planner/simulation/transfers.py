@@ -289,15 +289,15 @@ class Attention:
     """Polls of a rank, which let blocked transfers continue.
 
     Args:
-        held_up: callback if a transfer needs a poll to continue.
+        needs_poll: callback if a transfer needs a poll to continue.
 
     Attributes:
         attends: whether the rank waits and therefore polls all the time.
         debt_seconds: time of the core for bytes that have moved, not yet charged.
     """
 
-    def __init__(self, held_up: Callable[[], None]) -> None:
-        self._held_up = held_up
+    def __init__(self, needs_poll: Callable[[], None]) -> None:
+        self._needs_poll = needs_poll
         self.attends = False
         self.debt_seconds = 0.0
         self._lanes: dict[Lane, None] = {}
@@ -352,7 +352,7 @@ class Attention:
     def blocked(self, transfer: StageTransfer) -> None:
         """Let the transfer continue at the next poll."""
         self._blocked.append(transfer)
-        self._held_up()
+        self._needs_poll()
 
     def owes(self, seconds: float) -> None:
         """Add time of the core for messages that moved while the rank did not wait; a later poll charges it."""

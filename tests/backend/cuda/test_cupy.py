@@ -59,7 +59,7 @@ def test_the_device_is_the_one_of_the_index(load: Load) -> None:
     assert (device.name, device.capability, device.multiprocessors) == ("Fake GPU", (9, 0), 2)
     assert device.dtypes == ("float32", "bfloat16")
     assert module.gpu_count() == 4
-    with pytest.raises(BackendError, match=r"GPU 4 cannot be used: cudaErrorInvalidDevice"):
+    with pytest.raises(BackendError, match=r"GPU 4 cannot be used \(cudaErrorInvalidDevice"):
         module.CupyDevice(4)
 
 
@@ -331,10 +331,10 @@ def test_streams_and_events_of_another_device_are_refused(load: Load, emulated_d
     module, _ = load()
     device, other = module.CupyDevice(), emulated_device()
     stream, memory = other.stream("compute"), device.allocate(8)
-    with pytest.raises(AssertionError, match="no stream of a GPU"):
+    with pytest.raises(AssertionError, match="not a stream of this GPU"):
         device.copy(stream, memory, memory)
     stream = device.stream("compute")
-    with pytest.raises(AssertionError, match="no event of a GPU"):
+    with pytest.raises(AssertionError, match="not an event of this GPU"):
         stream.record(other.event())
 
 
