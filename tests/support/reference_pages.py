@@ -78,12 +78,16 @@ _KINDS = {
     "schedules": ("Schedules", "schedule", "`schedule.warmup_epochs`, the epochs of linear warm-up, is a key of every schedule."),
     "averagers": ("Averagers", "averager", "How they work, and which one to choose: [averaging.md](averaging.md)."),
     "augmentations": ("Augmentations", "data.augment", "How they are drawn: [data.md](data.md)."),
-    "reporters": ("Reporters", "metrics.reporters", "They receive all reports of rank 0, in addition to the console and `metrics.jsonl`."),
+    "reporters": (
+        "Reporters",
+        "metrics.reporters",
+        "Further receivers of the reports of rank 0, next to the console and `metrics.jsonl`.",
+    ),
 }
 
 _OPTIONS_HEAD = """# Options
 
-The names that a configuration can choose, and their options, which are keys next to `name` in its section ([config.md](config.md)).
+The names that a configuration can choose, and their options: keys next to `name` in its section ([config.md](config.md)).
 `hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`, `reporters`) prints the names,
 `hpctrain config show FILE` prints a configuration with all options filled in, and `hpctrain config schema` prints everything as a
 JSON schema for editors.
