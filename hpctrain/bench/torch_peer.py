@@ -25,7 +25,7 @@ _LEARNING_RATE, _MOMENTUM = 1e-4, 0.9
 class TorchStep:
     """Training step of PyTorch: forward, loss, backward and momentum update on synthetic images in memory.
 
-    Three batches take turns.
+    The steps cycle through three batches.
     """
 
     def __init__(self, name: str, batch: int, pixels: int, *, last: bool, fused: bool, compiled: bool) -> None:

@@ -187,7 +187,7 @@ class ShrinkState:
         return f"{named(self.lost)} {were} lost {f'in step {self.step}' if self.step else 'before the first step'}"
 
     def tell(self, reporter: Reporter, position: Position, ranks: int) -> None:
-        """Report and record the lost ranks and the position from which the run continues; no effect if no loss is unreported.
+        """Report and record lost ranks that are not reported yet, and the position from which the run continues.
 
         Args:
             ranks: number of remaining ranks.

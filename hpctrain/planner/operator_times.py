@@ -71,8 +71,8 @@ def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = 
 def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
     """Return the operator's use of memory as letters.
 
-    One letter per input gradient: written (w), added to (a), summed by the program (s), not requested (-). i: the output is in
-    place; c: the gradient is copied.
+    There is one letter per input gradient: written (w), added to (a), summed by the program (s), or not requested (-). The letter
+    i follows if the output is in place, and c if the gradient is copied.
     """
     if memory is None:
         return "w" * len(step.inputs)
@@ -142,7 +142,7 @@ def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 class OperatorTimes:
-    """Seconds of operators' phases in one setting.
+    """Times of operators' phases in one setting, in seconds.
 
     Args:
         setting: setting in which the times are valid.
@@ -202,7 +202,9 @@ class OperatorTimes:
         return min(points, key=lambda point: abs(point[0] - key.extents[0]), default=None)
 
     def save(self) -> None:
-        """Write the file, merged with times that other processes have stored since it was read. One process at a time.
+        """Write the file, merged with times that other processes have stored since it was read.
+
+        Only one process may save at a time.
 
         Raises:
             OSError: the file cannot be written.

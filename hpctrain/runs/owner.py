@@ -420,7 +420,7 @@ class Ownership:
     def _write(self, line: dict[str, int]) -> None:
         """Overwrite the last line of the record in place.
 
-        The line is so short that readers see it whole, and overwriting it needs no new space.
+        The line is short enough that readers never see a part of it. Overwriting it needs no additional disk space.
         """
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
@@ -502,10 +502,10 @@ def _owner(number: int, values: dict[str, Any]) -> Owner:
 
 
 def _process_lives(record: _Record) -> bool | None:
-    """Return whether the owner's process is alive; None if this is unknown or does not decide about the ownership.
+    """Return whether the owner's process is alive; None if this is unknown or does not decide the ownership.
 
     A copy of a run contains the records of the original's owner, which does not own the copy; these records never change. A dead
-    process does not decide if other ranks of its job continue the run.
+    process does not decide the ownership if other ranks of its job continue the run.
     """
     owner = record.owner
     mark = None if owner is None else ProcessMark.parse(owner.mark)

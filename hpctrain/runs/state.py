@@ -55,13 +55,16 @@ def _resume(record: Mapping[str, Any]) -> str:
     return f"resumed at step {record.get('step')}" + (f" with changed {changes}" if changes else "")
 
 
+def _skip(record: Mapping[str, Any]) -> str:
+    of = f" of {record['layer']}" if record.get("layer") else ""
+    return f"step {record.get('step')} skipped: {record.get('held') or 'a value'}{of} not finite"
+
+
 #: text of an event, by the kind of its record
 _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "start": _start,
     "resume": _resume,
-    "skip": lambda record: (
-        f"step {record.get('step')} skipped: {record.get('held') or 'a value'} of {record.get('layer') or 'it'} not finite"
-    ),
+    "skip": _skip,
     "rollback": lambda record: (
         f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
     ),

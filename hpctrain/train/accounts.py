@@ -83,7 +83,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class DataWait:
-    """Duration of steps and of their waits for data, summed over steps of one rank.
+    """Durations of steps and of waits for data, summed over steps of one rank.
 
     Attributes:
         steps: number of steps.

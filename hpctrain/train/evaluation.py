@@ -277,9 +277,8 @@ def evaluate(
                 if confusion is not None:
                     confusion.add(part.y, host_logits(network, program))
             else:
-                means = log_probabilities(
-                    network, part, mirror_part
-                )  # logarithms of probabilities are logits of the same probabilities
+                # Logarithms of probabilities are logits of these probabilities.
+                means = log_probabilities(network, part, mirror_part)
                 sums.add(loss_of_means.run(means, part.y, part.global_count, None))
                 if confusion is not None:
                     confusion.add(part.y, means)

@@ -101,7 +101,7 @@ def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
 
 
 def check_counts(of_ranks: Sequence[int], shards: int) -> None:
-    """Raise unless the samples of a step are distributed over the ranks as by loaders with the keyword `shards`.
+    """Raise unless the samples of a step are distributed over the ranks as loaders with the keyword `shards` distribute them.
 
     Args:
         of_ranks: number of samples of each rank.

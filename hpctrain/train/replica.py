@@ -612,7 +612,7 @@ class Replica:
         """Restore the result of `state` on any grid, also after `DivergedError`, and return its position. Not collective.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape or dtype, or has no place in this replica.
+            CheckpointError: a tensor is missing, has another shape or dtype, or is not part of this replica's state.
         """
         position = snapshot.put(content, self.network, self.averagers, self.shards, self.average)
         self._step.finiteness.forget()
@@ -647,7 +647,7 @@ class Replica:
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise an error if any rank has found non-finite values, the same on all ranks. Collective; after `drain`."""
+        """Raise the same error on all ranks if any rank has found non-finite values. Collective; after `drain`."""
         advice = f"lower optimizer.lr ({self.lr:g} in that step), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
@@ -656,6 +656,6 @@ class Replica:
             raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
-        """Raise the error for the differences that the watch has found, the same on all ranks. Collective; after `drain`."""
+        """Raise the same error on all ranks for the differences that the watch has found. Collective; after `drain`."""
         assert self.watch is not None
         raise self.watch.error(self.kept_step).of_all_ranks()

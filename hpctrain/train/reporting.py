@@ -167,7 +167,7 @@ class ConsoleReporter(Reporter):
 class Lines:
     """Console that prints lines unchanged to a stream other than a terminal.
 
-    It avoids the forty modules that `PlainConsole` imports.
+    Unlike `PlainConsole`, it does not need to import forty modules.
     """
 
     is_terminal, width = False, 0

@@ -271,7 +271,7 @@ class Saver:
         written, states = self._advance(until_seconds)
         if not written and not any(state.busy for state in states):
             if states[self._world.rank].failure is not None:
-                self._retry()  # a last time
+                self._retry()  # one last time
             written, states = self._advance(until_seconds)
         if written:
             _require(self._missing)

@@ -182,9 +182,9 @@ class StateHashes:
         self._index = {key: number for number, key in enumerate(shapes)}
 
     def _agreed_states(self, replica: Replica) -> dict[str, list[str]]:
-        """Return, by state, the parameters that have it on any rank.
+        """Return, for each state, the parameters that have this state on any rank. Collective.
 
-        A rank without elements of a parameter does not see its states.
+        A rank without elements of a parameter does not see the parameter's states.
         """
         averagers = replica.averagers.values()
         known = {

@@ -180,7 +180,7 @@ class AveragingHooks(StepHooks):
             total.start()
 
     def turn(self, part: int) -> None:
-        """Assign the following events to this part."""
+        """Assign the following events to `part`."""
         self._part, self.last = part, part == self._parts - 1
 
     def end_pass(self) -> None:

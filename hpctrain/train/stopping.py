@@ -21,7 +21,7 @@ class Stagnation:
 
     Attributes:
         metric: name of the metric, as in `EarlyStop`.
-        best: value that later evaluations are compared with; None: none was finite.
+        best: best value, on which later evaluations must improve; None: no value was finite.
         best_epoch: number of epochs before the best evaluation.
         evaluated_epoch: number of epochs before the latest evaluation.
         waited: number of evaluations without improvement since the best.

@@ -646,7 +646,7 @@ class WeightWatch:
     def forget_step(self) -> None:
         """Forget the sums of parameters and optimiser state, because a step was undone.
 
-        The sums of statistics are kept, because an undone step has not written statistics.
+        The sums of statistics and frozen parameters are kept, because an undone step has not written them.
         """
         self._all_equal_at, self._part_checksums = -1, None
         self._owned_known = dict.fromkeys(self._owned_known, False)
@@ -655,7 +655,9 @@ class WeightWatch:
                 guard.forget()
 
     def error(self, kept_step: int | None) -> CorruptedStateError:
-        """Return the error about the latest comparison, with the wrong ranks, the same on every rank. Collective; after a drain.
+        """Return the error about the latest comparison, with the wrong ranks.
+
+        Collective, after a drain; every rank returns the same error.
 
         Args:
             kept_step: step of the newest checkpoint; None if there is none.
@@ -738,7 +740,7 @@ def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
 
 
 def _frozen_pieces(group: FlatGroup) -> list[WatchedPiece]:
-    """Return the frozen parameters, which must never change."""
+    """Return the pieces of a group's frozen parameters, which must never change."""
     of_segments = ((segment, group.data[segment.start : segment.stop]) for segment in group.segments)
     return [WatchedPiece(f"parameter {segment.parameter}", data, arithmetic=group.arithmetic) for segment, data in of_segments]
 

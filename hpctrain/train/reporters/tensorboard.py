@@ -150,7 +150,7 @@ class EventFile:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[Any]:
-    """Yield a function that calls another one. The first OSError of all these calls is raised at the end of the block."""
+    """Yield a function that calls its argument. The first OSError of all these calls is raised at the end of the block."""
     errors: list[OSError] = []
 
     def attempt(call: Any) -> None:
