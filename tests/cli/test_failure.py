@@ -35,7 +35,7 @@ train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
 train: CONFIG --log-ranks al => must be all, none, or ranks such as 0,3,8-15; the nearest is all.
 train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 rank; the largest number is 0.
 train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/runs
-run: -- sleep 3 => The command "sleep 3" has no training in it
+run: -- sleep 3 => The command "sleep 3" contains no training
 run: -- hpctrain train nowhere.yaml => nowhere.yaml: The configuration cannot be read
 completion: tcsh => There is no completion for the shell "tcsh"; there is for bash, zsh and fish.
 script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
