@@ -110,7 +110,7 @@ _REPEATS = 9
 
 
 def device_of(kernels: KernelSet) -> Device | None:
-    """Return the device of a kernel set; None if it computes on the host."""
+    """Return the device of a kernel set; None if the kernel set computes on the host."""
     return kernels.runtime.device if isinstance(kernels, CudaKernelSet) else None
 
 

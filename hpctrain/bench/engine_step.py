@@ -275,7 +275,7 @@ def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
 
 
 def serve(step: EngineStep, requests: IO[str]) -> None:
-    """Run the number of steps that each input line requests, until the input ends.
+    """Run the number of steps that each input line requests, and print a `Turn` as JSON, until the input ends.
 
     Args:
         requests: input with one JSON object per line.

@@ -162,7 +162,7 @@ class Series:
         steps: number of steps of a turn.
         facts: description that the process sent at its start.
         turns: measurements, by round.
-        failure: reason why the series stopped early; None: it did not.
+        failure: reason why the series stopped early; None without a failure.
         first_seconds: time of the first step.
         idle_cpu_seconds: CPU time that the process used during turns of other variants.
         dropped: whether the variant was dropped because it is much slower than the fastest.

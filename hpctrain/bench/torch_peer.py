@@ -1,7 +1,7 @@
 """Process that runs whole training steps of PyTorch on request: the counterpart in the engine's benchmarks.
 
 It is started by its path and runs in any Python with PyTorch, with or without hpctrain. It follows the protocol of
-`interleaved.py`, with JSON lines as input and output. The networks are those of the catalogue.
+`interleaved.py`, with JSON lines as input and output. The networks are the networks of the catalogue.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class AveragingCosts:
 
         Args:
             parts: parameters that one rank averages.
-            split: whether they are averaged over a data group; otherwise over all ranks.
+            split: whether the parameters are averaged over a data group; otherwise over all ranks.
         """
         group, item = self._groups[split], self._item_bytes
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]

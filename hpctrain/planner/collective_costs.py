@@ -37,7 +37,10 @@ from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 
 def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:
-    """Return the placement of groups of the same kind, which together contain each rank once."""
+    """Return one placement for all groups of a kind, which together contain each rank once.
+
+    The number of nodes and the number of ranks per node are maxima over the groups.
+    """
     alike: Counter[int] = Counter()
     ranks = nodes = most = 0
     for members in groups:
@@ -50,7 +53,7 @@ def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacem
 def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
     """Return the placements of the groups on a grid of Pr x Pc ranks.
 
-    For split and data groups, it is the placement of the group that extends over the largest number of nodes.
+    Split groups, and likewise data groups, may be placed differently. Their placement contains the maxima over all groups.
     """
     size = rows * cols
     return GridPlacements(

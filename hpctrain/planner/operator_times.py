@@ -166,7 +166,7 @@ class OperatorTimes:
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def take_faster(self, others: OperatorTimes) -> None:
-        """Adopt the times of another measurement that are smaller than those stored here, because they were disturbed less."""
+        """Store the times of another measurement. Of two times with the same key, keep the smaller, less disturbed one."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))
 
@@ -177,7 +177,7 @@ class OperatorTimes:
     def seconds(self, key: OperatorKey) -> float | None:
         """Return the measured time, or one derived from operators that differ in one extent; None if unknown.
 
-        Differences in N are tried before those in H, and those in H before those in W.
+        Operators that differ in N are tried first, then operators that differ in H, then operators that differ in W.
         """
         if key in self._exact:
             return self._exact[key]

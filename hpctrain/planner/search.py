@@ -84,9 +84,9 @@ class SearchChoice:
 
     Attributes:
         candidate: the candidate.
-        prediction: result of its simulation.
-        why: sentence with the reason why it is slower than the previous candidate; empty for the best.
-        fits: whether it fits in a rank's memory.
+        prediction: result of the simulation.
+        why: sentence with the reason why this candidate is slower than the previous one; empty for the best.
+        fits: whether the candidate fits in a rank's memory.
     """
 
     candidate: Candidate

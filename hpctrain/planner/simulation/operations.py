@@ -38,16 +38,16 @@ class OperationTask:
 
     Attributes:
         text: name in traces.
-        stream: stream on which it is posted.
-        stages: its stages.
-        events: events before which it must not start, as in `Dependencies`.
-        operations: positions of operations that must be complete before it, as in `Dependencies`.
-        gathers_before: slices whose gathers in the previous step must be complete before it, as in `Dependencies`.
-        slice: position of its slice; -1: all slices.
-        gathers: position of the slice whose parameters it gathers; None: it gathers none.
+        stream: stream on which the operation is posted.
+        stages: stages of the collective.
+        events: events before which the operation must not start, as in `Dependencies`.
+        operations: positions of operations that must be complete before this one starts, as in `Dependencies`.
+        gathers_before: slices whose gathers in the previous step must be complete before the start, as in `Dependencies`.
+        slice: position of the operation's slice; -1: all slices.
+        gathers: position of the slice whose parameters the operation gathers; None: no gather.
         prepare_seconds: time of other work just before the post (copies of sums, products, squares).
         update_seconds: time of the update of owned elements, after that work.
-        parameter: first parameter that it updates.
+        parameter: first parameter of the update.
     """
 
     text: str

@@ -41,7 +41,7 @@ class Lane:
         self._tests = 1.0
 
     def enter(self, sender: StageTransfer) -> None:
-        """Queue a message after those that it does not overtake. If it is the first one, start sending it."""
+        """Queue a message after the messages that it does not overtake. If it is the first one, start sending it."""
         place = len(self._queue)
         while place and self._queue[place - 1].yields and not sender.yields:
             place -= 1
@@ -115,7 +115,7 @@ class Lane:
         sender.send()
 
     def _let_pass(self) -> None:
-        """Move the first message after those that overtake it."""
+        """Move the first message after the messages that overtake it."""
         self._committed = 0.0
         passed = self._queue.popleft()
         place = next((k for k, other in enumerate(self._queue) if other.yields), len(self._queue))
@@ -131,16 +131,16 @@ class StageTransfer:
     """Stage of an operation on one rank.
 
     Args:
-        lane: lane of its messages.
-        weight: weight of its messages on the resource of the lane: number of ranks that send through a card at the same time.
-        ended: callback at its end.
+        lane: lane of the messages.
+        weight: weight of the messages on the resource of the lane: number of ranks that send through a card at the same time.
+        ended: callback at the end of the stage.
 
     Attributes:
-        begun_seconds: time of its beginning.
-        restricted: whether it depends on polls.
-        yields: whether other messages of the lane overtake its message, which then moves only for `committed_seconds` more.
-        committed_seconds: seconds that its message still moves when another message overtakes it.
-        cpu_left: seconds of the core that its messages still need.
+        begun_seconds: time at which the stage began.
+        restricted: whether the transfer needs polls to continue.
+        yields: whether other messages of the lane overtake the message, which then moves only for `committed_seconds` more.
+        committed_seconds: seconds that the message still moves when another message overtakes it.
+        cpu_left: seconds of the core that the messages still need.
     """
 
     def __init__(

@@ -141,7 +141,10 @@ def class_of_ranks(program: StepProgram) -> list[int]:
 
 
 def _shares(program: StepProgram, width: int) -> list[int]:
-    """Return the number of ranks of each class at one split rank. Classes with the same first split rank share the data ranks."""
+    """Return the number of ranks of each class at one split rank.
+
+    Classes with the same first split rank share the data ranks.
+    """
     totals = Counter({one.split_rank: 0 for one in program.classes})
     for one in program.classes:
         totals[one.split_rank] += one.ranks
