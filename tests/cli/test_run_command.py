@@ -179,7 +179,7 @@ def test_an_old_run_of_the_same_name_is_left_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["sleep", "3"], "has no training in it"),
+        (["sleep", "3"], "contains no training"),
         (["hpctrain", "train", "storm.yaml", "--compute-only"], "--compute-only does not train and cannot be restarted"),
         (["hpctrain", "train", "storm.yaml", "--help"], "--help in the command starts no training"),
         (["hpctrain", "train", "storm.yaml", "--wrong"], "No such option"),
