@@ -123,8 +123,9 @@ class MemoryGroup:
     """Memory of a control group.
 
     Attributes:
-        counts, limit: its files of counts and of the limit; None if they cannot be read.
-        kills: number of processes that the kernel had killed in it when this object was created.
+        counts: file with the number of killed processes; None if it cannot be read.
+        limit: file with the memory limit; None if it cannot be read.
+        kills: number of processes that the kernel had killed in the group before this object was created.
     """
 
     counts: Path | None = None
@@ -149,7 +150,7 @@ class MemoryGroup:
         return cls()
 
     def hint(self) -> str:
-        """Return whether an end by SIGKILL was for lack of memory (certainly, possibly, or not), as text in brackets."""
+        """Return a bracketed remark on SIGKILL: whether the kernel sent it for lack of memory (yes, no, possibly)."""
         if self.counts is None:
             return " (as the kernel does where memory runs out)"
         try:

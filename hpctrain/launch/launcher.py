@@ -1,4 +1,4 @@
-"""The launcher of this process and its request, read from the environment before MPI starts, or if it never starts.
+"""The launcher of this process and the job requested from it, read from the environment before MPI starts, or if it never starts.
 
 Imports neither NumPy nor mpi4py.
 """
@@ -37,7 +37,7 @@ _FIRST_SPECIAL_STEP = 4294967290
 
 @dataclass(frozen=True)
 class Launcher:
-    """The program that started this process, and the job that it was asked for. None stands for an unknown value.
+    """The program that started this process, and the job requested from it. None stands for an unknown value.
 
     Attributes:
         name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.
@@ -45,7 +45,7 @@ class Launcher:
         rank: rank of this process in the job.
         local_size: number of ranks on this node.
         local_rank: rank of this process on its node.
-        rank_variable: environment variable with the rank, which a launcher's child has and the launcher has not.
+        rank_variable: environment variable with the rank, which a launcher's child has and the launcher does not have.
         overruled_size: number of ranks according to the launcher, if HPCTRAIN_EXPECT_RANKS replaces it in expected_size.
     """
 
@@ -107,10 +107,10 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def detect(environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher that this environment shows. HPCTRAIN_EXPECT_RANKS overrides its number of ranks.
+    """Return the launcher that set the variables of this environment. HPCTRAIN_EXPECT_RANKS overrides its number of ranks.
 
     Raises:
-        LaunchError: HPCTRAIN_EXPECT_RANKS is no positive integer.
+        LaunchError: HPCTRAIN_EXPECT_RANKS is not a positive integer.
     """
     launcher = _detect(environ)
     wanted = environ.get(EXPECT_RANKS)
@@ -262,7 +262,7 @@ def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str |
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return a sentence if a process without a launcher is the only rank of a job with several tasks or nodes; otherwise None.
 
-    In a batch script, that is right for every command except a training, which should use all ranks.
+    This is a fault only for a training, which should use all ranks. Other commands usually run like this in a batch script.
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None
@@ -295,9 +295,9 @@ _SRUN_OPTIONS = (
 
 
 def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
-    """Raise unless MPI's world has the size that the launcher was asked for.
+    """Raise unless MPI's world has the size that was requested from the launcher.
 
-    Such a world is usually one of N jobs of one rank each, none of which reports an error.
+    If the sizes differ, the launcher has usually started N jobs of one rank each, none of which reports an error.
 
     Args:
         library: name of the MPI library, if known.
@@ -311,7 +311,7 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
 
 
 def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple[str, str] | None:
-    """Return (both sizes, the remedy) as parts of a sentence if the world has not the requested size; otherwise None."""
+    """Return (both sizes, the remedy) as parts of a sentence if the world does not have the requested size; otherwise None."""
     expected = launcher.expected_size
     if expected is None or expected == world_size:
         return None
