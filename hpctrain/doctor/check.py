@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.progress import ProgressEngine
     from hpctrain.config.schema import Config
 
-#: the modules from which a training begins
+#: modules that import everything that a training needs
 TRAINING = ("hpctrain.run.training", "hpctrain.run.resume")
 
 

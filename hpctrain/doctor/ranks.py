@@ -335,10 +335,10 @@ class CoreFacts:
 
     Attributes:
         cpus: logical CPUs on which the rank may run.
-        cores: their physical cores.
-        threads: number of threads of the rank; None if it was refused.
+        cores: physical cores of these CPUs.
+        threads: number of threads of the rank; None if the requested number was refused.
         pools: number of threads of each library's pool.
-        fault: why the number of threads was refused; "" if it was not.
+        fault: why the requested number of threads was refused; "" if it was not.
         variables: environment variables with numbers of threads.
         quota: number of cores that control groups allow; None: no limit.
     """

@@ -143,7 +143,7 @@ class MemoryGroup:
             lines = [line.split(":", 2) for line in listing.read_text().splitlines()]
             for controller, mount, counts, limit in _KILL_FILES:
                 for _, controllers, group in lines:
-                    # In a container the path may be that of the machine, where the group itself is mounted.
+                    # In a container, the listed path may be the machine's, while the group itself is the mount point.
                     for folder in (root / mount.relative_to("/") / group.lstrip("/"), root / mount.relative_to("/")):
                         if controller in controllers.split(",") and (folder / counts).is_file():
                             return cls(folder / counts, folder / limit, _kills(folder / counts))
@@ -152,14 +152,14 @@ class MemoryGroup:
     def hint(self) -> str:
         """Return a bracketed remark on SIGKILL: whether the kernel sent it for lack of memory (yes, no, possibly)."""
         if self.counts is None:
-            return " (as the kernel does where memory runs out)"
+            return " (as the kernel does if memory runs out)"
         try:
             now = _kills(self.counts)
         except (OSError, ValueError):
             now = self.kills
         if now > self.kills:
             return f" (by the kernel, as memory ran out{self._limit_text()})"
-        return " (not by the kernel for lack of memory in this control group, which has counted none)"
+        return " (not by the kernel: since the start, it has ended no process of this control group for lack of memory)"
 
     def _limit_text(self) -> str:
         with contextlib.suppress(OSError, ValueError):

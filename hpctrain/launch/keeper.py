@@ -352,7 +352,9 @@ def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProc
     """Report that the launcher has ended or was stopped, and exit. The child has already ended."""
     child.mark_end(record, 0 if lost.gone else signal.SIGSTOP, End.LAUNCHER)
     how = "has ended" if lost.gone else f"was stopped for {lost.stopped_seconds:.0f} s"
-    _say(child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended, too.{child.place(record)}")
+    _say(
+        child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended as well.{child.place(record)}"
+    )
     if not lost.gone:
         _kill(lost)
     os._exit(DEADLINE)

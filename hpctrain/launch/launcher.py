@@ -31,7 +31,7 @@ _LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
 _LISTENING_STATE = "0A"  # state of a listening socket in /proc/net/tcp
 
-# Slurm numbers steps that srun did not start from here: interactive shell, batch script, external.
+# First step number of steps that srun did not start: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
 
 
@@ -212,8 +212,8 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
         return None
     left = " ".join(sorted(name for name in environ if name.startswith(_LEFT_OVER)))
     return (
-        f"{gone}: the variables of {launcher.name} are left over from another process, and this one is no rank of its job; start "
-        f"it by a launcher, such as `mpiexec -n 4 python -m mpi4py -m hpctrain ...`, or `unset {left}` for one rank."
+        f"{gone}: the variables of {launcher.name} are left over from another process, and this one is not a rank of its job; "
+        f"start it by a launcher, such as `mpiexec -n 4 python -m mpi4py -m hpctrain ...`, or `unset {left}` for one rank."
     )
 
 
@@ -340,7 +340,7 @@ def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple
 
 def _srun_advice(library: str) -> str:
     """Return the `--mpi` option that srun needs for this MPI library."""
-    others = "it is MPI in jobs/slurm.sbatch, and `srun --mpi=list` names what this Slurm has"
+    others = "set it as MPI in jobs/slurm.sbatch; `srun --mpi=list` lists the options of this Slurm"
     for word, name, option in _SRUN_OPTIONS:
         if word in library:
             return f"{name} needs `srun {option}` ({others})"

@@ -138,16 +138,16 @@ def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
     if "best" not in settings.model_fields_set or settings.best == NONE or not config.epochs:
         return None
     if config.data.test is None:
-        reason = "data.test is not set, so that nothing is evaluated"
+        reason = "data.test is not set, so nothing is evaluated"
     elif not settings.every_epochs and not settings.every_steps:
-        reason = "checkpoint.every_epochs and every_steps are 0, so that no checkpoints are written"
+        reason = "checkpoint.every_epochs and every_steps are 0, so no checkpoints are written"
     elif not config.evaluate.every_epochs:
-        reason = "evaluate.every_epochs is 0, so that the end of the run alone is evaluated"
+        reason = "evaluate.every_epochs is 0, so only the end of the run is evaluated"
     elif config.epochs > 1 and not any(_is_candidate(config, epoch, steps_per_epoch) for epoch in range(1, config.epochs)):
         reason = f"no epoch before the last of {config.epochs} has both an evaluation and a checkpoint"
     else:
         return None
-    return f"checkpoint.best is {settings.best}, but {reason}: the newest checkpoints are kept and no other"
+    return f"checkpoint.best is {settings.best}, but {reason}; only the newest checkpoints are kept"
 
 
 def _is_candidate(config: Config, epoch: int, steps_per_epoch: int) -> bool:

@@ -75,14 +75,14 @@ def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
     elif kept.local_denied:
         yield f"data {file.path}: there is no local copy, as {kept.local_denied}"
     if not kept.memory and not kept.local:
-        yield f"data {file.path}: no sample stays in memory of a node, all are read again in each epoch"
+        yield f"data {file.path}: no sample stays in memory of a node; all are read again in each epoch"
 
 
 def _part(samples: int, file: ImageFile) -> str:
     return "all samples" if samples == len(file) else f"{math.floor(100 * samples / len(file))} % of the samples"
 
 
-# Maximum bytes of a chunk, and of all that a rank receives in a round.
+# Maximum bytes of a chunk, and of all chunks that a rank receives in a round.
 _CHUNK_BYTES = 4 << 20
 _RECEIVED_BYTES = 64 << 20
 _TAG = 411

@@ -188,7 +188,7 @@ def trained_replica(
     """Return a replica with the checkpoint's parameters, without an optimiser.
 
     Args:
-        images: images of the shape that the model was trained on.
+        images: evaluated images, of the training images' shape unless the model was trained on several sizes.
         averaged: whether to load the averaged weights.
 
     Raises:

@@ -156,7 +156,7 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
             )
         chosen = ChosenProgress(mode, "as configured", matters=rank.world.size > 1)
         if mode is ProgressMode.POSTING and rank.world.size == 1:
-            chosen = ChosenProgress(ProgressMode.TEST, "one rank: nothing travels that a thread could post", matters=False)
+            chosen = ChosenProgress(ProgressMode.TEST, "one rank: there are no messages that a thread could post", matters=False)
     progress_mode.apply(rank.progress, chosen.mode)
     return chosen
 
@@ -177,7 +177,7 @@ def _beside_device(wanted: str) -> ChosenProgress:
 def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgress:
     """Return `test`, or another mode if a measurement shows it to be clearly faster. Collective over the world."""
     if rank.world.size == 1:
-        return ChosenProgress(ProgressMode.TEST, "one rank: nothing travels", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "one rank: there are no messages", matters=False)
     begin = time.perf_counter()
     messages = rank.groups.messages
     first_group = int(messages.broadcast_object(rank.world.rank)) == 0
@@ -186,9 +186,9 @@ def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgre
         shared, measurement = True, _measure(rank, network, samples)
     shared, measurement = rank.world.broadcast_object((shared, measurement))
     if not shared:
-        return ChosenProgress(ProgressMode.TEST, "no ranks share the batch: no gradients travel", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "no ranks share the batch: no gradients are exchanged", matters=False)
     if measurement is None:
-        reason = f"all gradients travel in less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
+        reason = f"exchanging all gradients takes less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
         return ChosenProgress(ProgressMode.TEST, reason, matters=False)
     return from_measurement(measurement, time.perf_counter() - begin)
 

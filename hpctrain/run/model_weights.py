@@ -192,7 +192,7 @@ def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None
     return None if foreign else training_shape(config, data)
 
 
-#: metadata of a file that a file written from it keeps
+#: keys of a file's metadata that are copied to a file written from it
 _KEPT = ("classes", "image_shape", "mean", "std", "step", "averaged")
 
 

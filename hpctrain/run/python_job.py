@@ -126,7 +126,7 @@ class LoopCheckpoints:
         position, meta = replica.loop.position(replica.global_step), {"notes": notes}
         saver = self.saver if background else self._at_once
         if not background:
-            self.saver.finish()  # one writes in a directory at a time
+            self.saver.finish()  # only one checkpoint may be written at a time
         if saver.ready(replica.global_step):
             if checkpoint.is_sharded(path):
                 saver.begin(shards(self._world, replica, position, meta, path))

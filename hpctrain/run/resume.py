@@ -289,7 +289,7 @@ def _changes(content: CheckpointContent, data: DataFacts | None, session: Sessio
         differs = class_difference(data.class_names, now.class_names)
         if differs is not None:
             old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
-    elif old.get("data.train") != config.data.train:  # all that is known of the images
+    elif old.get("data.train") != config.data.train:  # format version 1 stores only the path of the images
         old["images"], new["images"] = old.get("data.train"), config.data.train
     return changes(old, new, _absent(config, data or now))
 

@@ -145,7 +145,7 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
     augment, evaluate = (
         [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
     )
-    height, width = (max(1, round(side * factor)) for side in images.shape[:2])  # never below a crop, which is rounded alike
+    height, width = (max(1, round(side * factor)) for side in images.shape[:2])  # at least a crop, rounded likewise
     made_up = {
         "height": height,
         "width": width,

@@ -49,7 +49,7 @@ def without_communication(session: Session) -> Session:
             "averager": AveragerConfig(name="blocking"),
             "evaluate": EvaluateConfig(every_epochs=0),
             "checkpoint": CheckpointConfig(every_epochs=0),
-            "checks": ChecksConfig(every_steps=0),  # each rank trains something else
+            "checks": ChecksConfig(every_steps=0),  # each rank trains different parameters
             "hashes": HashesConfig(every_steps=0),
         }
     )

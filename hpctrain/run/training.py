@@ -229,7 +229,7 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
         start = find_start(session, asked.resume, state.ownership)
     enter(session, RunPhase.BUILD)
     setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
-    if start is None:  # else the checkpoint has them
+    if start is None:  # a checkpoint contains the weights
         enter(session, RunPhase.WEIGHTS)
         start_from_weights(session, setup.replica)
     enter(session, RunPhase.AGREE)
@@ -602,15 +602,15 @@ def _end(
 def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
     """Return lines on the end of a run with --steps and on how to resume it, with a remark if no evaluation was made."""
     position = outcome.position
-    end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
+    end = "" if outcome.evaluation is not None else "\nno evaluation was made; the test set is evaluated only at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as --steps asked{end}\ncontinue with the same command and --resume {directory.path}"
+    return f"ended {where}, as requested by --steps{end}\ncontinue with the same command and --resume {directory.path}"
 
 
 def _skipped(position: Position) -> str:
     """Return a line with the number of skipped steps."""
     were = "step was" if position.skipped == 1 else "steps were"
-    return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
+    return f"{position.skipped:,} of {position.global_step:,} {were} skipped because of values that were not finite"
 
 
 def _versions(session: Session, setup: TrainingSetup) -> dict[str, str]:

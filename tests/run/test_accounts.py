@@ -263,7 +263,7 @@ WHY = "in memory of each rank, as the ranks of a node cannot share it (Operation
         ),
         ({"local": 13}, [LOCAL.format("all samples")]),
         ({"memory": 8} | DENIED, [MEMORY.format(EIGHT) + AGAIN, "there is no local copy, as /disk has room for 2 GB"]),
-        ({}, ["no sample stays in memory of a node, all are read again in each epoch"]),
+        ({}, ["no sample stays in memory of a node; all are read again in each epoch"]),
         ({"memory": 13, "denied": "Operation not permitted"}, [f"all samples stay {WHY}"]),
     ],
 )
