@@ -90,7 +90,7 @@ def test_cuda_computes_in_its_precision(dtype: str, precision: str, activations:
 @pytest.mark.parametrize("name", ["numpy", "onednn"])
 def test_only_cuda_has_a_choice_of_precision(name: str) -> None:
     with pytest.raises(
-        BackendError, match=r"precision is tf32, in which only backend cuda computes; set precision to float32, or"
+        BackendError, match=r"precision is tf32, which only backend cuda supports; set precision to float32, or"
     ):
         make_backend(name, "float32", "tf32")
 
@@ -129,6 +129,6 @@ def test_auto_says_why_no_gpu_is_used_where_one_may_be_expected(
 def test_auto_needs_a_gpu_for_a_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda place: "There is no GPU.")
     with pytest.raises(
-        BackendError, match=r"in which only backend cuda computes; set it to float32, or use a GPU\. There is no GPU\."
+        BackendError, match=r"which only backend cuda supports; set it to float32, or use a GPU\. There is no GPU\."
     ):
         make_backend("auto", "float32", "tf32")
