@@ -89,9 +89,7 @@ def test_cuda_computes_in_its_precision(dtype: str, precision: str, activations:
 
 @pytest.mark.parametrize("name", ["numpy", "onednn"])
 def test_only_cuda_has_a_choice_of_precision(name: str) -> None:
-    with pytest.raises(
-        BackendError, match=r"precision is tf32, which only backend cuda supports; set precision to float32, or"
-    ):
+    with pytest.raises(BackendError, match=r"precision is tf32, which only backend cuda supports; set precision to float32, or"):
         make_backend(name, "float32", "tf32")
 
 
