@@ -30,7 +30,7 @@ def lines(
         table: time table.
         clock_error_seconds: error of the clocks; smaller delays of late ranks are not shown.
         ranks: number of ranks.
-        width: number of columns, to which long names are folded; None: no limit.
+        width: maximum number of columns, to which long names are folded; None: no limit.
         most: maximum number of lines; None: no limit.
     """
     step = table.step_seconds
@@ -78,7 +78,7 @@ def _sum(rows: Sequence[Row]) -> Row:
 
 
 def _share(row: Row) -> float:
-    """Return the program's time for a row."""
+    """Return the program's time for a row: computation and messages."""
     return row.compute_seconds + _taken(row)
 
 

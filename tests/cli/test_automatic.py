@@ -55,7 +55,7 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Start, folde
     outcome = _train(2, folder, start=job)
     (line,) = [line for line in outcome.stdout.splitlines() if line.startswith("grid, plan, averager auto: ")]
     choice = _choice(folder)
-    assert f"predicted {choice['prediction']['seconds']:.3g} s a step" in line
+    assert f"predicted {choice['prediction']['seconds']:.3g} s per step" in line
     assert choice["ranks"] == 2
     config = newest_run(folder).config()
     others = ("progress", "backend", "threads", "layout", "memory", "fill", "local_limit", "transport")  # which nobody predicts
@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_other_ranks_choose_again(folde
     ("change", "words"),
     [
         (["machine=nowhere.yaml"], ["There is no machine file 'nowhere.yaml'"]),
-        (["averager.window=3"], ["averager is auto, which chooses options as well"]),
+        (["averager.window=3"], ["averager is auto, which also chooses the options"]),
         (["batch=2", "grid={rows: 1}"], ["batch is 2, but 3 ranks"]),
         (["machine=poor.yaml"], ["does not fit in memory on 3 ranks", "the plan with the least memory needs"]),
     ],

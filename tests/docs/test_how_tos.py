@@ -75,7 +75,7 @@ def test_adding_a_converter(tmp_path: Path) -> None:
     again = CliRunner().invoke(cli, command)
     assert again.exit_code == 2
     assert "out.h5 exists already" in again.output
-    for content, reason in ((b"", "no .npy file"), (b"\x93NUMPY\x01\x00", "no .npy file")):
+    for content, reason in ((b"", "not a .npy file"), (b"\x93NUMPY\x01\x00", "not a .npy file")):
         (tmp_path / "images.npy").write_bytes(content)
         refused = CliRunner().invoke(cli, [*command, "--overwrite"])
         assert (refused.exit_code, reason in refused.output) == (2, True), refused.output

@@ -72,7 +72,7 @@ except LaunchError as error:
         # in no group that a terminal interrupts, and without a mask
         ("run('import os, sys; print(os.getpgrp() == os.getpid(), sys.stdin.read() == str())')", "True True"),
         ("run('import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))')", "set()"),
-        (_NOWHERE, "Cannot start ./nowhere (No such file or directory)"),
+        (_NOWHERE, "Cannot start ./nowhere (No such file or directory); check its path and permissions."),
     ],
 )
 def test_a_command_keeps_its_code_and_runs_as_if_it_were_alone(program: str, said: str) -> None:
@@ -285,7 +285,7 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
         (0, 0, "os._exit(0)", "hpctrain: the process exited with code 0 before the run was over"),
         (2, 1, "os._exit(0)", f"hpctrain: {place(1, 2)}the process exited with code 0 before the run was over"),
         (2, 0, "os._exit(0)", f"hpctrain: {place(0, 2)}the process exited with code 0 before the run was over"),
-        (2, 1, "sys.exit()", f"{place(1, 2)}sys.exit() inside of a run ends the job."),
+        (2, 1, "sys.exit()", f"{place(1, 2)}sys.exit() during a run ends the job."),
     ],
 )
 def test_a_rank_that_leaves_inside_a_step_ends_the_job_in_words(

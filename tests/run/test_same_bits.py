@@ -145,7 +145,7 @@ def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
 def _assert_went_back(folder: Path, said: str) -> None:
     (record,) = _records(_run(folder), "rollback")
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
-    assert "went back from step 9 to step 6, and on in order 1: Layer" in said
+    assert "went back from step 9 to step 6, continuing with order 1 of the samples: Layer" in said
     assert [record["step"] for record in _records(_run(folder), "interval")] == list(range(1, 11))
     assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 
@@ -427,7 +427,7 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("exact.shards=6", "exact.shards: 12 -> 6 .may not change: each bit follows from them"),
+        ("exact.shards=6", "exact.shards: 12 -> 6 .may not change: all bits depend on it"),
         ("exact=false", "exact.shards: 12 -> not set .may not change"),
     ],
 )

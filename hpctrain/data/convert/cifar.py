@@ -74,7 +74,7 @@ def _layout(directory: Path, split: Split, coarse: bool) -> _RecordFormat:
     batches = _training_batches(directory) if split == "train" else ["test_batch.bin"]
     if batches and (directory / batches[0]).is_file():
         if coarse:
-            raise DataError(f"{directory} holds CIFAR-10, which has no coarse labels; they exist in CIFAR-100 only.")
+            raise DataError(f"{directory} holds CIFAR-10, which has no coarse labels; leave out --coarse.")
         return _RecordFormat(tuple(batches), 1, 0, "batches.meta.txt", 10)
     if (directory / f"{split}.bin").is_file():
         kind, position, classes = ("coarse", 0, 20) if coarse else ("fine", 1, 100)
