@@ -107,7 +107,7 @@ def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_
 
     Args:
         threads: numbers of threads that make a batch.
-        step_threads: number of threads of the process, with which the step computes.
+        step_threads: number of threads with which the process computes a step.
         times_step: whether a step is timed.
 
     Raises:
@@ -205,7 +205,7 @@ def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int]
 
 
 def _repeats(stage: PipelineStage) -> int:
-    """Return the number of batches that take long enough to be timed.
+    """Return the number of batches that a stage processes in about 0.1 s, which is long enough to time.
 
     The first batch is not timed, because it allocates buffers.
     """
@@ -225,7 +225,10 @@ def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float
 
 
 def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> float | None:
-    """Return images per second of training steps alone; None if the images are not square or the dtype is not float32."""
+    """Return the rate of training steps alone, in images per second.
+
+    None if the images are not square or the dtype is not float32.
+    """
     if shape[0] != shape[1] or config.dtype != "float32":
         return None
     options = model_options(config, len(file.class_names), shape)

@@ -54,10 +54,10 @@ class PrimitiveTime:
 
 
 def profile(run: Callable[[], object], steps: int) -> list[list[PrimitiveTime]]:
-    """Return the primitives that `run` executed, by step.
+    """Call `run` once per step, and return the primitives that each call executed.
 
-    Standard output of the whole process is redirected to a file during the steps. The times of oneDNN do not include its
-    printing.
+    Standard output of the whole process is redirected to a file during the steps. oneDNN's times do not include the time of
+    printing them.
     """
     library = load()
     by_step = []
@@ -110,7 +110,7 @@ _REPEATS = 9
 
 
 def device_of(kernels: KernelSet) -> Device | None:
-    """Return the device of a kernel set; None if it computes on the host."""
+    """Return the device of a kernel set; None if the kernel set computes on the host."""
     return kernels.runtime.device if isinstance(kernels, CudaKernelSet) else None
 
 
@@ -242,7 +242,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
 
 
 def _stepwise(step: EngineStep, precision: str) -> EngineStep:
-    """Return the same workload run operator by operator, after a warm-up."""
+    """Return the same workload, set to run operator by operator, after a warm-up."""
     slow = EngineStep(step.task, step.backend, precision=precision, stepwise=True)
     for _ in range(_WARM_UP):
         slow.run()
@@ -261,8 +261,8 @@ def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[floa
 def compare(task: Workload, backend: str, python: str, threads: int, rounds: int) -> dict[str, dict[str, float]]:
     """Measure hpctrain's engine and PyTorch's variants in turn, each in its own process.
 
-    Return the seconds per step, the peak memory, and the engine's speed relative to each variant: the median over rounds of the
-    ratio of wall times.
+    Return, for the engine and for each variant, the seconds per step, the peak memory, and the engine's relative speed: the
+    median over rounds of the ratio of wall times.
 
     Args:
         python: path of a Python interpreter with PyTorch.
@@ -334,7 +334,7 @@ def _fallback_lines(measured: Measurement) -> Sequence[str]:
 
 
 def layer_table(measured: Measurement) -> Any:
-    """Return a table with one line per operator. A narrow terminal folds names and does not cut anything off."""
+    """Return a table with one line per operator. Names are folded if the terminal is narrow, so nothing is cut off."""
     from hpctrain.core.console import plain_table
 
     table = plain_table(gap=1, bold=True)
@@ -355,7 +355,7 @@ def layer_table(measured: Measurement) -> Any:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return a time in at most five characters up to a minute, with at most three decimals, so that a table keeps its width."""
+    """Return a time in milliseconds as text, with at most five characters for times below 100 s, so that tables stay narrow."""
     value = seconds * 1e3
     decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
     return f"{value:.{decimals}f}"

@@ -1,6 +1,6 @@
 """Whole training steps of one network on synthetic images, without other ranks: the workload of the engine's benchmarks.
 
-As a program (`python -m hpctrain.bench.engine_step`), it is a process that runs steps on request, by the protocol of
+As a program (`python -m hpctrain.bench.engine_step`), the module runs steps on request, following the protocol of
 `interleaved.py`.
 """
 
@@ -60,7 +60,7 @@ def workload(model: str, batch: int, pixels: int | None = None, options: Mapping
     """Return a workload; `pixels` defaults to the model's image size.
 
     Raises:
-        ConfigError: the model or an option does not exist, or batch or image is empty.
+        ConfigError: the model or an option does not exist, or the batch or the images would be empty.
     """
     chosen = dict(options or {})
     catalogue.check(model, chosen)
@@ -73,7 +73,8 @@ def workload(model: str, batch: int, pixels: int | None = None, options: Mapping
 class EngineStep:
     """Training step: forward, loss, backward, momentum update and running statistics, as on one rank without communication.
 
-    Each step copies its images into the program's input, as with a loader. Three batches take turns.
+    Each step copies its images into the program's input, as it would copy a loader's images. The steps cycle through three
+    batches.
 
     Args:
         task: model and shapes.
@@ -137,7 +138,9 @@ class EngineStep:
 
 
 class Laps(StepHooks):
-    """Seconds from the end of each operator to the end of the next one, by (name, phase) and step. They cover the whole step.
+    """Times of operators, each from the end of the previous operator to its own end, by (name, phase) and step.
+
+    Together they cover the step up to the update of the parameters.
 
     Args:
         clock: function that returns seconds; CPU time is better for a process with one thread on a busy machine.
@@ -223,7 +226,7 @@ def time_layers(step: EngineStep, steps: int, clock: Callable[[], float] = time.
 def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str, list[str]]]:
     """Return (number of operators that the kernel set computes, layers that fall back to other operators, by reason).
 
-    Views compute nothing and count as neither.
+    Views compute nothing and are not counted.
 
     Args:
         on_host: whether the arrays of the kernel set are NumPy arrays. Otherwise, a layer that defines its own operator computes
@@ -272,7 +275,7 @@ def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
 
 
 def serve(step: EngineStep, requests: IO[str]) -> None:
-    """Run the number of steps that each input line requests, until the input ends.
+    """Run the number of steps that each input line requests, and print a `Turn` as JSON, until the input ends.
 
     Args:
         requests: input with one JSON object per line.

@@ -1,4 +1,4 @@
-"""Processes that run training steps on request, one at a time and in turn, so that their measurements are comparable.
+"""Run training steps of several processes in alternation, one process at a time, so that their measurements are comparable.
 
 The protocol is one JSON object per line. The process first describes itself (its version, its parameters). It then answers each
 {"steps": n} with the fields of `Turn`. It sleeps while it waits for input, and exits when the input ends. `machine_facts`
@@ -33,7 +33,7 @@ _TIMEOUT_SECONDS = 600.0
 _TAIL = 2000
 _PEER = Path(__file__).with_name("torch_peer.py")
 
-#: factor by which a variant is dropped that is slower than the best of its kind after `SCREENING` rounds
+#: maximum ratio of a variant's median time to the fastest one's after `SCREENING` rounds; slower variants are dropped
 SCREENED_OUT = 1.25
 SCREENING = 3
 
@@ -44,7 +44,17 @@ class SteppingError(HpctrainError):
 
 @dataclass(frozen=True)
 class Turn:
-    """Measurement of a process: seconds of all steps, last mean loss, memory, and its CPU clock before and after."""
+    """Measurement of one turn of a process.
+
+    Attributes:
+        wall_seconds: wall time of all steps.
+        cpu_seconds: CPU time of all steps.
+        finite: whether all losses are finite.
+        loss: mean loss of the last step.
+        cpu_before_seconds: CPU clock of the process before the turn.
+        cpu_after_seconds: CPU clock of the process after the turn.
+        peak_bytes: peak resident memory of the process.
+    """
 
     wall_seconds: float
     cpu_seconds: float
@@ -56,7 +66,7 @@ class Turn:
 
 
 class Stepper:
-    """One stepping process, until `close`.
+    """Process that runs steps on request, until `close`.
 
     Args:
         name: name for messages.
@@ -152,7 +162,7 @@ class Series:
         steps: number of steps of a turn.
         facts: description that the process sent at its start.
         turns: measurements, by round.
-        failure: reason why the series stopped early; None: it did not.
+        failure: reason why the series stopped early; None without a failure.
         first_seconds: time of the first step.
         idle_cpu_seconds: CPU time that the process used during turns of other variants.
         dropped: whether the variant was dropped because it is much slower than the fastest.
@@ -244,7 +254,7 @@ def interleave(
 
 
 class _noted:
-    """Context in which a variant's failure is recorded in its series instead of raised, if `forgiven`."""
+    """Context manager that records a variant's failure in its series instead of raising it, if `forgiven`."""
 
     def __init__(self, series: Series, forgiven: bool) -> None:
         self._series, self._forgiven = series, forgiven
@@ -279,7 +289,7 @@ def peer(python: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def with_threads(environment: Mapping[str, str], threads: int, **more: str) -> dict[str, str]:
-    """Return the environment extended for a process with `threads` threads, and by `more`."""
+    """Return a copy of the environment with the variables that set the number of threads, and the variables `more`."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**environment, **dict.fromkeys(names, str(threads)), **more}
 

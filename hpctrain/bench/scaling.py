@@ -43,7 +43,7 @@ class ScalingStudy:
     Attributes:
         file: configuration file.
         overrides: command-line overrides of the configuration.
-        mode: "weak" or "strong"; if weak, the configured batch is that of each rank.
+        mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank.
         steps: number of steps of each job.
         launcher: command that contains "{ranks}"; None: mpiexec.
         threads: number of threads of a rank; None: chosen automatically.
@@ -63,7 +63,7 @@ class ScalingStudy:
 
 @dataclass(frozen=True)
 class Point:
-    """Measurement with one number of ranks. Times are per step; medians over steps unless stated otherwise.
+    """Measurement with one number of ranks. Times are per step, and medians over steps unless stated otherwise.
 
     Attributes:
         ranks: number of ranks.
@@ -73,12 +73,12 @@ class Point:
         compute_only_seconds: time of a step without communication.
         communication_seconds: time of communication, mean over ranks.
         exposed_seconds: time of communication that no computation hides, mean over ranks.
-        limit_seconds: lower limit of the time of a step: the time of computation and of the core's work for messages, or the time
-            of the exchange if this is longer.
+        limit_seconds: lower limit of the time of a step: the larger of the time of the exchange and the time of computation and
+            of the core's work for messages.
         oversubscribed: whether ranks share cores.
-        about: versions and names of software and model.
+        about: names and versions of the software, the model and the averager.
         efficiency: efficiency relative to the first point; None if ranks share cores.
-        predicted_seconds: predicted time of a step; None if there are too few steps for a prediction.
+        predicted_seconds: predicted time of a step; None if the run made no prediction.
     """
 
     ranks: int
@@ -135,7 +135,7 @@ def with_efficiency(points: Sequence[Point], mode: Mode) -> list[Point]:
 
 
 def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
-    """Return the number of threads of a rank, equal for all points; None if it is configured or there is another launcher."""
+    """Return the number of threads per rank for all points; None if it is configured, or if a custom launcher is used."""
     if config.threads != "auto" or task.launcher is not None:
         return None
     return max(1, usable_cores(os.sched_getaffinity(0)) // most_ranks)
@@ -227,7 +227,7 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
 
 
 def lines(points: Sequence[Point], mode: Mode) -> list[str]:
-    """Return the lines of a printed table."""
+    """Return the lines of the table of points."""
     head = f"{'ranks':>6} {'batch':>7} {'step ms':>9} {'predicted ms':>12} {'compute ms':>11} {'exposed ms':>11} {'limit ms':>9}"
     made = [f"{head} {'limit/step':>10} {'images/s':>9}  {mode} efficiency"]
     for each in points:

@@ -60,7 +60,7 @@ class ZeroPadShortcut(nn.Module):  # type: ignore[misc]
 
 
 def scaled(channels: int, width: float) -> int:
-    """Return the number of channels of a network with this width factor, at least 1."""
+    """Return the number of channels multiplied by the width factor and rounded; at least 1."""
     return max(1, round(channels * width))
 
 
@@ -84,7 +84,7 @@ def _resnet(stem: Sequence[tuple[str, nn.Module]], stages: Sequence[nn.Module], 
 def resnet(depth: int, classes: int, width: float) -> nn.Module:
     """Build a ResNet for large images (He et al. 2016, table 1).
 
-    As in version 1.5, the 3x3 convolution of a bottleneck has the stride.
+    As in ResNet v1.5, the 3x3 convolution of a bottleneck has the stride.
     """
     channels = scaled(64, width)
     stem = [("conv1", nn.Conv2d(3, channels, 7, 2, 3, bias=False)), ("bn1", nn.BatchNorm2d(channels))]

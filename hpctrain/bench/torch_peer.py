@@ -1,7 +1,7 @@
 """Process that runs whole training steps of PyTorch on request: the counterpart in the engine's benchmarks.
 
 It is started by its path and runs in any Python with PyTorch, with or without hpctrain. It follows the protocol of
-`interleaved.py`, with JSON lines as input and output. The networks are those of the catalogue.
+`interleaved.py`, with JSON lines as input and output. The networks are the networks of the catalogue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEARNING_RATE, _MOMENTUM = 1e-4, 0.9
 class TorchStep:
     """Training step of PyTorch: forward, loss, backward and momentum update on synthetic images in memory.
 
-    Three batches take turns.
+    The steps cycle through three batches.
     """
 
     def __init__(self, name: str, batch: int, pixels: int, *, last: bool, fused: bool, compiled: bool) -> None:

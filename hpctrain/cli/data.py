@@ -141,7 +141,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("name", type=click.Choice(["fashion-mnist"]))
+@click.argument("name", type=click.Choice(["fashion-mnist", "mnist", "cifar10"]))
 @click.option(
     "--out",
     type=FilePath(path_type=Path, file_okay=False),
@@ -152,11 +152,12 @@ def data() -> None:
 def fetch(name: str, out: Path, overwrite: bool) -> None:
     """Download a data set and convert it.
 
-    Looks on this machine and in Debian's packages first. Does nothing if the files exist.
+    Uses files in DIRECTORY and Debian's packages first: the gzipped IDX files of Fashion-MNIST and MNIST, or the archive
+    cifar-10-binary.tar.gz. Does nothing if train.h5 and test.h5 exist.
     """
     from hpctrain.data import fetch as sources
 
-    for path in sources.fetch(out, overwrite=overwrite, bar=progress).values():
+    for path in sources.fetch(out, sources.DATA_SETS[name], overwrite=overwrite, bar=progress).values():
         echo(path)
 
 

@@ -331,7 +331,7 @@ class FillingPlan:
     The plan is a function of numbers that all ranks have, so it needs no communication.
 
     Args:
-        samples: number of samples that every memory has a place for.
+        samples: number of samples that fit into every memory.
         at_once: number of samples per chunk.
         memory_of: number of each rank's memory, from 0.
     """

@@ -202,7 +202,7 @@ def _opened(content: bytes, max_pixels: int) -> Image.Image:
     except (DataError, *_BOMBS):
         raise
     except Exception as error:
-        # Pillow refuses a file with a damaged profile, comment or EXIF, even if its pixels are intact.
+        # Pillow raises for a file with a damaged profile, comment or EXIF, even if its pixels are intact.
         for exif in (True, False):
             try:
                 return _loaded(_without_metadata(content, exif), max_pixels)

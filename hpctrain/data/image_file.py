@@ -23,8 +23,8 @@ heap can make HDF5 loop without end, so texts have a fixed length.
 
 HDF5 opens the file without locks and returns the offset of the images. They are then mapped into memory, so reading a sample is a
 copy from the page cache. This module also maps classes of several files to one order by name (`with_class_order`), computes the
-facts by which a run identifies its training data (`DataFacts`) and ranks compare their files (`compared_facts`), and makes
-synthetic images, which depend on split, sample number and shape only.
+facts by which a run identifies its training data (`DataFacts`) and ranks compare their files (`compared_facts`), and
+generates synthetic images, which depend on split, sample number and shape only.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -
     if wrong.size:
         raise DataError(
             f"In {path} sample {first + int(wrong[0])} has label {int(labels[wrong[0]])}, which is outside 0..{classes - 1} "
-            f"({classes} classes, {wrong.size} such labels)."
+            f"({classes} classes, {wrong.size} such labels); correct the labels and convert again."
         )
 
 
@@ -436,7 +436,7 @@ def read_contents(path: Path) -> Stored:
     require_file(
         path,
         "data file",
-        "make it with `hpctrain data convert`, or with `hpctrain data fetch fashion-mnist --out DIRECTORY`",
+        "make it with `hpctrain data convert`, or with `hpctrain data fetch` for Fashion-MNIST, MNIST and CIFAR-10",
     )
     try:
         return _read(path)

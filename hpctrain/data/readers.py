@@ -265,7 +265,7 @@ class BlockReader(ReadImages):
         }
 
     def pixel_sums(self, sums: np.ndarray | None) -> np.ndarray | None:
-        """Return the declared crc32 of each sample's pixels, (N,), or None.
+        """Return the declared crc32 of each sample's pixels, (N,); None if the file has none.
 
         Args:
             sums: declared crc32 of the stored bytes.

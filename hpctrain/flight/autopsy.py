@@ -59,7 +59,7 @@ def latest_seconds(records: Sequence[FlightRecord]) -> float:
 
 
 def silent_seconds(record: FlightRecord, latest: float) -> float:
-    """Return the seconds between a process's last sign of life and `latest`; 0 if they are within the normal variation."""
+    """Return the seconds between a process's last sign of life and `latest`; 0 if they are too few to indicate a failure."""
     silent = latest - record.wall_seconds(record.last_ns)
     least = min(_SILENT_SECONDS, _SILENT_SHARE * record.deadline_ns * 1e-9) if record.deadline_ns else _SILENT_SECONDS
     return silent if silent > least else 0.0
@@ -95,7 +95,12 @@ def waited_for(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 @dataclass(frozen=True)
 class _Absence:
-    """Operation that blocks a waiting rank, None if it is not in a queue; and the ranks that have not posted it."""
+    """Reason of a wait.
+
+    Attributes:
+        operation: operation that blocks the waiting rank; None if it is not in a queue.
+        ranks: ranks that have not posted it.
+    """
 
     operation: RecordedOperation | None
     ranks: tuple[int, ...]

@@ -52,7 +52,7 @@ class Word(IntEnum):
     PROCESS = 4
     HOST = 5  # offset of a name in the table, like PHASE, WAIT, SENTENCE and BLAMED
     ENDED = 6  # an `End`
-    SIGNAL = 7  # or the exit code of a process that has left
+    SIGNAL = 7  # or the exit code of a process that exited
     CLOCK_AT = 8  # the clock minus the wall clock
     BEGUN = 9
     SEEN = 10  # latest tick of the heartbeat
@@ -76,7 +76,7 @@ class Word(IntEnum):
 class Field(IntEnum):
     """Words of an operation's record."""
 
-    NUMBER = 0  # from 1 on
+    NUMBER = 0  # from 1
     QUEUE = 1
     PURPOSE = 2
     SEQUENCE = 3

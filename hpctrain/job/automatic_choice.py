@@ -1,4 +1,4 @@
-"""Choice of the sections that a configuration leaves open, stored next to the run and applied to its configuration."""
+"""Automatic choice of grid, plan and averager: values for the sections that a configuration leaves open, stored with the run."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class AutomaticChoice:
 
     Attributes:
         sections: section ("grid", "plan", "averager") -> its values as plain data, as in a configuration.
-        ranks: number of ranks that the choice was made for.
+        ranks: number of ranks for which the choice was made.
         model_digest: hash of the model's layers and parameters.
-        prediction: prediction for a step.
-        next_best: description of the second-best candidate, with the seconds of its step; empty if there was none.
+        prediction: predicted time of a step with the chosen values.
+        next_best: description of the second-best candidate, including its predicted step time; empty if there was none.
     """
 
     sections: Mapping[str, Any]
@@ -65,7 +65,7 @@ class AutomaticChoice:
     def to_meta(self) -> dict[str, Any]:
         """Return the choice as plain values for JSON.
 
-        Sections are one line of YAML each, because JSON tools may change the order of a plan's patterns, which matters.
+        Each section is one line of YAML, because the order of a plan's patterns matters and JSON tools may change it.
         """
         return asdict(self) | {"sections": {section: flow(values) for section, values in self.sections.items()}}
 
@@ -78,7 +78,7 @@ class AutomaticChoice:
             place: path of the file with the values, for messages.
 
         Raises:
-            CheckpointError: the values are not a choice.
+            CheckpointError: the values do not describe a choice.
         """
         try:
             texts: Mapping[str, str] = meta["sections"]
@@ -101,7 +101,7 @@ class AutomaticChoice:
             place: path of the stored choice, for messages.
 
         Raises:
-            CheckpointError: a pattern matches no layer, or layers or parameters differ.
+            CheckpointError: a pattern of the stored plan matches no layer, or the model's layers or parameters have changed.
         """
         reason = "layers or parameters of the model have changed"
         try:
@@ -119,7 +119,7 @@ class AutomaticChoice:
         )
 
     def line(self, config: Config) -> str:
-        """Return the choice in one line.
+        """Return a description of the choice in one line, with the predicted step time.
 
         Args:
             config: configuration with the choice applied.
@@ -128,7 +128,7 @@ class AutomaticChoice:
         what = ", ".join(self.sections)
         return (
             f"{what} auto: {chosen_words(plan, config.averager.name, config.averager.options)}, "
-            f"predicted {self.prediction.seconds:.3g} s a step{f' (next best {self.next_best})' if self.next_best else ''}"
+            f"predicted {self.prediction.seconds:.3g} s per step{f' (next best {self.next_best})' if self.next_best else ''}"
         )
 
 
@@ -150,7 +150,7 @@ class Resolved:
 
 
 def chosen_words(plan: ParallelPlan, averager: str, options: Mapping[str, Any]) -> str:
-    """Return grid, plan and averager as short text."""
+    """Return a short description of grid, plan and averager."""
     with_options = f" ({', '.join(f'{option} {value}' for option, value in options.items())})" if options else ""
     return f"{grid.describe(plan)}, averager {averager}{with_options}"
 

@@ -1,4 +1,4 @@
-"""Flight record of a rank: begun with the process, written to a file once the run has a directory, watched by a heartbeat."""
+"""Flight record of a rank: created with the process, written to a file once the run has a directory, watched by a heartbeat."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.metrics import Reporter
 
-#: special values of the configuration's `flight`: in the run directory, and no file
+#: values of the configuration key `flight`: records in the run directory, and records in memory only
 IN_RUN, NOWHERE = "run", "none"
 
 
 @contextlib.contextmanager
 def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float) -> Iterator[None]:
-    """Terminate the process if it makes no progress for the deadline, during the block. Collective.
+    """Terminate the process if it makes no progress within the deadline during the block. Collective.
 
-    The stacks of all threads are printed before. If the block ends without an error, the record states that the process finished.
+    The stacks of all threads are printed first. If the block ends without an error, the record is marked as finished.
     """
     world.allgather_object(None)  # a barrier, so that the time that rank 0 sends is current on all ranks
     now_ns = world.broadcast_object(time.time_ns())
@@ -109,7 +109,7 @@ def _latest_job(directory: Path) -> int:
 
 
 def keep_in(flight: FlightRecorder, target: Path) -> None:
-    """Write this rank's record to a file in `target` from now on, and inform its keeper.
+    """Write this rank's record to a file in `target` from now on, and send the path of the file to the rank's keeper process.
 
     Raises:
         OSError: the file cannot be created or the disk is full.
@@ -118,18 +118,18 @@ def keep_in(flight: FlightRecorder, target: Path) -> None:
 
 
 def keep_nowhere(flight: FlightRecorder) -> None:
-    """Keep this rank's record in memory only. Its keeper then marks no record."""
+    """Keep this rank's record in memory only. The rank's keeper process then has no file in which to mark the end of the rank."""
     keeper.current_keeper().record(None)
     flight.keep_nowhere()
 
 
 def missing(target: Path, error: OSError) -> str:
-    """Return the message that records cannot be written."""
+    """Return the message for flight records that cannot be written to `target`."""
     return f"no flight records: cannot write to {target} ({error.strerror})"
 
 
 def missing_on(world: Communicator, sentence: str | None) -> str | None:
-    """Return one message for all ranks whose records cannot be written, with their numbers; None if there are none. Collective.
+    """Return one message that lists the ranks whose records cannot be written; None if there are no such ranks. Collective.
 
     Args:
         sentence: message of this rank; None: its records are written or disabled.
@@ -140,7 +140,11 @@ def missing_on(world: Communicator, sentence: str | None) -> str | None:
 
 
 def _set_aside(directory: Path, *, leads: bool) -> None:
-    """Move the records in a directory into a subdirectory `before-loss-1` and so on, on one rank. Errors are ignored."""
+    """Move the records in `directory` to a new subdirectory, `before-loss-1` for the first loss. Errors are ignored.
+
+    Args:
+        leads: whether this rank moves the records; if False, the call has no effect.
+    """
     if not leads:
         return
     records = list(directory.glob(file_name(0).replace("00000", "*")))

@@ -1,8 +1,8 @@
-"""State of a process that survives a loss of ranks: the run's owner, its directory, and the lost ranks.
+"""State that a process keeps across a loss of ranks: the ownership of the run, its directory, and the lost ranks.
 
-The process of one rank holds the ownership of a run, and all ranks know the owner. Each rank keeps a `ShrinkState` over all
-worlds of the run, each smaller than the one before. Ranks detect a loss at different points, so their states may differ.
-`ShrinkState.agree` makes them equal before anything is created in the new world. Imports no NumPy.
+Rank 0 holds the ownership of a run, and all ranks know its token. After each loss, the remaining ranks form a smaller world. Each
+rank keeps one `ShrinkState` for all worlds of the run. Ranks detect a loss at different points, so their states may differ.
+`ShrinkState.agree` makes them equal before anything is created in the new world. This module does not import NumPy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _COMMAND = "hpctrain train"
-# Interval of reading the record of an owner.
+# Interval between two attempts to take ownership, in seconds.
 _LOOK_SECONDS = 0.5
 
 
@@ -48,14 +48,14 @@ class RunOwnership:
     def take(self, session: Session, run: Path) -> bool:
         """Take ownership of a run, and release another run that the job owns. Collective.
 
-        Waits for a sign of life if this is the only way to determine whether another owner is alive.
+        The call waits for a sign of life if nothing else shows whether another owner is alive.
 
         Returns:
-            False if the job owned the run already.
+            True if the job has become the owner; False if it owned the run already.
 
         Raises:
             RunOwnedError: another owner is alive.
-            CheckpointError: the run cannot be written.
+            CheckpointError: the run directory cannot be written.
         """
         from hpctrain.comm.base import raise_on_all_ranks  # imports NumPy, before which threads must be set
 
@@ -83,8 +83,8 @@ class RunOwnership:
     def held(self) -> Iterator[None]:
         """Release the run at the end of the block, and after an error that all ranks raise.
 
-        After any other error a rank may still be writing, so that the run stays owned until the process has ended. After a loss
-        of ranks the remaining ranks continue the run.
+        After any other error, a rank may still be writing. The run then remains owned until the process ends. After a loss of
+        ranks, the remaining ranks continue the run.
         """
         try:
             yield
@@ -127,7 +127,7 @@ class ShrinkState:
     Attributes:
         ownership: ownership of the run.
         directory: directory of the run; None before it has one.
-        lost: lost ranks that are not reported yet, by their numbers at the last report.
+        lost: lost ranks that are not reported yet, as numbered at the latest report.
         step: latest step that any rank had begun before the loss; 0: none.
         shrunk: whether ranks were lost.
     """
@@ -142,7 +142,7 @@ class ShrinkState:
         self._numbers: tuple[int, ...] = ()
 
     def begins(self, directory: RunDirectory, position: Position) -> None:
-        """Record the directory of the run and its first position."""
+        """Record the directory of the run and, in the first call, the position at which training starts."""
         self.directory = directory.path
         if self._first_step is None:
             self._first_step = position.global_step
@@ -187,7 +187,7 @@ class ShrinkState:
         return f"{named(self.lost)} {were} lost {f'in step {self.step}' if self.step else 'before the first step'}"
 
     def tell(self, reporter: Reporter, position: Position, ranks: int) -> None:
-        """Report and record the lost ranks and the position from which the run continues, once.
+        """Report and record lost ranks that are not reported yet, and the position from which the run continues.
 
         Args:
             ranks: number of remaining ranks.

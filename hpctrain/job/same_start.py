@@ -1,8 +1,8 @@
 """Checks that all ranks of a job start alike, with the same request, packages, code and input files.
 
 Each rank reads data files, weights, checkpoints and code by itself, by a path that may refer to a different file on another node.
-Ranks with different inputs would train without an error, but differently from any single process. Therefore everything that ranks
-read separately is a `Subject` and is compared before use.
+Ranks with different inputs would train without an error, but the result would be wrong. Therefore everything that ranks read
+separately is a `Subject` and is compared before use.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Subject:
 
     Attributes:
         name: name in an error message, after "has".
-        remedy: instruction how to remove a difference, at the end of the message.
+        remedy: instruction for removing a difference, at the end of the message.
         facts: facts of this rank, JSON-compatible; None: another rank of its node provides them.
         words: function that describes a difference, from the name of a fact, its value here, and its value on the reference
             ranks.
@@ -111,7 +111,7 @@ def check_same_start(
 def check_same_program(
     world: Communicator, arguments: Mapping[str, Any], program: Path | None, *, leads_node: bool = True
 ) -> None:
-    """Compare the program, arguments and software of the ranks of a program with its own loop.
+    """Compare the program, arguments and software of the ranks of a user program.
 
     Collective; every rank raises the same error.
 
@@ -135,7 +135,7 @@ def check_same_program(
 
 
 def _software(*, leads_node: bool) -> tuple[Subject, ...]:
-    """Return the subjects of the software: the packages that compute, and the files of hpctrain."""
+    """Return the subjects for the software: the packages that compute, and the files of hpctrain."""
     files = package_files(_PACKAGE) if leads_node else None
     of_gpus = package_files(_PACKAGE, of_gpus=True) if leads_node and any(path.exists() for path in _DRIVERS) else None
     remedy = "install the same version of hpctrain on all nodes"
@@ -149,7 +149,7 @@ def _software(*, leads_node: bool) -> tuple[Subject, ...]:
 def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
     """Return a subject with the arguments of a method of `Job`.
 
-    Objects and arguments in which ranks may differ are left out.
+    Callables and arguments in which ranks may differ are omitted.
     """
     texts = {
         name: str(sorted(value.items()) if isinstance(value, Mapping) else value)
@@ -160,7 +160,7 @@ def called_with(method: str, arguments: Mapping[str, Any]) -> Subject:
 
 
 def opened_file(key: str, file: ImageFile) -> Subject:
-    """Return a subject with the facts of an open data file. Reads a bounded number of samples.
+    """Return a subject with the facts of an open data file, for which a bounded number of samples is read.
 
     Args:
         key: key of the configuration, or a description of the file.
@@ -205,11 +205,12 @@ def compare(world: Communicator, *subjects: Subject) -> None:
 
 
 def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
-    """Return a CRC-32 checksum of each module of a package that a training may import, by its path in the package.
+    """Return the CRC-32 checksum of each module of a package that a training may import, by its path in the package.
+
+    Every one of these modules is read, so only one rank per node should call this function.
 
     Args:
-        of_gpus: whether to return the modules that only ranks with a GPU import, or all others. Each module is a file that the
-            first rank of a node opens.
+        of_gpus: True: the modules that only ranks with a GPU import; False: all other modules.
     """
     modules = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     compared = {name: path for name, path in modules.items() if not name.startswith(_ASIDE)}
@@ -221,7 +222,10 @@ def _digest(facts: Mapping[Any, Any]) -> str:
 
 
 def _raise_difference(world: Communicator, subject: Subject) -> None:
-    """Raise the first difference. Return if all differences are in facts that some ranks lack."""
+    """Raise an error for the first difference between ranks. Collective.
+
+    Return without an error if ranks differ only in facts that some of them lack.
+    """
     of_ranks = world.allgather_object((platform.node(), subject.remedy, subject.facts))
     looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
     groups: list[tuple[dict[Any, Any], list[int]]] = []
@@ -267,5 +271,5 @@ def check_same_code(world: Communicator) -> None:
 
 
 def is_trusted(stored: Config, config: Config) -> bool:
-    """Return whether loading the configuration `stored`, of a checkpoint, imports only code that `config` also names."""
+    """Return whether loading `stored`, the configuration in a checkpoint, imports no user code that `config` does not name."""
     return all(name in names(kind) for kind, name in set(named(stored)) - set(named(config)))

@@ -68,7 +68,7 @@ def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
 
 
 def describe_cores(cpus: Sequence[Cpus], node_of: Sequence[int]) -> str:
-    """Return one line on each rank's logical CPUs. Nodes whose ranks have the same CPUs are reported once."""
+    """Return one line of text with the logical CPUs of each rank. Nodes whose ranks have the same CPUs are reported once."""
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         ranks_of.setdefault(node, []).append(rank)
@@ -106,7 +106,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
-    """Return whether on any node all ranks together have more threads than available cores. Collective over `world`.
+    """Return whether the ranks of any node together have more threads than available cores. Collective over `world`.
 
     Args:
         node: ranks of this rank's node.
@@ -148,7 +148,7 @@ class StartedRank:
 
     @property
     def threads_may_communicate(self) -> bool:
-        """Whether a second thread of this process may drive messages."""
+        """Whether several threads of this process may send and receive messages, one at a time."""
         if not self.launcher.starts_mpi:
             return True
         from hpctrain.comm import mpi
@@ -201,14 +201,14 @@ class Session(StartedRank):
 
         Args:
             flight: recorder that is notified of all operations and waits.
-            device_messages: as in the session.
+            device_messages: see `Session`.
 
         Raises:
-            ShapeError: the grid does not multiply to the number of ranks.
+            ShapeError: the number of ranks is not the product of the grid's rows and columns.
             ConfigError: the batch has fewer samples than ranks that share them.
         """
         config = resolved.config
-        assert not config.automatic, "what is open is chosen before there is a grid"
+        assert not config.automatic, "all open sections must be chosen before the grid is created"
         grid, progress = on_grid(
             world,
             config.grid.rows,
@@ -236,7 +236,7 @@ def on_grid(
     The log is configured to mark lines with this rank.
 
     Raises:
-        ShapeError: the grid does not multiply to the number of ranks.
+        ShapeError: the number of ranks is not the product of the grid's rows and columns.
         ConfigError: the batch has fewer samples than ranks that share them.
     """
     log.configure(world.rank, world.size)
@@ -251,7 +251,9 @@ def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
 
 
 def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecorder | None = None) -> Communicator:
-    """Return MPI's world under a launcher or if HPCTRAIN_EXPECT_RANKS requests several ranks, else one process without MPI.
+    """Start MPI and return its world; without MPI, return a communicator of one rank.
+
+    MPI is started under a launcher, or if HPCTRAIN_EXPECT_RANKS requests several ranks.
 
     Args:
         flight: recorder that is notified of waits during start-up.

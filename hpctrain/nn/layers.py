@@ -394,7 +394,7 @@ class AdaptiveAveragePool(Leaf):
 
 
 class Flatten(Leaf):
-    """Flatten (N, H, W, C) to (N, H*W*C), in that order, without moving data."""
+    """Flattening of (N, H, W, C) to (N, H*W*C), in that order, without moving data."""
 
     def spec(self, name: str) -> FlattenSpec:
         return FlattenSpec()
@@ -448,7 +448,7 @@ class StochasticDepth(Leaf):
 
 
 class PadChannels(Leaf):
-    """Pad x (N, H, W, C) with channels of zeros to y (N, H, W, before + C + after) (He et al. 2016, option A).
+    """Channel padding: y (N, H, W, before + C + after) is x (N, H, W, C) between channels of zeros (He et al. 2016, option A).
 
     Args:
         before, after: number of zero channels on each side, at least 0.
@@ -517,7 +517,7 @@ def _chain(layers: Mapping[str, Layer], graph: GraphBuilder, x: int, name: str) 
 
 
 class Sequential(Layer):
-    """The composition of its children, first to last.
+    """Composition of its children, first to last.
 
     Args:
         layers: layers by name; the layers of a plain sequence are named "0", "1", ... An empty sequence is the identity.

@@ -56,12 +56,15 @@ class StepHooks:
         return False
 
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
-        """Read x (N, in) of such a layer in forward. Its memory is reused after the call. Must not wait."""
-
-    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
-        """Read dy (N, out) of such a layer in backward, before the input's gradient.
+        """Read the input x (N, in) in forward, if `takes_sufficient_factors` is true for these parameters.
 
         Its memory is reused after the call. Must not wait.
+        """
+
+    def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
+        """Read the output's gradient dy (N, out) in backward, if `takes_sufficient_factors` is true for these parameters.
+
+        The call comes before the input's gradient is computed. Its memory is reused after the call. Must not wait.
         """
 
     def grad_ready(self, parameter: Parameter) -> None:

@@ -33,7 +33,7 @@ class _Update:
     remembered: bool = False
 
     def remember(self) -> None:
-        """Take the sums of the current values as correct."""
+        """Remember the sums of the current values as correct."""
         if self.guard is not None:
             self.guard.remember()
         self.remembered = True
@@ -134,7 +134,7 @@ class GuardedOptimizer(ForwardingOptimizer):
             trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
 
     def _compared(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
-        """Compare, call `write`, which alone writes to the state of `segments`, and remember the new sums."""
+        """Compare the arrays, call `write`, and remember the new sums. Only `write` may write to the state of `segments`."""
         update = self._known(tuple(segments)) if self._on and segments else None
         if update is None:
             write()

@@ -67,7 +67,7 @@ class RankStatistics:
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         """Replace `mean` and `m2`, float64 (C,), by the moments over all ranks, and return the total count.
 
-        At count 0 this rank's values are ignored.
+        If `count` is 0, this rank's values are ignored.
         """
         channels = mean.size
         moments = self._buffer(2 * channels + 1)

@@ -494,7 +494,10 @@ class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
 
 @dataclass(frozen=True)
 class PartialMeanSpec:
-    """(N, h, w, C) -> (N, 1, 1, C): the sum of this rank's tile, divided by the number of `elements` of the whole image."""
+    """Partial mean: y (N, 1, 1, C) is the sum of this rank's tile x (N, h, w, C), divided by `elements`.
+
+    `elements` is the number of pixels of the whole image.
+    """
 
     elements: int
 
@@ -561,7 +564,7 @@ class NothingOperator(AnyArrays, Operator):
 
 @dataclass(frozen=True)
 class JoinRowsSpec(_CopiesOnly):
-    """y (N, h, W, C) from images whose rows follow one another."""
+    """Concatenation of images along the height: y (N, h, W, C)."""
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         n, _, width, channels = inputs[0].shape
@@ -574,7 +577,7 @@ class JoinRowsSpec(_CopiesOnly):
 
 
 class JoinRowsOperator(AnyArrays, Operator):
-    """Operator that copies the images forward, and their gradients backward."""
+    """Operator of the concatenation. Backward copies the gradient of each image out of y's gradient."""
 
     def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
         self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)

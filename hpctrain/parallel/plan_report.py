@@ -279,7 +279,7 @@ class _GroupReporter:
             traffic = traffic + self._traffic(halo)
             assert halo.move is not None
             extra = add_words(extra, tuple(size_of(box) for box in halo.move[1].boxes))
-        held = [self._held(node, rank) for rank in range(self.ranks)]
+        shards = {name: (self._parameters[name], self.shards.get(name)) for name in node.parameters.values()}
         return LayerReport(
             name=node.name,
             operation=_operation(node),
@@ -289,7 +289,7 @@ class _GroupReporter:
             owns=sharding.writes.boxes,
             halo=tuple(self._halo(halos, rank) for rank in range(self.ranks)),
             traffic=traffic,
-            parameters=tuple(held),
+            parameters=tuple(sum(held(*shard, rank) for shard in shards.values()) for rank in range(self.ranks)),
             activations=add_words(tuple(size_of(box) for box in sharding.writes.boxes), extra),
         )
 
@@ -337,9 +337,6 @@ class _GroupReporter:
             rows += _beyond(wanted[1], owned[1], source.shape[1])
             columns += _beyond(wanted[2], owned[2], source.shape[2])
         return rows, columns
-
-    def _held(self, node: Node, rank: int) -> int:
-        return sum(held(self._parameters[name], self.shards.get(name), rank) for name in node.parameters.values())
 
     def _memory(self, rank: int, local: LocalGraph, kernels: KernelSet) -> MemoryReport:
         item = local.graph.tensors[0].item_bytes

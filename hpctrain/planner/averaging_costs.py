@@ -53,7 +53,7 @@ class AveragedParts:
 
 @dataclass(frozen=True)
 class AveragingSeconds:
-    """Seconds of averaging.
+    """Time to average gradients, in seconds.
 
     Attributes:
         program: time of the rank's core for messages and updates.
@@ -98,11 +98,11 @@ class AveragingCosts:
         }
 
     def seconds(self, parts: AveragedParts, *, split: bool) -> AveragingSeconds:
-        """Return the costs of parameters.
+        """Return the time to average the gradients of parameters and update them.
 
         Args:
             parts: parameters that one rank averages.
-            split: whether they are averaged over a data group; otherwise over all ranks.
+            split: whether the parameters are averaged over a data group; otherwise over all ranks.
         """
         group, item = self._groups[split], self._item_bytes
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]
@@ -130,8 +130,8 @@ class _GroupCosts:
 
     Attributes:
         ranks: number of ranks.
-        links: number of ranks that exchange over a link; with two levels, number of nodes.
-        sent_share: bytes that are sent per byte of a message, after rounding.
+        links: number of ranks that exchange on the highest level: all ranks with one level, one rank per node with two levels.
+        sent_share: bytes on the wire per byte of a gradient in memory; below 1 if messages are rounded.
     """
 
     def __init__(
@@ -150,24 +150,24 @@ class _GroupCosts:
             self._of_slice = _less(self._of_slice, self._compressed(Compression(self.links, strategy.density)))
 
     def _compressed(self, compression: Compression) -> AveragingSeconds:
-        """Return the seconds of a slice if only its largest elements cross between nodes."""
+        """Return the time to average a slice if only its largest elements cross between nodes."""
         kinds = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.ALLGATHER)
         chosen = _sum(self.operation(kind, self._slice_bytes, compression) for kind in kinds)
         elements = self._slice_bytes / self._item_bytes / (self.ranks // compression.nodes)
         return chosen + AveragingSeconds(self._costs.choice_seconds(elements, compression), 0.0)
 
     def averaged(self, n_bytes: float) -> AveragingSeconds:
-        """Return the seconds of `n_bytes` bytes of gradients, in proportion to those of a slice."""
+        """Return the time to average `n_bytes` bytes of gradients, in proportion to the time of a slice."""
         share = n_bytes / self._slice_bytes
         return AveragingSeconds(self._of_slice.program * share, self._of_slice.wire * share)
 
     def latency(self, messages: int) -> AveragingSeconds:
-        """Return the seconds of `messages` almost empty messages."""
+        """Return the time to average `messages` very small parameters, which is mostly latency."""
         small = _sum(self.operation(kind, 64) for kind in self._kinds)
         return AveragingSeconds(small.program * messages, small.wire * messages)
 
     def operation(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> AveragingSeconds:
-        """Return the seconds of one operation."""
+        """Return the time of one operation."""
         priced = self._costs.stages(kind, n_bytes, compression)
         return AveragingSeconds(sum(stage.cpu_seconds for stage in priced), unhindered_seconds(priced))
 
@@ -177,9 +177,9 @@ def _sum(several: Iterable[AveragingSeconds]) -> AveragingSeconds:
 
 
 def _less(one: AveragingSeconds, other: AveragingSeconds) -> AveragingSeconds:
-    """Return the smaller of both values for each kind of seconds.
+    """Return the smaller program time and the smaller wire time.
 
-    Small parameters are sent whole, large ones in the cheaper form.
+    The strategy sends each slice in the cheaper form: whole or compressed.
     """
     return AveragingSeconds(min(one.program, other.program), min(one.wire, other.wire))
 

@@ -42,7 +42,7 @@ def _linear() -> Layer:
 
 #: networks with convolutions of usual shapes, and with large linear layers
 _LARGE = (RateTask(lambda: catalogue.build("resnet18", {}), 4, 112), RateTask(_linear, 32, 12))
-#: network of operators so small that they take only the time of a call
+#: network of small operators, whose time is mostly call overhead
 _SMALL = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
 
 #: (work of an operator, seconds)
@@ -64,9 +64,9 @@ def measure_rates_of(
 
 
 def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
-    """Return the rates of operator classes: work divided by time, without the time of calls.
+    """Return the rates of operator classes: work divided by time, without the call overhead.
 
-    Work is operations for convolutions and products, and bytes for memory-bound operators.
+    Work is counted in operations for convolutions and products, and in bytes for memory-bound operators.
     """
     memory = _ratio([(work.bytes, seconds) for work, seconds in timings if work.kind is OperatorClass.MEMORY], call_seconds)
     flops = {
@@ -99,7 +99,7 @@ def _timings(task: RateTask, kernels: KernelSet, clock: Callable[[], float], bef
 # Used if a link cannot be measured: shared memory of current processors, and 10 Gb/s Ethernet.
 _USUAL_WITHIN = Link((LinkSegment(0, 2e-6, 2e-10, None, 0), LinkSegment(16 << 10, 5e-6, 1.5e-10, None, 1)), 1e-5, 1e-10, 3e-10)
 _USUAL_BETWEEN = Link((LinkSegment(0, 3e-5, 8e-10, None, 0), LinkSegment(64 << 10, 1e-4, 8e-10, None, 1)), 2e-5, 2e-10, 3e-10)
-# Share of the time limit for both kinds of link together; if the job has only one kind, for this one.
+# Share of the time limit for measuring links, within and between nodes together.
 _LINKS_SHARE = 0.6
 
 #: function that measures the rates of this rank, and calls its argument before each step
@@ -123,11 +123,11 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Nodes of the ranks of the job.
+    """Placement of the job's ranks on nodes.
 
     Attributes:
         node_of: node of each rank.
-        local: number of each rank on its node.
+        local: local rank of each rank on its node.
     """
 
     node_of: tuple[int, ...]
@@ -156,7 +156,7 @@ def calibrate(
     """Measure the machine on which the job runs. Collective over `comm`; return the same machine on every rank.
 
     Args:
-        comm: all ranks.
+        comm: communicator of all ranks.
         facts: facts about this rank's node.
         measure_rates: function that measures the operators of this rank.
         name: name of the machine.
@@ -279,7 +279,10 @@ def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ran
 
 
 def _both(point: MessagePoint) -> float:
-    """Return the seconds of two messages posted together, which disturbances affect less than their difference."""
+    """Return the time of two operations posted together.
+
+    Disturbances affect this time less than the additional time of the second operation.
+    """
     return point.seconds + point.next_seconds
 
 

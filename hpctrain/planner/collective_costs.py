@@ -37,7 +37,10 @@ from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
 
 def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:
-    """Return the placement of groups of the same kind, which together contain each rank once."""
+    """Return one placement for all groups of a kind, which together contain each rank once.
+
+    The number of nodes and the number of ranks per node are maxima over the groups.
+    """
     alike: Counter[int] = Counter()
     ranks = nodes = most = 0
     for members in groups:
@@ -50,7 +53,7 @@ def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacem
 def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
     """Return the placements of the groups on a grid of Pr x Pc ranks.
 
-    For split and data groups, it is the placement of the group that extends over the largest number of nodes.
+    Split groups, and likewise data groups, may be placed differently. Their placement contains the maxima over all groups.
     """
     size = rows * cols
     return GridPlacements(
@@ -75,11 +78,11 @@ _LEVELLED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKin
 
 @dataclass(frozen=True)
 class CollectiveStage:
-    """Stage of a collective. It begins when the previous stage is complete, on all ranks of the group together.
+    """Stage of a collective. All ranks of the group begin it together, when the previous stage is complete.
 
     Attributes:
         between: whether the network cards of nodes limit the stage; otherwise, each rank's copies through the memory of its node
-            do.
+            limit it.
         latency_seconds: latency of all rounds.
         wire_bytes: bytes that one rank sends through the limiting resource, mean over ranks.
         beta_seconds_per_byte: time per byte on that resource without other traffic.
@@ -88,9 +91,9 @@ class CollectiveStage:
         rounds: number of consecutive rounds; the program has to poll once per round.
         sharers: number of ranks whose wire_bytes pass through the same card when all groups of this kind communicate at once; 1
             within a node.
-        unattended_bytes: share of wire_bytes that moves between two polls of the rank; None: all bytes of a round.
+        unattended_bytes: number of bytes (of wire_bytes) that move between two polls of the rank; None: all bytes of a round.
         polls: number of polls that each round needs before its first byte moves.
-        yields: whether shorter messages of the rank to the same ranks overtake those of the stage.
+        yields: whether shorter messages of the rank to the same ranks overtake the messages of the stage.
     """
 
     between: bool
@@ -412,20 +415,20 @@ class MessageCosts:
         return self._working(self._whole(kind, self._sent(n_bytes)), read + write / self.placement.ranks)
 
     def selection_seconds(self, elements: float) -> float:
-        """Return the seconds of a core to select the largest of `elements` elements of a part."""
+        """Return the time of a core to select the largest elements of a part of `elements` elements."""
         return self.memory_seconds(_SELECTION_BYTES * elements)
 
     def scatter_seconds(self, elements: float, compression: Compression) -> float:
-        """Return the seconds of a core to add the elements from all nodes to a part of `elements` elements."""
+        """Return the time of a core to add the elements from all nodes to a part of `elements` elements."""
         pairs = compression.nodes * compression.kept(round(elements))
         return self.memory_seconds(elements * self.item_bytes + _PAIR_BYTES * pairs)
 
     def choice_seconds(self, elements: float, compression: Compression) -> float:
-        """Return the seconds of selecting elements and adding those of all nodes."""
+        """Return the time of a core to select elements and to add the elements from all nodes."""
         return self.selection_seconds(elements) + self.scatter_seconds(elements, compression)
 
     def memory_seconds(self, n_bytes: float) -> float:
-        """Return the seconds of a core to read and write `n_bytes` bytes in total."""
+        """Return the time of a core to read and write `n_bytes` bytes in total."""
         rate = self.machine.rates.get(OperatorClass.MEMORY)
         return n_bytes / rate.bytes_per_second if rate is not None else 0.0
 
@@ -443,7 +446,7 @@ class MessageCosts:
     def _exchange(
         self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None
     ) -> tuple[CollectiveStage, ...]:
-        """Return the stages of sending rounded parts to their owners, who add them up."""
+        """Return the stages in which all ranks send rounded parts to their owners, which add them up."""
         exchanged = stages(self.machine, OperationKind.INPUTS, self._sent(n_bytes), placement or self.placement)
         return self._working(exchanged, work_bytes)
 
@@ -456,7 +459,7 @@ class MessageCosts:
         return (*within, *self._exchange(n_bytes / per_node, work_bytes / per_node, across))
 
     def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[CollectiveStage, ...]:
-        """Return the stages of a sum whose parts and results are sent rounded.
+        """Return the stages of an allreduce that sends both the parts and their sums rounded.
 
         Args:
             write: work of rounding the buffer once, in bytes.

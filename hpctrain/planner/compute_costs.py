@@ -27,8 +27,8 @@ class ComputeCosts(Protocol):
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
         """Return the seconds of an operator's phase (FORWARD, PARAMETERS, INPUT, RECOMPUTE, COPY); 0 for BEGIN and FREE.
 
-        The time of a move is that of packing and unpacking only, in the phase in which the move ends; `move_traffic` has the
-        shares.
+        A move takes only the time of packing, copying and unpacking, and all of it counts in the phase that ends the move.
+        `move_traffic` divides it into these parts.
 
         Args:
             step: planned operator.
@@ -39,15 +39,15 @@ class ComputeCosts(Protocol):
         ...
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the seconds of computing a whole weight gradient from exchanged inputs and errors."""
+        """Return the seconds to compute a whole weight gradient from exchanged inputs and errors."""
         ...
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of the optimiser's update of `elements` elements, including the check that they are finite."""
+        """Return the seconds of the optimiser's update of `elements` elements, including the check for non-finite values."""
         ...
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of a step other than operators and updates: input copy, loss, sums, and the program's own work."""
+        """Return the seconds of a step outside operators and updates: input copy, loss, sums, and the program's own work."""
         ...
 
     def measured_share(self) -> float:
@@ -81,16 +81,16 @@ class RateCosts:
         return self._call_seconds(work)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the seconds of the product from its operations and bytes."""
+        """Return the seconds of the product, computed from its operations and bytes."""
         return self._call_seconds(OperatorWork(OperatorClass.PRODUCT, product.flops, product.bytes(self._item_bytes)))
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update of `elements` elements with momentum, including the check that they are finite."""
+        """Return the seconds of an update of `elements` elements with momentum, including the check for non-finite values."""
         rate = self._rates[OperatorClass.MEMORY]
         return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of the copy of the input and of a fixed number of calls; calls of operators count in `seconds`."""
+        """Return the seconds to copy the input and to make a fixed number of calls. `seconds` includes the calls of operators."""
         rate = self._rates[OperatorClass.MEMORY]
         return _CALLS_OF_A_STEP * rate.call_seconds + 2 * input_bytes / rate.bytes_per_second
 
@@ -125,7 +125,7 @@ def product_key(product: FactorProduct) -> OperatorKey:
 
 
 def update_key(elements: int) -> OperatorKey:
-    """Return the key of the update of `elements` parameters, including the check that they are finite."""
+    """Return the key of the update of `elements` parameters, including the check for non-finite values."""
     return OperatorKey("update", (elements, 1, 1))
 
 
@@ -153,14 +153,14 @@ class MeasuredCosts(_CountedCosts):
         self._times, self._rates, self._speed = times, rates, speed
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return the measured or interpolated seconds, or those from rates; 0 if the action does no work."""
+        """Return the measured or interpolated seconds; without either, the seconds from rates. 0 if the action does no work."""
         by_rate = self._rates.seconds(step, action, memory)
         if action in (Action.BEGIN, Action.FREE):
             return 0.0
         return self._either(self._times.seconds(operator_key(step, action, memory)), by_rate)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the measured or interpolated seconds, or those from rates."""
+        """Return the measured or interpolated seconds; without either, the seconds from rates."""
         return self._either(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
 
     def update_seconds(self, elements: int) -> float:
@@ -170,9 +170,9 @@ class MeasuredCosts(_CountedCosts):
         return self._either(self._scaled(update_key(elements)), self._rates.update_seconds(elements))
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of a step other than operators and updates.
+        """Return the seconds of a step outside operators and updates.
 
-        The copy of the input has the nearest measured rate; the rest takes as long as in the measured step with the nearest
+        The copy of the input has the nearest measured rate. The rest takes as long as in the measured step with the nearest
         number of operators.
         """
         copy = self._scaled(input_key(input_bytes)) if input_bytes else 0.0
@@ -266,7 +266,10 @@ class SampledCosts(_CountedCosts):
         self._usual_factor = sampled_sum / planned_sum if planned_sum > 0 else 1.0
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return the sampled seconds, scaled to the size; without a sample, the other costs times the mean ratio of samples."""
+        """Return the sampled seconds, scaled to the operator's size.
+
+        Without a sample of the operator, return the other costs times the mean ratio of sampled times to other costs.
+        """
         by_cost = self._costs.seconds(step, action, memory)
         factor = self._factors.get((action, step.name))
         return self._counted(by_cost * (self._usual_factor if factor is None else factor), measured=factor is not None)
@@ -302,7 +305,7 @@ def _waits(step: PlannedStep) -> bool:
 
 
 def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClass, OperatorRate]:
-    """Return the rates of a rank's sampled operators, which scale times between sizes if nothing better is known.
+    """Return the rates of a rank's sampled operators, to scale times between sizes if no better rates are known.
 
     A class without operators gets the rate of all operators together.
 
@@ -321,7 +324,7 @@ def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClas
 
 
 def _rate(works: list[tuple[OperatorWork, float]], call_seconds: float) -> OperatorRate:
-    """Return an operator class's rates: those of the operators with the largest numbers of operations and bytes.
+    """Return the rates of an operator class, from the operators with the largest numbers of operations and of bytes.
 
     The call overhead matters least in these operators.
     """

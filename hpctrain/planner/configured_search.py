@@ -1,9 +1,9 @@
 """Search and simulate for a configuration: costs, the search for grid, plan and averager, and simulated scaling.
 
-Costs of computation are measured times if there are any, otherwise they follow from the rates of the machine. The best candidate
-becomes keys of a configuration, with which `train` runs it. A scaling study simulates one step on several numbers of ranks and
-needs neither MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) for
-weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling (a constant batch of all ranks).
+Costs of computation are measured times if there are any; otherwise, they follow from the rates of the machine. The search returns
+the best candidate as keys of a configuration that `train` runs. A scaling study simulates one step on several numbers of ranks
+and needs neither MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R)
+for weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling (a constant batch of all ranks).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from hpctrain.trace.chrome import ChromeTrace
 def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -> ComputeCosts:
     """Return the costs of a job's operators.
 
-    They are measured times from the user's cache if the machine is this one, otherwise they follow from its rates.
+    The costs are measured times from the user's cache if the machine is this one. Otherwise, they follow from the machine's
+    rates.
 
     Args:
         machine: the machine, not scaled.
@@ -52,7 +53,7 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
 
 
 def is_here(machine: Machine) -> bool:
-    """Return whether the machine's rates were measured on a processor of this model, so that times from this machine apply."""
+    """Return whether the machine's rates were measured on a processor of this model, so that times measured here apply."""
     sources = [source for key, source in machine.sources.items() if key.startswith("rates")]
     return any(source.startswith("measured") and processor_model() in source for source in sources)
 
@@ -69,7 +70,7 @@ def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """Search for a configuration.
+    """Inputs of a search for a configuration.
 
     Attributes:
         config: configuration.
@@ -92,10 +93,12 @@ class SearchTask:
 
 @dataclass(frozen=True)
 class PlannedSearch:
-    """Search with its result.
+    """Search and its result.
 
     Attributes:
+        task: inputs of the search.
         planned: the job on an arbitrary possible grid.
+        result: simulated candidates.
     """
 
     task: SearchTask
@@ -104,7 +107,7 @@ class PlannedSearch:
 
 
 def on_any_grid(task: SearchTask) -> PlannedRun:
-    """Return the job on any grid on which it can be planned, with default values in the searched sections.
+    """Return the job on the first possible grid, with default values in the searched sections.
 
     Raises:
         HpctrainError: configuration and data do not agree.
@@ -133,7 +136,7 @@ def with_best(task: SearchTask) -> Config:
     """Return the configuration with its open sections (auto) filled in by a search; unchanged if it has none.
 
     Raises:
-        ConfigError: `run_search` raises it.
+        ConfigError: the search fails, see `run_search`.
     """
     return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
 
@@ -148,7 +151,7 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
         classes: number of classes, see `prepare`.
 
     Raises:
-        ConfigError: a section is left open, and ranks or a machine are missing; or no plan fits.
+        ConfigError: a section is auto, but the number of ranks or the machine is unknown, or no plan fits.
     """
     if not config.automatic:
         return config
@@ -233,7 +236,7 @@ class SimulatedStudy:
     Attributes:
         configs: configuration of each averager, by label.
         ranks: numbers of ranks.
-        mode: "weak" or "strong"; if weak, the configured batch is that of each rank, as in `bench scaling`.
+        mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank, as in `bench scaling`.
         machine: the machine, not scaled.
         factors: keyword arguments of `Machine.scaled`.
         options: options of the simulation.
@@ -391,7 +394,7 @@ def save_figure(path: Path, figure: Any) -> Path:
 
 
 def _draw(axes: Any, points: Sequence[SimulatedPoint], value: Callable[[SimulatedPoint], float], style: str, suffix: str) -> None:
-    """Draw a line for each averager, in the same colour in all styles. Omit zeros, because the axis is logarithmic."""
+    """Draw a line for each averager, with one colour per averager. Omit zeros, because the axis is logarithmic."""
     for number, (name, line) in enumerate(by_averager(points).items()):
         numbers = [point.ranks for point in line], [value(point) or float("nan") for point in line]
         axes.plot(*numbers, style, color=f"C{number}", markersize=4, label=f"{name}{suffix}")

@@ -33,7 +33,10 @@ from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, lower_boun
 
 
 def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:
-    """Return (default, pattern -> use) of a `ParallelPlan` with these uses by dotted name: few patterns, general ones first."""
+    """Return (default, pattern -> use) of a `ParallelPlan` that assigns each layer, by dotted name, its use.
+
+    The patterns are few; general ones come first.
+    """
     default = _most_frequent(list(uses.values()))
     rules: dict[str, Parallelism] = {}
     _add(rules, uses, list(uses), (), default)
@@ -54,7 +57,7 @@ def _add(
         uses: use of each layer, by dotted name.
         names: names of layers.
         prefix: leading parts of the names.
-        inherited: use of the layers by the rules so far.
+        inherited: use that the rules so far assign to these layers.
     """
     children: dict[str, list[str]] = {}
     for name in names:
@@ -159,7 +162,7 @@ class GridEstimates:
 
         Args:
             choice: averager.
-            incumbent_seconds: step time of a known candidate; uses whose bound is far above it are left out.
+            incumbent_seconds: step time of a known candidate; uses with a bound far above it are omitted.
         """
         limit = self._machine.memory_bytes
         for with_memory in (False, True):
@@ -171,7 +174,7 @@ class GridEstimates:
         return sorted(fitting, key=lambda estimate: estimate.seconds)[:_ALTERNATIVES]
 
     def _promising(self, choice: AveragerChoice, paths: Sequence[ShortestPath[SegmentUse]]) -> Sequence[ShortestPath[SegmentUse]]:
-        """Return the fastest paths; if their memory is known, only those that fit."""
+        """Return the few fastest paths; paths that are known not to fit in memory come last."""
 
         def seconds(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
             too_large = len(path.costs) == 3 and path.costs[2] > self._machine.memory_bytes
@@ -247,7 +250,7 @@ class GridEstimates:
         return cost.seconds + seconds.program, seconds.wire, memory
 
     def _base_seconds(self) -> float:
-        """Return the seconds of a step other than operators and averaging."""
+        """Return the seconds of a step outside operators and averaging."""
         graph = self._prices.graph
         return self._costs.step_seconds(graph.tensors[0].bytes // self._grid.rows, len(graph.nodes))
 
@@ -264,7 +267,7 @@ class GridEstimates:
 
 
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
-    """Return a plan with this grid and the options of the fixed plan, if there is one and the grid splits layers."""
+    """Return a plan with this grid. If the grid splits layers and there is a fixed plan, it has the options of the fixed plan."""
     rows, cols = shape
     if rows == 1 or space.fixed_plan is None:
         return ParallelPlan(rows, cols)

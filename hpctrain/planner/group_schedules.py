@@ -224,7 +224,7 @@ class _Kind:
     intervals: tuple[Interval | None, ...]
 
     def layouts(self, job: Job) -> dict[str, GroupLayout]:
-        """Return the parameter groups of such a rank, by name."""
+        """Return the parameter groups of a rank of this kind, by name."""
         members: dict[str, dict[str, ParameterSpec]] = {}
         for name, spec in job.trained_specs.items():
             shard = self.shards.get(name)
@@ -253,7 +253,10 @@ def _kinds(job: Job, plan: ParallelPlan) -> list[_Kind]:
 def _places(
     group: str, plan: ParallelPlan, split_ranks: Sequence[int], ranks_per_node: int | None
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (split ranks, node of each rank of their group). Nodes contain consecutive ranks and are numbered in their order."""
+    """Yield (split ranks, node of each rank of their group) for each placement of the group.
+
+    Nodes contain consecutive ranks and are numbered in the order of the group's ranks.
+    """
     per_node = ranks_per_node or plan.rows * plan.cols
     if group == ALL:
         yield tuple(range(plan.rows)), tuple(position // per_node for position in range(plan.rows * plan.cols))

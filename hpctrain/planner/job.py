@@ -29,7 +29,8 @@ class PlannedJob:
         image_shape: (H, W, C).
         batch: samples of a step over all ranks.
         norms_needed: norms that the optimiser needs, for LARS and clipping.
-        strategy: function from (name, options, group) to the averaging strategy; raises ConfigError if they do not fit.
+        strategy: function from (name, options, group) to the averaging strategy; raises ConfigError if the strategy cannot use
+            the options or the group.
         momentum: momentum of the optimiser; 0 without momentum.
         state_arrays: number of elements of optimiser state and of averaged weights, per parameter element.
     """

@@ -2,8 +2,8 @@
 
 A segment is a part of a graph whose layers have the same use. A chain is cut before each layer with weights; the following layers
 without weights (batch norm, ReLU, pooling) belong to its segment. A residual block is one segment, because a cut needs a point
-with a single tensor. Layouts follow the sharding rules. Operators are priced at the blocks of one rank; with three or more ranks,
-of one that has two neighbours. Neither a plan is compiled nor a schedule made, so pricing a segment takes milliseconds.
+with a single tensor. Layouts follow the sharding rules. Operators are priced on the blocks of one rank. With three or more ranks,
+this rank has two neighbours. No plan is compiled and no schedule is made, so pricing a segment takes milliseconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NetworkSegment:
     output: int
 
     def nodes(self, graph: Graph) -> tuple[Node, ...]:
-        """Return the nodes in `graph`, which is the segment's graph or that of the same model for another number of samples."""
+        """Return the nodes in `graph`, the segment's graph or a graph of the same model for another number of samples."""
         return graph.nodes[self.start : self.stop]
 
 
@@ -75,7 +75,7 @@ def _is_weighted(node: Node) -> bool:
 
 
 def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
-    """Yield the shortest ranges of nodes after which a single tensor is still needed."""
+    """Yield the shortest consecutive ranges of nodes such that the nodes after a range need only one earlier tensor."""
     last_reader: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
         for tensor in node.inputs:

@@ -21,7 +21,7 @@ from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.planner.machine import Link, LinkSegment
 
-#: bytes of a message in each direction; closer together near the sizes at which transports change their protocol
+#: message sizes in bytes per direction; denser near the sizes at which transports change their protocol
 SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 20, 4 << 20, 8 << 20)
 _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
@@ -33,9 +33,9 @@ _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# In a step, the data of a message were written some layers ago and are in no cache: write this many bytes before a message.
+# Number of bytes to write before a message, which evicts its data from all caches. In a step, they were written layers before.
 _CACHE_BYTES = 128 << 20
-# A message that takes longer is measured fewer times.
+# Messages that take longer are repeated fewer times.
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
 # If a message takes longer, larger sizes are not measured.
 _MOST_MESSAGE_SECONDS = 0.3
@@ -48,7 +48,7 @@ class MessagePoint:
 
     Attributes:
         n_bytes: bytes of the message in each direction.
-        seconds: time after a pause.
+        seconds: time of one operation after a pause.
         next_seconds: additional time of a second operation posted at the same time.
         polls: number of polls until completion, with `gap_seconds` of computation between them; 0 if not measured.
         gap_seconds: seconds of computation between two polls.
@@ -258,7 +258,8 @@ _CHUNKED_POLLS = 7
 # Largest share by which a second message of the largest size may take longer than the first, because a pause saves time. The
 # share is larger for smaller messages.
 _LONGER = 0.1
-# Messages of at least this share of the largest size are large; their rate follows from pairs of sizes this far apart.
+# Messages of at least the first share of the largest size are large. Their rate follows from pairs of sizes that differ by at
+# least the second share of the largest size.
 _LARGE, _APART = 0.25, 0.5
 # A burst is a little larger than measured, because its bytes take time as well.
 _COVERED = 1.25
@@ -290,7 +291,7 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
 def burst(points: Sequence[MessagePoint]) -> int:
     """Return the bytes that pass at once after a pause, compared with the rate of large messages; 0 if none do.
 
-    It is the maximum over the points, because other work on the machine only reduces them.
+    The result is the maximum over the points, because other work on the machine can only make a burst seem smaller.
     """
     beta = _large_beta(points)
     most = 0.0

@@ -13,7 +13,7 @@ class OperatorClass(StrEnum):
 
     CONVOLUTION = "convolution"
     PRODUCT = "product"  # linear layers
-    MEMORY = "memory"  # batch norm, ReLU, pooling, additions, copies, updates: bound by bytes
+    MEMORY = "memory"  # memory-bound: batch norm, ReLU, pooling, additions, copies, updates
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def source_of(machine: Machine, key: str) -> str:
 
 
 class _Reader:
-    """Separation of values and sources.
+    """Reader that separates the values of a machine file from their sources.
 
     Attributes:
         sources: source of each number, by dotted key.
@@ -285,7 +285,7 @@ def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _schema_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the section of the schema at a path; None if there is none. Items of a list have the type of their list."""
+    """Return the section of the schema at a path; None if there is none. An index into a list leads to the type of its items."""
     kind: Any = MachineFields
     for key in path:
         if isinstance(key, int):

@@ -1,7 +1,7 @@
-"""Measure for plans: a machine, with the ranks of a job, and times of operators, with ranks or separate processes.
+"""Measure a machine with the ranks of a job, and operator times with ranks or separate processes, as inputs of plans.
 
 `run_calibration` is the job of `hpctrain calibrate`. A job that chooses its plan at the start measures its whole machine. Other
-jobs measure only their links, within two seconds, for the prediction at their end. Times of operators are read from the user's
+jobs measure only their links, in about two seconds, for the prediction at their end. Times of operators are read from the user's
 cache. Missing times are measured by as many processes at once as a node has ranks, so that caches, memory and cores are as busy
 as in a step. The processes of `plan search --measure` synchronise by barriers and need no MPI.
 """
@@ -96,7 +96,10 @@ def measured(
 
 
 def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float) -> Machine:
-    """Measure links with a few message sizes in two seconds, using known rates. Collective; return the same on every rank."""
+    """Measure only the links, in about two seconds, and take the rates from `rates`.
+
+    Large messages are omitted if the time does not suffice. Collective over `world`; return the same machine on every rank.
+    """
     return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
 
 
@@ -144,7 +147,7 @@ def measured_times(
     )
     candidates = list(_likely(job, space, world.size))
     left = budget_seconds
-    for some in (candidates[:1], candidates[1:]):  # first the one with which the choice is always compared
+    for some in (candidates[:1], candidates[1:]):  # first the candidate with which every choice is compared
         coverage = ensure_measured(
             job,
             some,
@@ -183,7 +186,7 @@ _PATIENCE_SECONDS = 600.0  # maximum wait for other processes, which may have fa
 
 @dataclass(frozen=True)
 class _Work:
-    """Work of each process, as an object that can be pickled."""
+    """Inputs of each measuring process; the object can be pickled."""
 
     task: SearchTask
     candidates: tuple[Candidate, ...]

@@ -71,8 +71,8 @@ def operator_key(step: PlannedStep, action: Action, memory: StepMemory | None = 
 def _use_of_memory(step: PlannedStep, memory: StepMemory | None) -> str:
     """Return the operator's use of memory as letters.
 
-    One letter per input gradient: written (w), added to (a), summed by the program (s), not requested (-). i: the output is in
-    place; c: the gradient is copied.
+    There is one letter per input gradient: written (w), added to (a), summed by the program (s), or not requested (-). The letter
+    i follows if the output is in place, and c if the gradient is copied.
     """
     if memory is None:
         return "w" * len(step.inputs)
@@ -142,7 +142,7 @@ def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 class OperatorTimes:
-    """Seconds of operators' phases in one setting.
+    """Times of operators' phases in one setting, in seconds.
 
     Args:
         setting: setting in which the times are valid.
@@ -166,7 +166,7 @@ class OperatorTimes:
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def take_faster(self, others: OperatorTimes) -> None:
-        """Adopt the times of another measurement that are smaller than those stored here, because they were disturbed less."""
+        """Store the times of another measurement. Of two times with the same key, keep the smaller, less disturbed one."""
         for key, seconds in others._exact.items():
             self.put(key, min(seconds, self._exact.get(key, seconds)))
 
@@ -177,7 +177,7 @@ class OperatorTimes:
     def seconds(self, key: OperatorKey) -> float | None:
         """Return the measured time, or one derived from operators that differ in one extent; None if unknown.
 
-        Differences in N are tried before those in H, and those in H before those in W.
+        Operators that differ in N are tried first, then operators that differ in H, then operators that differ in W.
         """
         if key in self._exact:
             return self._exact[key]
@@ -202,7 +202,9 @@ class OperatorTimes:
         return min(points, key=lambda point: abs(point[0] - key.extents[0]), default=None)
 
     def save(self) -> None:
-        """Write the file, merged with times that other processes have stored since it was read. One process at a time.
+        """Write the file, merged with times that other processes have stored since it was read.
+
+        Only one process may save at a time.
 
         Raises:
             OSError: the file cannot be written.

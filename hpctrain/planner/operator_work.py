@@ -1,8 +1,8 @@
 """Count the work of an operator's phase: floating-point operations, and bytes of memory read and written.
 
-There are three kinds of work: kernels (`work_of`); moves between layouts, which pack, copy and unpack (`move_traffic`); and
-products of exchanged inputs and errors, with which its owners compute a linear layer's weight gradient over all samples
-(`FactorProduct`).
+There are three kinds of work: kernels (`work_of`), moves between layouts, which pack, copy and unpack (`move_traffic`), and
+products of exchanged inputs and errors (`FactorProduct`). With such a product, the owners of a linear layer's weight compute its
+gradient over all samples.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class FactorProduct:
-    """The product x^T dy of x (samples, inputs) and dy (samples, outputs)."""
+    """Product x^T dy of the inputs x (samples, inputs) and the errors dy (samples, outputs) of a linear layer."""
 
     samples: int
     inputs: int
@@ -235,9 +235,10 @@ def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory |
 
 
 def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
-    """Return the bytes of the phase that computes input gradients.
+    """Return the bytes read and written by the phase that computes input gradients.
 
-    It reads the output's gradient and the values that backward needs. It writes gradients, or reads and writes them if it adds.
+    The phase reads the output's gradient and the values that backward needs. It writes each requested gradient, and also reads a
+    gradient to which it adds.
     """
     operator = step.operator
     n_bytes = operator.output.bytes + _parameter_bytes(step, spec)
@@ -259,7 +260,10 @@ def _requested(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]
 
 
 def _parameter_bytes(step: PlannedStep, spec: Spec | None) -> int:
-    """Return the bytes of the parameters (at least float32), computed from the spec because steps contain only their names."""
+    """Return the bytes of the parameters, at 4 bytes per element or more.
+
+    The sizes come from the spec, because steps contain only the parameters' names.
+    """
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     size = 0
     if isinstance(inner, Conv2dSpec | LinearSpec):

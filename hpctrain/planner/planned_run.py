@@ -97,7 +97,9 @@ def _job(
 
 
 def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
-    """Return the number of elements that an optimiser keeps per parameter element; binds it to a parameter of one element.
+    """Return the number of elements that an optimiser keeps per parameter element.
+
+    The function binds the optimiser to a parameter with one element.
 
     Args:
         averages: whether an average of the weights is kept as well.
@@ -241,7 +243,7 @@ def description(task: PlannedRun) -> PlanReport:
 
 
 def micro_counts(task: PlannedRun) -> tuple[int, ...]:
-    """Return the samples of the first and largest micro-batch, by position."""
+    """Return the samples of each position in the first micro-batch, which is the largest."""
     parts = task.config.micro_batches
     return tuple(-(-count // parts) for count in task.counts)
 
@@ -280,8 +282,8 @@ class PlannedPinnedMemory:
     """Pinned memory in bytes, by position; None if only a run can determine it.
 
     Attributes:
-        messages: mirrors of messages between devices. None with several nodes of several ranks, split layers, exchanged inputs
-            and errors, averagers whose messages vary (lazy and sparse), or a transport other than staged.
+        messages: mirrors of messages between devices. None for several nodes of several ranks, split layers, exchanged inputs and
+            errors, averagers whose messages vary (lazy and sparse), and transports other than staged.
         images: batches of stored pixels. None if the data files do not exist yet.
     """
 

@@ -111,7 +111,7 @@ class ProgramTimes:
     Attributes:
         actions: time by (action, position in the plan); an exchange that begins early counts in the phase in which it ends.
         input: time to copy the images.
-        update: time to update all parameters, including the check that they are finite.
+        update: time to update all parameters, including the check for non-finite values.
         others: time of loss, sums and statistics.
         step: time of a whole step without a clock between actions; 0 if not measured.
     """
@@ -204,7 +204,7 @@ class TimedProgram:
 
         Args:
             before: callback before each step: a barrier if several ranks measure at the same time.
-            wholes: whether the same number of steps also runs without that clock, alternating with the others.
+            wholes: whether each of these steps is followed by a step without a clock between actions, for `ProgramTimes.step`.
         """
         laps, whole_seconds = [], []
         for number in range(-_WARM_UP, steps):
@@ -271,9 +271,9 @@ class TimedProgram:
 def typical(laps: np.ndarray) -> np.ndarray:
     """Return the seconds of each lap (L,) in an undisturbed step, estimated from several steps (steps, L).
 
-    They add up to the duration of the fastest step. Other work on the machine only lengthens steps, by half and more for seconds
-    at a time, so the minimum is reproducible. The sum of the minima of all laps would be too small, because most steps are
-    disturbed in some lap.
+    The laps add up to the duration of the fastest step. Other work on the machine only lengthens steps, by half and more for
+    seconds at a time, so the minimum is reproducible. The sum of the minima of all laps would be too small, because most steps
+    are disturbed in some lap.
     """
     medians: np.ndarray = np.median(laps, axis=0)
     total = float(medians.sum())
@@ -317,7 +317,8 @@ class RankProgram:
         shards: the rank's parts of split parameters.
         split_ranks: number of ranks in its split group.
         data_ranks: number of ranks in its data group.
-        exchanged_samples: number of samples whose inputs and errors the rank may multiply to gradients; 0: none are exchanged.
+        exchanged_samples: number of samples in the products that compute weight gradients from exchanged inputs and errors; 0:
+            there are no such products.
     """
 
     graph: Graph
@@ -415,7 +416,7 @@ def ensure_measured(
         budget_seconds: time budget; no program starts after it.
         memory_bytes: memory of this rank; programs that need more are omitted.
         before: callback before each step: a barrier.
-        agree: function that returns the same decision on all ranks: whether to continue.
+        agree: function from this rank's decision to continue to the common decision of all ranks.
     """
     begin, done, left = time.perf_counter(), 0, 0
     for program in _most_unknown_first(job, candidates, times):

@@ -187,7 +187,7 @@ class _PassTasks:
         self._compute(step, Action.INPUT, self._seconds(k, Action.INPUT))
 
     def _announced(self, kind: EventKind, names: Sequence[str]) -> list[Task]:
-        """Return the announcements for parameters of which this rank holds a part."""
+        """Return the announcements of those parameters that this rank holds at least in part."""
         return [Happens(self._facts.groups[name], LocalEventKey(kind, name)) for name in names if self._facts.sizes[name]]
 
     # -- moves within the split group ------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class _PassTasks:
         return factors and any(name in self._facts.exchanging for name in self._parameters(step))
 
     def _pack(self, k: int, kind: EventKind, elements: int) -> None:
-        """Add the copy of inputs or errors to the send buffer."""
+        """Add the copy of inputs or errors to the send buffer, and the event that the copy is complete."""
         weight = self._facts.exchanging[self._parameters(self._plan.steps[k])[0]]
         seconds = _COPY_OF_UPDATE * self._costs.update_seconds(elements)
         self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))

@@ -1,8 +1,8 @@
 """Search the grid, plan, averager and micro-batches with the shortest step that fit in a machine's memory.
 
 The search computes lower bounds of all candidates (see `estimates`). It simulates the best few of them, and pure data parallelism
-with each averager. It then exchanges averagers and plans among the best candidates, and ranks all by their simulated steps. Each
-result states why it is slower than the previous one.
+with each averager. It then combines the best plan with all averagers and the best averager with other good plans. All simulated
+candidates are ranked by their step times. Each result states why it is slower than the previous one.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class SearchChoice:
 
     Attributes:
         candidate: the candidate.
-        prediction: result of its simulation.
-        why: sentence with the reason why it is slower than the previous candidate; empty for the best.
-        fits: whether it fits in a rank's memory.
+        prediction: result of the simulation.
+        why: sentence with the reason why this candidate is slower than the previous one; empty for the best.
+        fits: whether the candidate fits in a rank's memory.
     """
 
     candidate: Candidate
@@ -147,7 +147,7 @@ def search(
                 results.append((one, predicted_by(job, one, machine, costs, space.options)))
             except (
                 HpctrainError
-            ) as error:  # this candidate alone fails: an averager that fits no split layers, a block without kernels
+            ) as error:  # only this candidate fails: its averager does not fit split layers, or a block has no kernel
                 refusals.append(error)
         return results
 
@@ -181,7 +181,7 @@ class _Bounds:
         """Return the best estimates of each grid and averager, lowest bounds first.
 
         Micro-batches are tried on the best grid, or on all grids if nothing fits without them. Larger split groups exchange more
-        and save less. If there are enough samples for a choice, the search therefore stops at a grid on which pure data
+        and save less. If grids without split layers are possible, the search therefore stops at a grid on which pure data
         parallelism is best, and after two consecutive grids that are each slower than the previous one.
         """
         first, *more = self._space.micro_batch_choices
@@ -226,7 +226,7 @@ class _Bounds:
         return [one.candidate for one in _distinct(sorted(of_averagers, key=lambda one: one.seconds))]
 
     def leanest(self) -> list[Candidate]:
-        """Return the candidates that need the least memory."""
+        """Return a few candidates that need the least memory, in ascending order of memory."""
         choice: AveragerChoice = self._space.averager_choices[0]
         lean = [
             self._grid(shape, micro_batches).leanest(choice)
@@ -264,7 +264,7 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
 
 
 def _variations_of_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
-    """Return the best plan with all averagers, and the best averager with the next best plans, without simulated candidates."""
+    """Return new candidates: the best plan with each averager, and the best averager with the next best plans."""
     ranked = _ranked(results, machine)
     best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
     wanted = [replace(best, averager=choice) for choice in space.averager_choices]
@@ -277,7 +277,7 @@ def _variations_of_best(results: list[tuple[Candidate, Prediction]], machine: Ma
 
 
 def _is_past_the_best(of_grids: list[Estimate]) -> bool:
-    """Return whether larger split groups cannot be faster.
+    """Return whether the search may stop, because larger split groups are not expected to be faster.
 
     Args:
         of_grids: best estimate of each grid so far, by size of the split groups.
@@ -291,8 +291,8 @@ def _is_past_the_best(of_grids: list[Estimate]) -> bool:
 def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return the estimates without duplicates.
 
-    Pure data parallelism is the same with and without split groups. If an averager's options have no effect, the bounds are
-    equal.
+    Pure data parallelism on a grid that splits layers is a duplicate if a grid without split groups was estimated. Candidates
+    that differ only in the options of their averager are duplicates if their bounds are equal.
     """
     estimates = list(estimates)
     with_one = any(one.candidate.plan.rows == 1 for one in estimates)

@@ -96,9 +96,9 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
 
 
 def open_grid(ranks: int, kernels: KernelSet) -> tuple[int, int] | None:
-    """Return None, which leaves the grid open; on devices, the grid without split layers.
+    """Return the grid to which a search is restricted: on devices, the grid without split layers; otherwise None.
 
-    On devices, split layers exchange through host memory, and the model does not contain the cost of that.
+    On devices, split layers exchange through host memory, and the predictions do not include the cost of these copies.
     """
     return None if kernels.arithmetic.on_host else (1, ranks)
 

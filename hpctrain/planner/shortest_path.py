@@ -1,9 +1,9 @@
-"""Find shortest paths through layers of states by several costs at once: all paths that no other path beats in every cost.
+"""Find Pareto-optimal shortest paths through layers of states, with several costs per edge.
 
-Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and that of the redistribution before it, which is a
-shortest path over (layer, choice). Here, a step takes the longer of the times of program and messages, so a single sum does not
-determine the best path. Any rule that increases with both costs selects a path that no other path beats in both. `lower_bound`
-bounds the costs of incomplete paths.
+Gholami et al., SPAA 2018, choose the parallelism of each layer by its cost and the cost of the redistribution before it, which is
+a shortest path over (layer, choice). Here, a step takes the longer of the times of program and messages, so a single sum does not
+determine the best path. Any rule that increases with both costs selects a Pareto-optimal path. `lower_bound` bounds the costs of
+incomplete paths.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def shortest_paths(
     hopeless: Callable[[int, Costs], bool] = lambda layer, costs: False,
     most: int = 64,
 ) -> tuple[ShortestPath[Choice], ...]:
-    """Return the paths that no other path beats in every cost, in ascending order of the costs.
+    """Return the Pareto-optimal paths, in ascending order of the costs.
 
-    The result is exact if no state is reached by more than `most` such paths. Otherwise, paths at equal distances in this order
-    are kept.
+    The result is exact if no state is reached by more than `most` Pareto-optimal partial paths. Otherwise, `most` of them are
+    kept, at equal distances in this order.
 
     Args:
         layers: number of layers.
@@ -94,7 +94,7 @@ Item = TypeVar("Item")
 
 
 def unbeaten(items: Sequence[Item], costs_of: Callable[[Item], Costs]) -> list[Item]:
-    """Return the items that no other item beats in every cost, in ascending order of costs; of equal items, the first."""
+    """Return the Pareto-optimal items in ascending order of costs; of items with equal costs, only the first."""
     best: list[Item] = []
     best_costs: list[Costs] = []
     in_order = sorted(((costs_of(item), number) for number, item in enumerate(items)))

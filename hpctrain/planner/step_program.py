@@ -1,8 +1,8 @@
 """Build the step of a job on all ranks as data, and predict its time, memory and bytes.
 
-Thousands of ranks form a few classes with equal steps. Their tasks follow the execution plans that a run compiles, the training
-step, and the averagers' schedules, which are settled with the times that a run would measure. The functions are pure: they need
-no ranks or arrays, and almost the same work for any number of ranks.
+Thousands of ranks form a few classes with equal steps. Their tasks follow from the execution plans that a run compiles, from the
+order of a training step, and from the averagers' schedules, which are ordered by the times that a run would measure. The
+functions are pure: they need no ranks or arrays, and their cost hardly depends on the number of ranks.
 
 `predict` is the entry point of searches, commands and runs: it simulates the program, and counts memory and bytes exactly.
 """
@@ -219,7 +219,11 @@ def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
 
 
 def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
-    """Return the elements of buffers for sums of owned parts, for exchanged inputs and errors, and for the owners' state."""
+    """Return the number of elements of the buffers for averaging.
+
+    The buffers hold the sums of owned parts, exchanged inputs and errors, selected elements, and the residuals or unrounded
+    parameters of the owners.
+    """
     total = 0
     rounded_parameters = schedule.rounding is not None and schedule.rounding.parameters != "float32"
     for k, piece in enumerate(schedule.slices):
@@ -240,11 +244,11 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # sizes of the buffers of `comm.l
 
 
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
-    """Return the seconds of computation from the beginning of a step to each event, without waits, as `StepClock` measures it.
+    """Return the seconds of computation from the beginning of a step to each event, without waits, as `StepClock` measures them.
 
     Args:
         group: key of the averaging.
-        layout: parameters of the group; those that are not announced are ready when backward ends.
+        layout: parameters of the group; parameters that are not announced are ready when backward ends.
     """
     now = 0.0
     names = {segment.parameter for segment in layout.segments if segment.size}
@@ -294,7 +298,7 @@ _NUMBER_BYTES = 8
 
 
 def step_program(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> StepProgram:
-    """Return one step of a job, with schedules settled by the times that a run would measure.
+    """Return one step of a job, with schedules ordered by the times that a run would measure.
 
     Raises:
         HpctrainError: an averager or a layer cannot run this job.
@@ -360,7 +364,10 @@ class _Builder:
         return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules).total
 
     def _averaged(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> AveragedGroup:
-        """Return a group with its schedule, reordered by the times that its ranks measure if a run would reorder it."""
+        """Return a group with its schedule.
+
+        If a run would reorder the schedule by the times that its ranks measure, the schedule is reordered by predicted times.
+        """
         of_group = self._strategies[key]
         placement = self._placements.of("all" if of_group.group == ALL else "data")
         strategy = of_group.strategy
@@ -381,7 +388,7 @@ class _Builder:
         )
 
     def _times(self, key: str, strategy: Strategy, tasks: Sequence[tuple[Task, ...]]) -> Times:
-        """Return the times of a typical rank of the group, as a run measures them."""
+        """Return the upper medians of the times over the ranks of the group, as a run computes them."""
         layout = strategy.group.layout
         names = tuple(segment.parameter for segment in layout.segments if segment.size)
         members = [number for number, alike in enumerate(self._classes) if key in alike.groups.values()]

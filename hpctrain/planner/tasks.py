@@ -44,7 +44,7 @@ class Happens:
 
 @dataclass(frozen=True)
 class NeedsParameters:
-    """Wait of a layer that reads parameters until the previous step has updated them. The rank performs their late updates."""
+    """Wait before a layer reads parameters, until the previous step has updated them. The rank performs their late updates."""
 
     group: str
     parameters: tuple[str, ...]
@@ -106,7 +106,7 @@ class EndBackward:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """Small message of a step: the rank waits for its previous message, then posts this one to all ranks."""
+    """Small message of a step: the rank waits for the message of the previous step, then posts this one to all ranks."""
 
     bytes: int
 
@@ -122,8 +122,8 @@ class GroupPlacement:
         ranks: number of ranks of the group.
         nodes: number of nodes with ranks of the group.
         per_node: maximum number of ranks of the group on one node.
-        alike: number of groups of this kind with ranks on the same node, including this group; they use its links at the same
-            time.
+        alike: number of groups of this kind with ranks on the same node, including this group; these groups use the node's links
+            at the same time.
     """
 
     ranks: int

@@ -220,7 +220,7 @@ class BestCheckpoint:
         entries = [StepEvaluation(**entry) for entry in meta.get(EVALUATIONS, ())]
         others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
         if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
-            self._reporter.say(f"the best checkpoint is chosen among those from here on, as {' and '.join(others)} changed")
+            self._reporter.say(f"the best checkpoint is chosen among new ones only, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}
         self._unsettled, self._unchecked_start = False, start
         if not evaluates:
@@ -247,7 +247,7 @@ class BestCheckpoint:
                 return
             del self._evaluations[best.step]
             what = f"the best checkpoint, of step {best.step} ({best.text(self._measure)} after epoch {best.epoch}),"
-            self._reporter.say(f"warning: {what} {lost}; the best of the others is kept")
+            self._reporter.say(f"warning: {what} {lost}; the best of the remaining checkpoints is kept")
 
     def _fault(self, step: int, start: Path) -> str | None:
         """Return why the checkpoint of a step cannot be used, as the end of a sentence; None if it can."""
@@ -558,7 +558,9 @@ class Rollback:
         epoch, step = target.epoch + 1, target.global_step
         record = {"epoch": epoch, "step": step, "from_step": from_step, "samples": target.samples, "order": number}
         self._reporter.record("rollback", {**record, "error": str(error)})
-        self._reporter.say(f"went back from step {from_step} to step {step}, and on in order {number}: {error}")
+        self._reporter.say(
+            f"went back from step {from_step} to step {step}, continuing with order {number} of the samples: {error}"
+        )
 
 
 def rollback(

@@ -1,4 +1,4 @@
-"""Traces of an attempt at a training in its output directory: checkpoints, and the flight records of its ranks."""
+"""Traces that an attempt at a training leaves in its output directory: checkpoints, and the flight records of its ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _MOST_RUNS = 8
 
 
 class RunTraces:
-    """Finds checkpoints and flight records written since the last call. Reads only file names and flight records.
+    """Finder of checkpoints and flight records written since the previous call of `look`.
+
+    Only file names and flight records are read.
 
     Args:
         output: output directory of the configuration.
         name: name of the run in the configuration.
-        supervisor: mark of the process that starts the attempts.
+        supervisor: identifier of the `hpctrain run` process that starts the attempts.
     """
 
     def __init__(self, output: Path, name: str, supervisor: str = "") -> None:
@@ -31,7 +33,7 @@ class RunTraces:
         self._jobs = {records[0].job for records in self._records()}
 
     def look(self) -> AttemptOutcome:
-        """Return the traces of the latest attempt."""
+        """Return what the latest attempt has left."""
         stored = list(self._checkpoints())
         written = [one for one in stored if self._seen.get(one.path) != one.version]
         self._seen = {one.path: one.version for one in stored}
@@ -52,7 +54,10 @@ class RunTraces:
             yield from stored_checkpoints(run.checkpoints)
 
     def _own_runs(self) -> Iterator[RunDirectory]:
-        """Yield the runs with this name, newest first, except those last written to by another job."""
+        """Yield the runs with this name, newest first.
+
+        A run is omitted if another supervisor started its last owner, or if its last owner has no supervisor and may be alive.
+        """
         for run in runs(self._output, self._name):
             last = next(reversed(owners(run.path)), None)
             if last is None or last.supervisor == self._supervisor or (not last.supervisor and not living_owner(run.path)):

@@ -19,11 +19,11 @@ ABSENT = "-"
 
 @dataclass(frozen=True)
 class ComparedSetting:
-    """One key in several runs.
+    """Values of one key of the configuration or of the versions in several runs.
 
     Attributes:
         key: dotted key.
-        values: value of the key in each run.
+        values: value of the key in each run; `ABSENT` if the run lacks the key.
     """
 
     key: str
@@ -118,7 +118,7 @@ def compared(paths: Sequence[Path]) -> Comparison:
     """Compare runs.
 
     Raises:
-        CheckpointError, DataError: as `read_runs`.
+        CheckpointError, DataError: see `read_runs`.
     """
     records = read_runs(paths)
     return Comparison(
@@ -205,7 +205,7 @@ def _narrowed(by_hashes: SameBits | None, by_checkpoints: SameBits) -> SameBits:
 
 
 def _parting(run: int, common: Sequence[tuple[int, Path, Path]]) -> SameBits:
-    """Compare checkpoints, the latest step first, as far back as they differ.
+    """Compare checkpoints, starting at the latest step, back to the first equal pair.
 
     Raises:
         CheckpointError: a checkpoint cannot be read.

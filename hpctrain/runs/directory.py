@@ -1,18 +1,18 @@
 """Directory of one run: configuration, versions, metrics, and checkpoints.
 
-    <output>/<name>-<YYYYmmdd-HHMMSS>/      time of its start, in UTC
+    <output>/<name>-<YYYYmmdd-HHMMSS>/      start time in UTC
         run.json         proves that the directory is a run, and orders it among other runs (see `RunMarker`)
         config.yaml      resolved configuration of the latest start
         config-<step>.yaml      configuration until that step, if a resume changed it
         versions.json    versions of Python and of the packages that compute
-        git.json         revision of the directory that the run was started in; {} outside a repository
-        metrics.jsonl    one JSON object per line; a resume cuts it back to its checkpoint
-        hashes.jsonl     hashes of the state after some steps, if enabled; a resume cuts them back as well
+        git.json         revision of the repository from which the run was started; {} outside a repository
+        metrics.jsonl    one JSON object per line; a resume truncates it to the position of its checkpoint
+        hashes.jsonl     hashes of the state after some steps, if enabled; truncated like the metrics
         schedule-<group>.json   operations that the averager of a parameter group posts in a step, in order
         choice.json      automatic choice of grid, plan and averager, if the configuration leaves them open
         flight/          last operations of each rank
         owners/          previous owners of the run and the current one (see `runs.owner`)
-        flight-directory      path of the flight records, if they are elsewhere
+        flight-directory      path of the flight records, if they are stored in another directory
         machine.yaml     machine model measured for the automatic choice, if the configuration names none
         checkpoints/
             best.json    checkpoint with the best evaluation, for users and commands (see `BestRecord`)
@@ -59,7 +59,7 @@ _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
-# Size limit of the file with a path, in bytes: above the longest path of any file system.
+# Size limit in bytes of the file that contains a path, above the longest path of any file system.
 _LONGEST_PATH = 1 << 14
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_BYTES_OF_SMALL = 1 << 20
@@ -129,7 +129,7 @@ class RunDirectory:
         versions: Mapping[str, str],
         git: Mapping[str, object],
     ) -> RunDirectory:
-        """Create a directory below `output`, named after the time in UTC. One rank only.
+        """Create a run directory in `output`, named after the run and the time in UTC. Call it on one rank only.
 
         Every call creates a different directory.
 
@@ -256,10 +256,10 @@ class RunDirectory:
     def follow_config(self, config: str, step: int, earlier: str) -> None:
         """Make `config` the run's configuration from `step` on. Keep the previous one, `earlier`, next to it if it differs.
 
-        Configurations of later steps are removed, as are their metrics. Files that no run wrote are kept.
+        Configurations that were stored at this step or later are removed. Files that no run wrote are kept.
 
         Raises:
-            CheckpointError: the directory cannot be written; the configuration is unchanged.
+            CheckpointError: the directory cannot be written.
         """
         dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
         gone = {path for match, path in dated if match and int(match[1]) >= step and _is_run_config(path)}
@@ -299,7 +299,7 @@ class RunDirectory:
         """Return the records of all complete lines, without an incomplete last line.
 
         Raises:
-            DataError: another line is not a JSON object, or the file is not a regular one.
+            DataError: another line is not a JSON object, or the path is not a regular file.
         """
         if not self.metrics_path.exists():
             return []
@@ -355,7 +355,9 @@ def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
 
 
 def flight_directory(run: Path) -> Path:
-    """Return the directory of a run's flight records: the recorded one, its subdirectory `flight`, or `run` itself.
+    """Return the directory of a run's flight records: the recorded one, by default its subdirectory `flight`.
+
+    If this directory does not exist, return `run` itself.
 
     Raises:
         DataError: the file with the path of the directory is damaged.
@@ -415,7 +417,7 @@ def _make_unique(output: Path, stem: str) -> Path:
 
 
 def _is_run_config(path: Path) -> bool:
-    """Return whether a run wrote this configuration: it has the exact form of a dump, with the key `output`."""
+    """Return whether a run wrote this file: it contains the key `output`, in exactly the form in which a run dumps YAML."""
     try:
         text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_CONFIG_BYTES else ""
         content = yaml.safe_load(text)
@@ -481,7 +483,7 @@ def _has_config(run: RunDirectory, config: str) -> bool:
 def _name_in(path: Path) -> str | None:
     """Return the name in a run's configuration; None if it cannot be read.
 
-    Only this line is parsed, because there may be many runs.
+    Only the line with the name is parsed, because there may be many runs.
     """
     try:
         line = _NAME.search(read_text(path, TEXT_BYTES))
@@ -566,7 +568,7 @@ def read_best(directory: Path) -> BestRecord | None:
         return BestRecord(**(json_object(read_bytes(path, _LARGEST_BYTES)) or {}))
     except (DataError, OSError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is not a record of a best checkpoint ({error}); delete it, and the run writes it again when it continues."
+            f"{path} is not a record of a best checkpoint ({error}); delete the file; the run writes it again when it resumes."
         ) from error
 
 
@@ -583,13 +585,13 @@ def find_best(output: Path, name: str) -> Path:
         path = run.checkpoints / best.checkpoint
         if not path.exists():
             raise CheckpointError(
-                f"The best checkpoint of the run {run.path}, {best.checkpoint} ({best}), does not exist any more; "
+                f"The best checkpoint of the run {run.path}, {best.checkpoint} ({best}), no longer exists; "
                 f"give a checkpoint that `hpctrain checkpoint list {run.path}` shows."
             )
         return path
     raise CheckpointError(
-        f"No run of {name!r} in {output} has a best checkpoint, which needs checkpoint.best, and an evaluation and a "
-        f"checkpoint after the same step; give a checkpoint file, or auto for the newest."
+        f"No run of {name!r} in {output} has a best checkpoint, which requires checkpoint.best, and an evaluation and a "
+        f"checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint."
     )
 
 

@@ -125,7 +125,10 @@ def _json_object(path: Path) -> Mapping[str, object]:
 
 
 def order_of(path: Path) -> int:
-    """Return the position of a run in the order of runs. Without a marker, the time of its first record is used."""
+    """Return the position of a run in the order of runs.
+
+    Without a marker, use the time of the run's first record, or else the time in its name.
+    """
     marker = marker_of(path)
     if marker is not None:
         return marker.order
@@ -228,7 +231,7 @@ def owners(run: Path) -> list[Owner]:
 def living_owner(run: Path) -> Owner | None:
     """Return the latest owner of a run; None if it is known to have ended.
 
-    Does not wait for a sign of life, so that the owner may be dead.
+    The call does not wait for a sign of life, so the returned owner may be dead.
     """
     record = _latest(run)
     over = record is None or record.released or _process_lives(record) is False
@@ -286,7 +289,7 @@ class Contender:
         self._still_seconds = self._looked_at = 0.0
 
     def attempt(self) -> Ownership | None:
-        """Return the ownership; None if it is not known yet whether the current owner is alive. In that case call it again soon.
+        """Return the ownership; None if it is not known yet whether the current owner is alive. In this case, call again soon.
 
         Raises:
             RunOwnedError: another owner is alive.
@@ -327,7 +330,10 @@ class Contender:
         return self._watch(record)
 
     def _watch(self, record: _Record) -> str | None:
-        """Compare a record of another machine with its earlier state. Returns and raises as `_reason_ended`."""
+        """Compare a record from another machine with its text at the previous check.
+
+        Result and errors are those of `_reason_ended`.
+        """
         now, before = self._clock(), self._watched
         owner = record.owner
         if before is None or before.number != record.number:
@@ -414,7 +420,7 @@ class Ownership:
     def _write(self, line: dict[str, int]) -> None:
         """Overwrite the last line of the record in place.
 
-        The line is so short that readers see it whole, and overwriting it needs no new space.
+        The line is short enough that readers never see a part of it. Overwriting it needs no additional disk space.
         """
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
@@ -496,9 +502,10 @@ def _owner(number: int, values: dict[str, Any]) -> Owner:
 
 
 def _process_lives(record: _Record) -> bool | None:
-    """Return whether the owner's process is alive; None if this cannot be determined or is not decisive.
+    """Return whether the owner's process is alive; None if this is unknown or does not decide the ownership.
 
-    In a copy of a run the records name the owner of the original, which does not own the copy. There the records never change.
+    A copy of a run contains the records of the original's owner, which does not own the copy; these records never change. A dead
+    process does not decide the ownership if other ranks of its job continue the run.
     """
     owner = record.owner
     mark = None if owner is None else ProcessMark.parse(owner.mark)

@@ -97,7 +97,7 @@ class PatientRecords:
         self._bookkeeping.attempt(self._what, self._write)
 
     def close(self) -> None:
-        """Write the queued records for the last time, and log the number of lost ones. May be called twice."""
+        """Try once more to write the queued records, and log the number of lost ones. May be called twice."""
         if self._waiting:
             self._bookkeeping.attempt(self._what, self._write)
         lost = len(self._waiting) + self._dropped
@@ -143,13 +143,14 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
 
     Records without a step are kept, as are lines that no run has written. An incomplete last line is removed. Any other line that
     is not a JSON object is moved to `unreadable_path`, with a warning. The file on the disk is replaced atomically. One process
-    at a time.
+    at a time may call this.
 
     Args:
         epoch: epoch of the next step, counted from 0.
         step: number of steps done.
         evaluates: whether the position will be evaluated again.
-        goes_back: whether the run itself goes back to the position. Its records of earlier rollbacks are then kept.
+        goes_back: True: a running training rolls back to the position, and its records of earlier rollbacks are kept. False: a
+            run resumes there.
 
     Raises:
         CheckpointError: the file cannot be read or written; it is unchanged.
@@ -233,7 +234,7 @@ class HashRecord:
     Attributes:
         step: number of steps done.
         keys: keys of the tensors, as in a checkpoint, parameters first.
-        digests: concatenated hashes of the tensors, `DIGITS` each.
+        digests: concatenated hashes of the tensors, `DIGITS` hexadecimal digits each.
         whole: one hash of all tensors.
     """
 

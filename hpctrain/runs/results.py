@@ -138,9 +138,9 @@ UNKNOWN = "-"
 MOST_HOSTS = 2
 #: figures that are left out if no run has them
 _OPTIONAL = frozenset(
-    ("model", "data", "batch", "optimiser", "step", "waited in a step", "step, predicted", "memory of a GPU", "waited for data")
+    ("model", "data", "batch", "optimiser", "step", "waited per step", "predicted step", "GPU memory", "waited for data")
 )
-#: longest time between two records that counts as training; a longer one is a pause of the run
+#: maximum time between two records that counts as training; a longer time is a pause between jobs
 LONGEST_STEP_SECONDS = 600.0
 
 
@@ -158,16 +158,16 @@ class Summary:
         top1: top-1 accuracy of the latest evaluation.
         top5: top-5 accuracy of the latest evaluation.
         best_top1: highest top-1 accuracy of all evaluations.
-        best_epoch: epoch of that evaluation.
+        best_epoch: epoch of the evaluation with the highest top-1 accuracy.
         images_per_second: median over epochs, or over intervals if no epoch is complete.
         seconds: training time, without pauses between jobs.
         step_seconds: measured duration of a step.
         exposed_seconds: time of a step spent waiting for messages.
         predicted_step_seconds: duration of a step, simulated by the run at its end.
         peak_bytes: maximum resident memory over ranks at the latest end.
-        device_bytes: memory of that rank's GPU.
+        device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.
-        most_data_share: same for the rank that waited longest in each epoch.
+        most_data_share: share of the time that steps waited for data on the rank that waited longest in each epoch.
         model: name of the model.
         data: path of the training images.
         batch: global batch.
@@ -267,12 +267,12 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ),
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
-        ("waited in a step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
-        ("step, predicted", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
+        ("waited per step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
+        ("predicted step", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
         ("peak memory", [_megabytes(figures.peak_bytes) for figures in summaries]),
-        ("memory of a GPU", [_megabytes(figures.device_bytes) for figures in summaries]),
+        ("GPU memory", [_megabytes(figures.device_bytes) for figures in summaries]),
         ("waited for data", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
-        ("time of training", [duration_text(figures.seconds) for figures in summaries]),
+        ("training time", [duration_text(figures.seconds) for figures in summaries]),
     ]
     return [(heading, values) for heading, values in texts if heading not in _OPTIONAL or set(values) != {UNKNOWN}]
 

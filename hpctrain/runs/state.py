@@ -28,6 +28,7 @@ class RunEvent:
 
     Attributes:
         time: seconds of the wall clock.
+        text: description of the event.
     """
 
     time: float
@@ -51,16 +52,19 @@ def _start(record: Mapping[str, Any]) -> str:
 
 def _resume(record: Mapping[str, Any]) -> str:
     changes = ", ".join(record.get("changes") or ())
-    return f"resumed at step {record.get('step')}" + (f" with other {changes}" if changes else "")
+    return f"resumed at step {record.get('step')}" + (f" with changed {changes}" if changes else "")
+
+
+def _skip(record: Mapping[str, Any]) -> str:
+    of = f" of {record['layer']}" if record.get("layer") else ""
+    return f"step {record.get('step')} skipped: {record.get('held') or 'a value'}{of} not finite"
 
 
 #: text of an event, by the kind of its record
 _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "start": _start,
     "resume": _resume,
-    "skip": lambda record: (
-        f"step {record.get('step')} skipped: {record.get('held') or 'a value'} of {record.get('layer') or 'it'} not finite"
-    ),
+    "skip": _skip,
     "rollback": lambda record: (
         f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
     ),
@@ -162,12 +166,12 @@ class RunState:
 
 
 class RunReader:
-    """Reads a run repeatedly; its metrics only if they have changed.
+    """Reader of the state of a run. It reads the metrics again only if their file has changed.
 
     Args:
         directory: directory of the run.
-        follows: whether it is read repeatedly. In that case the silence of ranks on other machines, whose clocks may differ, is
-            measured by the time between reads.
+        follows: whether `read` is called repeatedly. In that case the silence of ranks on other machines, whose clocks may
+            differ, is measured by the time between reads.
     """
 
     def __init__(self, directory: RunDirectory, *, follows: bool = False) -> None:
@@ -227,7 +231,7 @@ def _end(
 ) -> str | None:
     """Return how the run ended; None if it continues or its end is unknown.
 
-    Without records of ranks, only its metrics are used.
+    Without flight records, only the metrics of the run are used.
 
     Args:
         silences: see `RunReader._silences`.
@@ -271,7 +275,7 @@ def _lives(process: int) -> bool:
 
 
 def _stopped(records: Sequence[Record]) -> str | None:
-    """Return text on what has stopped the run; None if it was not stopped, or has started again since."""
+    """Return text on what stopped the run; None if it was not stopped, or was started again afterwards."""
     last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
     return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
 

@@ -278,7 +278,7 @@ def _text(item: h5py.Group | h5py.Dataset, attribute: str) -> str:
 
 def _check_header(path: Path, file: h5py.File) -> None:
     if _text(file, "format") != FORMAT:
-        raise CheckpointError(f"The file {path} is an HDF5 file, but not a checkpoint of hpctrain.")
+        raise CheckpointError(f"The file {path} is an HDF5 file, but not a checkpoint of hpctrain; give the path of one.")
     version = file.attrs.get("format_version")
     if version not in _READABLE_VERSIONS:
         raise CheckpointError(
@@ -340,7 +340,7 @@ def _meta(path: Path, file: h5py.File) -> dict[str, object]:
 def _opened(path: Path) -> Iterator[h5py.File]:
     """Yield an open checkpoint file of a readable version."""
     if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {path}.")
+        raise CheckpointError(f"There is no checkpoint {path}; give the path of an existing one.")
     # Many parallel file systems have no locks, and a finished checkpoint is never written again.
     with _damage_in(path), h5py.File(path, "r", locking=False) as file:
         _check_header(path, file)

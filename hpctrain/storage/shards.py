@@ -144,7 +144,7 @@ def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mappi
         write_bytes(partial / MANIFEST, text)
         write_bytes(partial / _DIGEST, f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode())
         before = moved_away(path)
-        if path.exists():  # the same step once more: a directory that is not empty cannot be replaced
+        if path.exists():  # a checkpoint of the same step; a rename cannot replace a directory that is not empty
             if before.exists():
                 delete(before)
             os.replace(path, before)
@@ -183,7 +183,8 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
     content = json.loads(text)
     if content["format_version"] != _VERSION:
         raise CheckpointError(
-            f"The checkpoint {path} has the sharded format version {content['format_version']}; this hpctrain reads {_VERSION}."
+            f"The checkpoint {path} has version {content['format_version']} of the sharded format; "
+            f"this hpctrain reads version {_VERSION}."
         )
     return ShardedTensors(path, [_shard(entry) for entry in content["shards"]]), content["meta"]
 

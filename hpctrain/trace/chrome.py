@@ -135,10 +135,9 @@ class StepLanes:
 
     Attributes:
         rank: rank of the process.
-        begin_seconds: begin of the step, relative to the first rank's.
+        begin_seconds: begin of the step, in seconds after the earliest begin of all ranks.
         seconds: duration of the step.
-        lanes: disjoint sorted intervals by kind (the values of `PROGRAM`, and `MESSAGES`), in seconds since the first rank's
-            begin.
+        lanes: disjoint sorted intervals by kind (the values of `PROGRAM`, and `MESSAGES`), in seconds after the earliest begin.
         tracks: intervals of messages by the name of their queue.
     """
 
@@ -196,7 +195,7 @@ def _within(intervals: Iterable[Interval], step: Interval, zero: float) -> list[
 
 
 def joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield the intervals in order; merge those that overlap or touch."""
+    """Merge sorted intervals that overlap or touch, and yield the results in order."""
     current: Interval | None = None
     for first, last in intervals:
         if current is not None and first <= current[1] + 1e-9:

@@ -1,12 +1,12 @@
 """Tabulate the time of a step from its trace: layer | compute | communication | hidden | exposed | rank that came late.
 
 All numbers are means over the counted steps of one rank, in seconds. Each instant of the program counts once: as computation of a
-row, as posting and testing of messages, as a wait of a row (exposed), or as time in no recorded event (left over). Compute,
-messages and exposed of all rows and the left over therefore add up to the step.
+row, as posting and testing of messages, as a wait of a row (exposed), or as time in no recorded event (left over). The compute,
+message and exposed times of all rows and the left-over time therefore add up to the step.
 
-Communication overlaps with the program. The communication of a row is the time in which at least one of its operations was posted
-and not known to be complete; hidden is the part of it in which the program did not wait. Exposed time is not a difference: it is
-the measured waits without the updates computed during them.
+Communication overlaps with the program. The communication time of a row is the time in which at least one of its operations was
+in flight: posted and not yet noticed as complete. Its hidden time is the part in which the program did not wait. Exposed time is
+measured: it is the time of the waits, without the updates computed during them.
 
 A set of intervals is a pair of int64 arrays (start, stop). `union` makes it sorted and disjoint, as the other functions require.
 """
@@ -62,7 +62,8 @@ def clip(a: Intervals, window: Intervals) -> Intervals:
 def own_time(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return sorted segments (start, stop, index) of nested intervals, each with the index of the innermost interval there.
 
-    Intervals nest as calls do: an inner one ends no later than the one in which it started (it is clipped if clocks round).
+    Intervals must be nested, as function calls are. An inner interval that ends after its outer one, because of rounded clocks,
+    is clipped.
     """
     order = np.lexsort((-stop, start))
     segments: list[tuple[int, int, int]] = []
@@ -114,7 +115,7 @@ class Late:
     Attributes:
         rank: rank that most often posted last.
         share: share of the collectives in which it posted last.
-        behind_first_seconds: mean delay after the first rank in these collectives.
+        behind_first_seconds: mean delay after the first rank, over the collectives in which it posted last.
     """
 
     rank: int
@@ -132,12 +133,12 @@ class Row:
         compute_seconds: time of computation; for a layer, the sum of the phases (forward, parameters, input).
         forward_seconds, parameters_seconds, input_seconds: time of each phase of a layer.
         communication_seconds: time in which operations were in flight.
-        hidden_seconds: part of it in which the program did not wait.
+        hidden_seconds: part of the communication time in which the program did not wait.
         exposed_seconds: time of waits.
         operations: number of operations per step.
         late: rank that came late; None if unknown.
         messages_seconds: time of the program for posting and testing.
-        delay_seconds: upper bound of the total time between the turns of operations and their posts.
+        delay_seconds: upper bound of the total time by which operations were posted later than possible.
     """
 
     name: str
@@ -185,7 +186,7 @@ def from_json(content: Mapping[str, Any]) -> TimeTable:
     """Return the table from the result of `dataclasses.asdict`.
 
     Raises:
-        TypeError, KeyError: the content is not that of a table.
+        TypeError, KeyError: the content does not describe a table.
     """
     rows = tuple(_row_from_json(row) for row in content["rows"])
     return _checked(TimeTable(**{**content, "rows": rows, "total": _row_from_json(content["total"])}))
@@ -205,7 +206,7 @@ def _checked(value: _Stored) -> _Stored:
     for each in fields(value):
         expected = _TYPES.get(str(each.type))
         if expected is not None and not isinstance(getattr(value, each.name), expected):
-            raise TypeError(f"{each.name} is {getattr(value, each.name)!r}")
+            raise TypeError(f"{each.name} is {getattr(value, each.name)!r}, but must be of type {each.type}.")
     return value
 
 
@@ -242,7 +243,10 @@ def layer_names(events: Events) -> tuple[str, ...]:
 
 
 def counted_steps(events: Events, skip: int = 1) -> Intervals:
-    """Return the recorded steps, sorted, without the first `skip`, which make plans and buffers. With fewer steps, return all."""
+    """Return the recorded steps, sorted, without the first `skip`, in which plans and buffers are made.
+
+    If there are at most `skip` steps, return all.
+    """
     steps = events.of(Category.STEP)
     order = np.argsort(steps.start_ns)
     if len(order) > skip:
@@ -297,7 +301,7 @@ def _starts_in(start_ns: np.ndarray, window: Intervals) -> np.ndarray:
 
 
 def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> tuple[Intervals, int]:
-    """Assign every instant of the program to its row, and return the waits as intervals and the left-over time in ns."""
+    """Assign every instant of the program to its row. Return the waits as intervals, and the left-over time in ns."""
     program = inside.select(~np.isin(inside.category, CONCURRENT))
     start, stop, owner = own_time(program.start_ns, program.stop_ns)
     lengths = np.bincount(owner, weights=stop - start, minlength=len(program))
@@ -324,7 +328,7 @@ def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, flo
 def _communication(
     events: Events, names: RowNames, rows: dict[str, dict[str, float]], window: Intervals, waits: Intervals
 ) -> int:
-    """Add each row's communication and hidden time in ns, and return the total time with any communication."""
+    """Add each row's communication and hidden time in ns. Return the total time in which any operation was in flight."""
     operations = events.of(Category.COMMUNICATION)
     begun = _starts_in(operations.start_ns, window)
     members: dict[str, list[int]] = {}
@@ -342,7 +346,7 @@ def _communication(
 
 
 def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> None:
-    """Add the delays of postings that began in a step to their rows, in ns."""
+    """Add the delays of operations whose turn came in a step to their rows, in ns."""
     delays = inside.of(Category.DELAY)
     for name, nanoseconds in zip(delays.name.tolist(), (delays.stop_ns - delays.start_ns).tolist(), strict=True):
         _add(rows, names.of(delays.names[name]), "communication", "delay", nanoseconds)
@@ -424,7 +428,7 @@ def _mean(rows: Sequence[tuple[Row, int]], count: int) -> Row:
 
 @dataclass(frozen=True)
 class Postings:
-    """One rank's posted operations on rank 0's clock.
+    """Operations that one rank posted, with times of rank 0's clock.
 
     Attributes:
         rank: rank in the world.
@@ -438,10 +442,10 @@ class Postings:
 
 
 def latest(postings: Sequence[Postings], names: RowNames, window: Intervals) -> dict[str, Late]:
-    """Return for each row the rank that came late to its collectives.
+    """Return the lateness of each row's collectives, by name of the row.
 
-    Operations of one group, queue and sequence number are one collective. A collective counts if several ranks posted it and the
-    first post is inside `window` (on rank 0's clock).
+    Operations with the same group, queue and sequence number are one collective. A collective counts if several ranks posted it
+    and its first post is inside `window` (on rank 0's clock).
     """
     arrivals: dict[tuple[int, str, int], list[tuple[int, int, str]]] = {}
     for each in postings:

@@ -30,7 +30,7 @@ def lines(
         table: time table.
         clock_error_seconds: error of the clocks; smaller delays of late ranks are not shown.
         ranks: number of ranks.
-        width: number of columns, to which long names are folded; None: no limit.
+        width: maximum number of columns, to which long names are folded; None: no limit.
         most: maximum number of lines; None: no limit.
     """
     step = table.step_seconds
@@ -66,7 +66,7 @@ def _summary(table: TimeTable, ranks: int) -> str:
     if ranks > 1 and total.communication_seconds > 0:
         words.append(f"{total.hidden_seconds / total.communication_seconds:.0%} of the communication hidden")
         words.append(f"posting and progress take {total.messages_seconds / step:.1%}")
-        words.append(f"operations are posted at most {_ms(total.delay_seconds)} ms after their turns, in sum")
+        words.append(f"posting is delayed by at most {_ms(total.delay_seconds)} ms in total")
     words.append(f"tracing takes {table.tracing_seconds / step:.2%} ({table.events:.0f} events per step)")
     return "; ".join(words)
 
@@ -78,7 +78,7 @@ def _sum(rows: Sequence[Row]) -> Row:
 
 
 def _share(row: Row) -> float:
-    """Return the program's time for a row."""
+    """Return the program's time for a row: computation and messages."""
     return row.compute_seconds + _taken(row)
 
 

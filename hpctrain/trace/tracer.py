@@ -1,8 +1,8 @@
-"""Recorder of timed events. Its arrays are allocated once; events are no objects, and code without a recorder has no cost.
+"""Recorder of timed events, in arrays that are allocated once.
 
-Code that can be traced holds a `Tracer` or None and tests `if tracer is not None`. Times are nanoseconds of one process's clock;
-`ClockMap` (comm/link.py) maps the clocks of several processes to one. `chrome.py` writes the events, `time_table.py` sums them
-up.
+Events are not objects, and code without a recorder has no cost: it holds a `Tracer` or None and tests `if tracer is not None`.
+Times are nanoseconds of one process's clock; `ClockMap` (comm/link.py) maps the clocks of several processes to one. `chrome.py`
+writes the events, `time_table.py` sums them up.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FEWEST_EVENTS = 1 << 14
 _MOST_EVENTS = 1 << 18
 
 
-#: name of the time that averager and progress engine take between operators, and for messages inside of them
+#: name of the time of averager and progress engine between operators, and for messages inside operators
 HOOKS = "posting and progress"
 
 
 class Category(IntEnum):
-    """Kind of an event. Events in CONCURRENT overlap with the program; all others are the program's time, and nest."""
+    """Kind of an event. Kinds in CONCURRENT overlap with the program; events of other kinds are the program's time, and nest."""
 
     FORWARD = 0  # first of an operator's three phases; name: name of the layer
     PARAMETERS = 1
@@ -90,9 +90,10 @@ class Events:
 
 
 class Tracer:
-    """Records events of one thread, and separately those of a second thread, whose events get the kind THREAD unless concurrent.
+    """Recorder of the events of one thread and, separately, of a second thread.
 
-    Events that exceed the capacity are counted as dropped.
+    Events of the second thread get the kind THREAD, except for kinds in CONCURRENT. Events that exceed the capacity are counted
+    as dropped.
 
     Args:
         capacity: maximum number of events of each thread.
@@ -193,7 +194,7 @@ def joined(first: Events, second: Events) -> Events:
 
 
 def capacity_for(ranks: int) -> int:
-    """Return the number of events to record on each rank, so that viewers can open the job's file."""
+    """Return the maximum number of events to record on each rank, so that viewers can open the file of the whole job."""
     return max(_FEWEST_EVENTS, min(_MOST_EVENTS, _JOB_EVENTS // ranks))
 
 

@@ -1,7 +1,7 @@
 """Observers of a training, and the measurements they make: times of steps, and waits for data and for messages.
 
-The trainer calls a list of observers at each place where something may be measured, recorded or reported. `OperatorSample`
-records the operators of a few early steps only, on a clock of this rank.
+The trainer calls a list of observers at fixed points of the training (see `Observer`). `OperatorSample` records the operators of
+a few early steps only, on a clock of this rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hpctrain.train.snapshot import Position
 class Observer:
     """Base of observers, which follow a training without changing it: measurements, records and reports.
 
-    At each of these places of the training, every rank calls the method of all observers in the same order. A method may
+    At each of the following points of the training, every rank calls the method of all observers in the same order. A method may
     communicate unless it is marked as local. The default methods do nothing.
     """
 
     def begin(self, position: Position) -> None:
         """Handle the start of a training at `position`.
 
-        The replica is settled. Its values are finite, and identical on all ranks where they must be.
+        The replica is settled: its values are finite, and values that ranks must hold alike are equal.
         """
 
     def before_epoch(self, position: Position) -> None:
@@ -83,7 +83,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class DataWait:
-    """Sums over steps of one rank.
+    """Durations of steps and of waits for data, summed over steps of one rank.
 
     Attributes:
         steps: number of steps.
@@ -97,7 +97,7 @@ class DataWait:
 
 
 class DataWaits(Observer):
-    """Sum the durations of this rank's steps and its waits for data. It reads the clock three times per step.
+    """Sums of the durations of this rank's steps and of its waits for data. The clock is read three times per step.
 
     Args:
         clock: function that returns seconds.
@@ -125,7 +125,7 @@ class DataWaits(Observer):
 
 
 class StepTrace(Observer):
-    """Record the loading of each batch, and each step from the request for its batch to its end."""
+    """Records two events per step in a trace: the loading of the batch, and the whole step including the loading."""
 
     def __init__(self, trace: Tracer) -> None:
         self._trace = trace
@@ -143,7 +143,7 @@ class StepTrace(Observer):
 
 
 class ImageSizeReport(Observer):
-    """Report the size of the images in the first epoch of a run and at each change."""
+    """Reports the size of the images in the first epoch of a run and at each change."""
 
     def __init__(self, sizes: ImageSizes, reporter: Reporter) -> None:
         self._sizes, self._reporter = sizes, reporter
@@ -237,8 +237,8 @@ class OperatorSample(Observer):
     """Records the operators of a few steps of a replica.
 
     Args:
-        threads: number of threads that the rank computes with. With one thread its processor time is recorded, which other
-            processes on the same core do not lengthen; with several threads, elapsed time.
+        threads: number of compute threads of this rank. With one thread, its processor time is recorded, which other processes on
+            the same core do not lengthen. With several threads, elapsed time is recorded.
 
     Attributes:
         complete: whether all steps of the sample were recorded.

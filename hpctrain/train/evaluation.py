@@ -1,9 +1,10 @@
 """Evaluation and prediction of each sample once, with running statistics, on all ranks. Ranks add sums, never means.
 
-The scores of an image come from one pass, or are the mean over the image and its mirror image. A confusion matrix counts, for
-each class, the classes that an evaluation predicted, in integers, which are exact on any number of ranks. A matrix of 20,000
-classes has 400 million cells, of which few are not zero. Therefore only these cells are stored, and the ranks add their counts
-block by block. `WeightAverage` replaces the weights and running statistics by their averages for an evaluation.
+The scores of an image come from one pass, or are the mean over the image and its mirror image. A confusion matrix counts how
+often an evaluation predicted each class for the samples of each label. Its counts are integers and thus exact on any number of
+ranks. A matrix of 20,000 classes has 400 million cells, of which few are not zero. Therefore only these cells are stored, and the
+ranks add their counts block by block. `WeightAverage` replaces the weights and running statistics by their averages for an
+evaluation.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class ConfusionMatrix:
 
 
 class ConfusionCounts:
-    """Counts of the samples that one rank has evaluated.
+    """Counts of a confusion matrix over the samples that one rank has evaluated.
 
     Args:
         classes: number of classes of the model.
@@ -133,7 +134,8 @@ class ConfusionCounts:
     def add(self, labels: np.ndarray, scores: np.ndarray) -> None:
         """Count samples by their labels (N,) and scores (N, classes), for example logits.
 
-        The prediction is the class with the largest score, the first of several.
+        The prediction is the class with the largest score, and the first such class if scores are equal. A sample with a NaN
+        score predicts no class.
         """
         if not len(labels):
             return
@@ -177,7 +179,7 @@ _LOG_2 = math.log(2.0)
 
 
 def pairs(loader: BatchSource, mirrored: BatchSource | None) -> Iterator[tuple[Batch, Batch | None]]:
-    """Yield each batch, paired with the batch of its mirror images; None if there are no mirror images.
+    """Yield pairs of a batch and the batch of its mirror images, which is None without mirror images.
 
     Args:
         mirrored: source of the same samples in the same order, mirrored; None: no mirror images.
@@ -243,14 +245,15 @@ def evaluate(
     advance: Callable[[int], None] = lambda done: None,
     shards: ShardsOfRank | None = None,
 ) -> RunningSums:
-    """Return sums over all samples of all ranks, each sample once. Collective.
+    """Evaluate each sample of all ranks once, and return the sums over all ranks. Collective.
 
     Args:
         network: this rank's copy of the network, with all parameters up to date (drained).
         loader: this rank's share of the samples, in order.
         comm: all ranks.
         progress: progress engine of the process.
-        mirrored: same share, mirrored. The mean of both probabilities is evaluated (see `log_probabilities`).
+        mirrored: source of the mirror images of the same samples, for the mean of both probabilities (see `log_probabilities`);
+            None: no mirror images.
         confusion: empty counts, to which this rank's samples are added.
         advance: callback, called before each batch but the first with the number of samples done by all ranks.
         shards: shards of this rank, computed one after another and added in the order of their tree; None: a rank computes its
@@ -274,9 +277,8 @@ def evaluate(
                 if confusion is not None:
                     confusion.add(part.y, host_logits(network, program))
             else:
-                means = log_probabilities(
-                    network, part, mirror_part
-                )  # logarithms of probabilities are logits of the same probabilities
+                # Logarithms of probabilities are logits of these probabilities.
+                means = log_probabilities(network, part, mirror_part)
                 sums.add(loss_of_means.run(means, part.y, part.global_count, None))
                 if confusion is not None:
                     confusion.add(part.y, means)
@@ -371,10 +373,10 @@ def predict(
     Args:
         network: this rank's copy of the network, with all parameters up to date.
         loader: this rank's share of the samples, in order.
-        comm: all ranks, by position.
+        comm: all ranks, in the order of their positions.
         progress: progress engine of the process.
         top: number of classes per sample, K; at most the number of classes of the model.
-        mirrored: same share, mirrored. The mean of both probabilities is used.
+        mirrored: source of the mirror images of the same samples, for the mean of both probabilities; None: no mirror images.
     """
     first = 0
     for batch, mirror in pairs(loader, mirrored):
@@ -413,7 +415,7 @@ class WeightAverage:
     (use_buffers=True). Frozen values have no separate average, because they do not change.
 
     Args:
-        averagers: averagers by parameter group; their optimisers keep averages.
+        averagers: averagers by parameter group, with optimisers that hold the averages of the parameters.
 
     Attributes:
         views: averages of the statistics of trained layers, by full name, each in the shape of its statistic.
@@ -450,7 +452,7 @@ class WeightAverage:
         self._running[...] = self._network.statistics.running
 
     def loaded(self) -> None:
-        """Update the number of updates, after the averagers have loaded a checkpoint and `views` were written."""
+        """Restore the number of updates, after the averagers have loaded a checkpoint and `views` were written."""
         self._updates = self._weight_updates()
 
     def _weight_updates(self) -> int:

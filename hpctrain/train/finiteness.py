@@ -1,4 +1,4 @@
-"""Check whether everything that a rank trains is finite, cheaply in every step; otherwise find the first layer and the ranks.
+"""Check in every step that all values that a rank trains are finite; if not, find the first faulty layer and the ranks.
 
 Checking the loss alone is not enough. Some kernels turn NaN into a number (oneDNN's ReLU and max pooling), so a network of NaN
 weights can have the loss of an untrained network. Therefore parameters are checked: a gradient that is not finite makes the
@@ -56,7 +56,7 @@ class Finding:
 
     Attributes:
         rank: rank in the world.
-        step: number of steps done before.
+        step: number of steps done before the values were found.
         loss: whether the loss was not finite.
         fault: first layer with a non-finite value; None if only the loss is not finite.
     """
@@ -73,7 +73,7 @@ class FiniteCheck:
 
     Attributes:
         holders: kind of each array and name of its parameter.
-        flags: pending flags, whether each array is finite.
+        flags: pending results of the check, whether each array is finite.
     """
 
     holders: Sequence[tuple[Held, str]]
@@ -91,7 +91,7 @@ class Cause:
     Attributes:
         step: number of the step, counted from 1.
         fault: first layer with a non-finite value; None if only losses are not finite.
-        ranks: ranks that found it.
+        ranks: ranks that found the fault, or whose loss is not finite if there is no fault.
         world: number of ranks in the world.
         sources: ranks whose local loss or batch statistics were not finite, before any sum over ranks.
     """
@@ -158,7 +158,7 @@ class Finiteness:
         self._order = {layer: order for order, layer in enumerate(dict.fromkeys(layers))}
 
     def begin(self) -> FiniteCheck:
-        """Start a check of the current values of parameters and of gradients that are held back, without waiting.
+        """Start a check of the current parameters and of gradients that averagers keep back, without waiting for the result.
 
         In a step, call it between forward and backward, when the parameters hold all updates of the previous step and none of
         this one.

@@ -1,6 +1,6 @@
 """Metrics of a run: the small message of each step, means, and the base of reporters.
 
-The sums and flags of all ranks are posted nonblocking after a step and read one step later (`StepReduction`).
+The sums and flags of a step are added over all ranks in a nonblocking allreduce and read one step later (`StepReduction`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepReduction:
         statistics_size: number of elements of the flat batch statistics.
         shards: shards of this rank, one per micro-batch, whose sums are added in the order of their tree; None: a rank adds its
             micro-batches one after another.
-        checks: number of elements of a message that are for checks.
+        checks: number of elements of the message for checks of replicas (see `StepTotals.checks`).
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class StepReduction:
         self._ticket: Ticket | None = None
 
     def agree(self) -> None:
-        """Prepare the sums in the order of the shards. Collective; call it once, before the first message."""
+        """Create the communicator for sums in the order of the shards' tree.
+
+        Collective; call it once, before the first message.
+        """
         if self._shards is not None:
             self._sums = tree_sums_over(self._comm, self._shards, allreduces=True) or self._comm
 
@@ -123,7 +126,7 @@ class StepReduction:
         return not self._current[:, 4].any()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of the communicator; they must be picklable. Collective; blocks."""
+        """Return the picklable values of all ranks, in the order of the communicator. Collective and blocking."""
         return self._comm.allgather_object(value)
 
     def post(self, *, stop: bool, status: int = 0, checks: np.ndarray | None = None) -> None:
@@ -145,7 +148,7 @@ class StepReduction:
     def read(self) -> StepTotals | None:
         """Wait for the message in flight and return its sums; None if there is no message.
 
-        The statistics are views into a buffer, valid until the second `clear` after this call.
+        The statistics are views into a buffer, valid until the second `clear` after the message was posted.
         """
         if self._ticket is None:
             return None
@@ -160,7 +163,7 @@ class StepReduction:
 
 @dataclass
 class RunningSums:
-    """Sums over the samples of steps of an epoch, of an interval or of an evaluation."""
+    """Sums over samples, for example of an epoch, an interval or an evaluation."""
 
     loss: float = 0.0
     top1: int = 0
@@ -206,8 +209,8 @@ class EvaluationSums(RunningSums):
 class Reporter:
     """Base of reporters, which rank 0 calls with the events of a run. The default methods do nothing.
 
-    A constructor may accept the keywords `directory`, the directory of the run, and `done_steps`, the steps of earlier parts of
-    the run.
+    A constructor may accept the keywords `directory`, the directory of the run, and `done_steps`, the number of steps done by
+    earlier parts of the run.
 
     Attributes:
         width: number of columns of the terminal; None without a terminal.
@@ -235,7 +238,7 @@ class Reporter:
         yield lambda done: None
 
     def flush(self) -> None:
-        """Record the latest step, because training ends inside an epoch."""
+        """Record the latest step. Called if training ends within an epoch."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append a record to the metrics.

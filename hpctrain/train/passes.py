@@ -32,8 +32,8 @@ class MicroBatch:
 
     Attributes:
         counts: number of samples of each rank.
-        shared: indices of these samples among all samples of the split group.
-        own: indices of this rank's samples among all its samples.
+        shared: indices of the pass's samples among all samples of the split group in the step.
+        own: indices of this rank's samples of the pass among all its samples of the step.
     """
 
     counts: tuple[int, ...]
@@ -84,7 +84,7 @@ def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
     """Raise unless the training produces the same bits on any number of ranks.
 
     Raises:
-        ConfigError: the number of shards or ranks, the grid, the batch norms or the backend does not allow it.
+        ConfigError: the number of shards or ranks, the grid, a batch norm or the backend prevents this.
     """
     sentences = (
         None if shards >= 1 else f"exact.shards is {shards}, but must be at least 1; the usual value is 8.",
@@ -101,7 +101,7 @@ def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
 
 
 def check_counts(of_ranks: Sequence[int], shards: int) -> None:
-    """Raise unless the samples of a step are distributed over the shards as loaders with `shards` do.
+    """Raise unless the samples of a step are distributed over the ranks as loaders with the keyword `shards` distribute them.
 
     Args:
         of_ranks: number of samples of each rank.
@@ -139,7 +139,10 @@ def statistics_fault(names: Iterable[str]) -> str | None:
 
 def backend_fault(name: str) -> str:
     """Return the error message for a backend whose arrays are not in host memory."""
-    return f"exact sums gradients on the host, but the arrays of backend {name} are elsewhere; set backend to onednn or numpy."
+    return (
+        f"exact sums gradients on the host, but the arrays of backend {name} are in device memory; set backend to onednn or "
+        "numpy."
+    )
 
 
 def synchronised(network: Network) -> tuple[str, ...]:
@@ -152,7 +155,7 @@ def synchronised(network: Network) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes that a rank divides its samples of a step into.
+    """Division of a rank's samples of a step into passes.
 
     Attributes:
         micro_batches: number of parts of each rank's samples.
@@ -200,7 +203,7 @@ class Passes:
         return None if shards is None else ShardGradients(group, shards, homes=self.following == 1)
 
     def check(self, of_ranks: Sequence[int]) -> None:
-        """Raise unless the samples of a step are distributed as the passes need.
+        """Raise unless the samples of a step are distributed as the passes require.
 
         Args:
             of_ranks: number of samples of each rank.
@@ -219,7 +222,7 @@ _CHECKED: list[tuple[weakref.ref[Network], int]] = []
 def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     """Raise unless a step of `batch` samples fits into the device's memory. Do nothing if memory is not limited.
 
-    Parameters and gradients are allocated already. The state of the optimiser, of the size of the parameters, is not.
+    Parameters and gradients are allocated already. The state of the optimiser, which is as large as the parameters, is not.
 
     Raises:
         BackendError: the step does not fit; the message names a batch that does.

@@ -22,7 +22,7 @@ class TimeLeft:
     """Estimate of the remaining time from the pace so far, including evaluations and checkpoints.
 
     Args:
-        done: work done before this run, in any unit; it does not count for the pace.
+        done: work done before this run, in any unit; excluded from the pace.
         whole: total work, in the same unit.
         clock: function that returns seconds.
     """
@@ -100,9 +100,9 @@ class ProgressBar:
         Args:
             description: text in front of the bar.
             done: amount of work done.
-            facts: facts as for `fitting`; the least important are omitted if the line is too short.
+            facts: facts in the form of `core.text.fitting`; the least important are omitted if the line is too short.
         """
-        assert self._task is not None, "it has begun"
+        assert self._task is not None, "call begin first"
         note = fitting(facts, self._console.width - len(description) - _BAR_ROOM)
         self._progress.update(self._task, description=description, completed=done, note=note)
 

@@ -1,8 +1,8 @@
-"""Replica of a model on one rank: network, averagers and step, joined here for runs, tests and benchmarks.
+"""Replica of a model on one rank: network, averagers and training step, for runs, user programs, tests and benchmarks.
 
 `make_optimizers`, `make_strategies` and `make_averagers` create one object per parameter group. `LoopState` is the state of the
-loop around the steps, which is the trainer's or a user program's: skipped steps, stop requests, and the status of a checkpoint
-that is being written.
+loop that calls the steps, in the trainer or in a user program: skipped steps, stop requests, and the status of a checkpoint that
+is being written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BETWEEN = "the program, between steps"
 
 
 class LoopState:
-    """State of the loop around a replica's steps, which is the trainer's or a user program's. Only `end` may communicate.
+    """State of the loop that calls a replica's steps, in the trainer or in a user program. Only `end` may communicate.
 
     Args:
         notes: notes for the flight record.
@@ -78,7 +78,7 @@ class LoopState:
         self._status = 0
 
     def begin(self, epoch: int, global_step: int) -> None:
-        """Note the start of a step for the flight record.
+        """Note the start of a step in the flight record.
 
         Args:
             epoch: number of epochs done.
@@ -87,11 +87,11 @@ class LoopState:
         self._notes.step(epoch + 1, global_step + 1)
 
     def status_flag(self) -> int:
-        """Return this rank's share of a step's message about a checkpoint that is being written (see `Saver.status_flag`)."""
+        """Return this rank's flag about a checkpoint that is being written, for a step's message (see `Saver.status_flag`)."""
         return 0 if self._saver is None else self._saver.status_flag()
 
     def take(self, totals: StepTotals) -> None:
-        """Read from the sums of a step whether some rank was asked to stop, and the status of a checkpoint."""
+        """Update the stop request and the checkpoint status from the sums of a step over all ranks."""
         self.stop_requested = self.stop_requested or totals.stop > 0
         self._status = max(self._status, totals.status)
 
@@ -99,7 +99,7 @@ class LoopState:
         """End a step. Collective if ranks exchange the states of a checkpoint.
 
         Args:
-            cause: reason why the step has changed nothing; None if it has changed something.
+            cause: cause of a step that was skipped; None if the step was not skipped.
             lr: learning rate of the step.
             drain: function that drains the replica, called before an exchange.
 
@@ -119,7 +119,7 @@ class LoopState:
         return exchanges
 
     def restore(self, position: Position) -> None:
-        """Continue counting skipped steps from a position."""
+        """Set the numbers of skipped steps to those of a position from which training continues."""
         self.skipped, self.skipped_in_a_row, self.cause = position.skipped, position.skipped_in_a_row, None
 
     def position(self, global_step: int) -> Position:
@@ -136,7 +136,7 @@ class LoopState:
         if self.skipped_in_a_row > self._most_skips:
             raise DivergedError(
                 f"{self.skipped_in_a_row} consecutive steps were not finite and were skipped. In the last one, step "
-                f"{cause.step}, {cause}; lower optimizer.lr ({lr:g} there), check for damaged samples, or raise "
+                f"{cause.step}, {cause}; lower optimizer.lr ({lr:g} in that step), check for damaged samples, or raise "
                 "on_nonfinite.most.",
                 ranks=cause.blamed,
             )
@@ -152,7 +152,7 @@ def make_optimizers(
         ema: rule for an average of the weights, which the optimisers keep; None: no average.
 
     Raises:
-        BackendError: the optimiser cannot compute where the arrays of the network are stored.
+        BackendError: the optimiser cannot access the arrays of the network, which are in device memory.
     """
     if make is None:
         return {}
@@ -183,11 +183,10 @@ def make_strategies(
 
 
 def _check_rounding(strategy: Strategy, network: Network) -> None:
-    """Raise if parameters are rounded to 16 bits but are not in host memory.
+    """Raise if the strategy rounds parameters to 16 bits and the network's arrays are in device memory.
 
     Raises:
-        BackendError: parameters are sent in 16 bits and are in device memory, but owners keep rounding errors in host memory
-            only.
+        BackendError: the combination is not supported, because owners keep rounding errors in host memory only.
     """
     rounding = strategy.rounding
     if rounding is None or rounding.parameters == "float32" or network.kernels.arithmetic.on_host or strategy.group.ranks == 1:
@@ -277,10 +276,10 @@ def _transport_of(name: str, network: Network, transport: Transport) -> Transpor
 
 
 def usable(optimizer: Optimizer, network: Network) -> Optimizer:
-    """Return the optimiser.
+    """Return `optimizer` if it can update the arrays of the network.
 
     Raises:
-        BackendError: the optimiser cannot compute where the arrays of the network are stored.
+        BackendError: the optimiser cannot access the arrays of the network, which are in device memory.
     """
     if not (optimizer.any_arrays or network.kernels.arithmetic.on_host):
         raise BackendError(
@@ -324,7 +323,7 @@ class Replica:
     """A rank's copy of a model, and the objects that train it.
 
     Construction is not collective. `agree` and all methods that train are. Before `agree` a replica has no averagers and can only
-    evaluate. A step returns while its sums are in flight; the next step reads them, or a call to `settle`.
+    evaluate. A step returns while its sums are in flight; the next step or a call to `settle` reads them.
 
     Args:
         network: this rank's part of the model (see `rank_graph.make_network`).
@@ -339,8 +338,8 @@ class Replica:
             in at most `micro_batches` passes. None: the order depends on the ranks.
         checks: cadence of the checks of values that ranks hold alike and of values that only one rank holds; default: none. With
             checks, call `parameters_written` after modifying parameters or optimiser state outside `step` and `load`.
-        skips: whether steps that are not finite on any rank change nothing, and `update` returns their cause; if False, they end
-            the training.
+        skips: True: a step that is not finite on some rank is undone on every rank, and `update` returns its cause. False: such a
+            step ends the training.
         ema: rule for an average of the weights, which owners keep and which is evaluated as well; None: no average.
         loop: state of the loop that calls `step`; default: one without stop requests and checkpoints.
 
@@ -361,7 +360,7 @@ class Replica:
 
     Raises:
         ConfigError: a strategy does not support the configuration.
-        BackendError: the optimiser cannot compute where the arrays of the network are stored.
+        BackendError: the optimiser cannot access the arrays of the network, which are in device memory.
     """
 
     def __init__(
@@ -446,7 +445,7 @@ class Replica:
 
     @property
     def place(self) -> LoaderRank:
-        """Place of this rank among the loaders of the replica's batches."""
+        """Keywords of a loader that yields this rank's batches."""
         ranks, size, shards = self.groups.all_ranks.size, self.groups.split_size, self.passes.shards
         return LoaderRank(rank=self.groups.position, ranks=ranks, split_size=size, tiles=self.tiles, shards=shards)
 
@@ -503,7 +502,7 @@ class Replica:
             The sums of the latest step over all ranks; None if none are in flight.
 
         Raises:
-            DivergedError, CorruptedStateError: as `step`.
+            DivergedError, CorruptedStateError: see `step`.
         """
         totals = self._reduction.read()
         if totals is None:
@@ -541,7 +540,7 @@ class Replica:
         """Drain, and check the parameters after the last step, before they are evaluated or saved. Collective.
 
         Raises:
-            DivergedError: as `step`.
+            DivergedError: see `step`.
         """
         self.drain()
         if self.averagers and self._finite_at_step != self.global_step:
@@ -573,9 +572,9 @@ class Replica:
         confusion: ConfusionCounts | None = None,
         advance: Callable[[int], None] = lambda done: None,
     ) -> RunningSums:
-        """Return sums over a data set, each sample once, with running statistics, over all ranks. Collective.
+        """Evaluate each sample of a data set once, with running statistics, and return the sums over all ranks. Collective.
 
-        It discards the sums of the last step; call `settle` before to receive them.
+        The sums of the last step are discarded; call `settle` first to receive them.
 
         Args:
             mirrored: same samples, mirrored (see `evaluation.evaluate`).
@@ -583,7 +582,7 @@ class Replica:
             advance: callback, called with the number of samples done.
 
         Raises:
-            DivergedError: as `step`.
+            DivergedError: see `step`.
         """
         self.settle()
         self.require_finite()
@@ -605,7 +604,7 @@ class Replica:
         return snapshot.take(network, averagers, self.shards, position, meta, average=self.average, keep=keep, copied=copied)
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
-        """Return copies of the parts of `state` that this rank writes if every rank writes some, and all metadata. Collective."""
+        """Return copies of the parts of `state` that this rank writes to a joint checkpoint, and all metadata. Collective."""
         parts = snapshot.take_parts(self.network, self.averagers, self.shards, self.groups, self.average)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
@@ -613,7 +612,7 @@ class Replica:
         """Restore the result of `state` on any grid, also after `DivergedError`, and return its position. Not collective.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape or dtype, or has no place in this replica.
+            CheckpointError: a tensor is missing, has another shape or dtype, or is not part of this replica's state.
         """
         position = snapshot.put(content, self.network, self.averagers, self.shards, self.average)
         self._step.finiteness.forget()
@@ -639,7 +638,7 @@ class Replica:
         """Restore parameters and running statistics only, to evaluate or to start from trained weights. Not collective.
 
         Args:
-            averaged: whether to restore the averages that a training with `ema` keeps instead.
+            averaged: whether to restore the averages of a training with `ema` in place of its latest weights.
 
         Raises:
             CheckpointError: the tensors belong to another model, or averages were requested and there are none.
@@ -648,8 +647,8 @@ class Replica:
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise an error if any rank has found non-finite values, the same on all ranks. Collective; after `drain`."""
-        advice = f"lower optimizer.lr ({self.lr:g} there), warm up longer, or set optimizer.clip_norm."
+        """Raise the same error on all ranks if any rank has found non-finite values. Collective; after `drain`."""
+        advice = f"lower optimizer.lr ({self.lr:g} in that step), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
             if self.watch is not None and self.watch.explains(self._reduction.gather(self._step.finiteness.finding)):
@@ -657,6 +656,6 @@ class Replica:
             raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
-        """Raise the error for the differences that the watch has found, the same on all ranks. Collective; after `drain`."""
+        """Raise the same error on all ranks for the differences that the watch has found. Collective; after `drain`."""
         assert self.watch is not None
         raise self.watch.error(self.kept_step).of_all_ranks()

@@ -37,10 +37,10 @@ ProgressStyle = Literal["bar", "lines", "none"]
 
 
 class ConsoleReporter(Reporter):
-    """Print progress to stdout, write metrics to the run directory, and pass all events to other reporters.
+    """Prints progress to stdout, writes metrics to the run directory, and passes all events to other reporters.
 
     Args:
-        directory: run directory, which receives the metrics. While its disk rejects them, they are queued (see `Bookkeeping`).
+        directory: run directory, which receives the metrics. Metrics that its disk rejects are queued (see `PatientRecords`).
         interval_seconds: time between two records of progress, and between two lines if there is no bar. The first and the last
             step are always recorded.
         others: reporters that receive the same events; closed together with this one.
@@ -83,7 +83,7 @@ class ConsoleReporter(Reporter):
         if self._style == "bar":
             from hpctrain.train.progress_bar import ProgressBar  # imports rich, which is slow
 
-            assert not isinstance(self._console, Lines), "a bar has a console"
+            assert not isinstance(self._console, Lines), "a bar requires a console"
             self._bar = ProgressBar(self._console, self._clock)
             self._bar.begin("training", last_sample, done_samples)
         self._pass_on(lambda reporter: reporter.start(epochs, samples_per_epoch, done_samples, last_sample))
@@ -117,7 +117,7 @@ class ConsoleReporter(Reporter):
                 yield advance
 
     def _record_step(self) -> None:
-        """Record the latest step and, with lines, print it, unless this was done already."""
+        """Record the latest step unless it is recorded already. In style "lines", print it as well."""
         record, self._unrecorded = self._unrecorded, None
         if record is None:
             return
@@ -127,7 +127,7 @@ class ConsoleReporter(Reporter):
             self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], LOG_COLUMNS))
 
     def _facts(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
-        """Return the text for the epoch, and the facts of a step, each with its rank; rank 0 is the most important."""
+        """Return the text for the epoch, and the facts of a step, each with its priority; 0 is the most important."""
         seconds = self._left.seconds((record["epoch"] - 1) * self._samples + record["images"])
         facts = [
             (0, f"loss {loss_text(record['loss'])}"),
@@ -167,7 +167,7 @@ class ConsoleReporter(Reporter):
 class Lines:
     """Console that prints lines unchanged to a stream other than a terminal.
 
-    It avoids the forty modules that `PlainConsole` imports.
+    Unlike `PlainConsole`, it does not need to import forty modules.
     """
 
     is_terminal, width = False, 0
@@ -224,8 +224,9 @@ class LogReporter(Reporter):
         waited = self._progress.waited_seconds
         since = "" if self._last is None else f" of {now - self._last:.1f} s"
         _debug(
-            f"epoch {epoch}, step {step}: loss {sums.means()['loss']:.6g}; in {self._steps} "
-            f"{'step' if self._steps == 1 else 'steps'} this rank waited {waited - self._waited_seconds:.3f} s{since} for others"
+            f"epoch {epoch}, step {step}: loss {sums.means()['loss']:.6g}; "
+            f"in {self._steps} {'step' if self._steps == 1 else 'steps'} this rank waited "
+            f"{waited - self._waited_seconds:.3f} s{since} for other ranks"
         )
         self._last, self._steps, self._waited_seconds = now, 0, waited
 
@@ -237,7 +238,7 @@ class LogReporter(Reporter):
         _info(text)
 
     def close(self) -> None:
-        _info("the run is over on this rank")
+        _info("the run has ended on this rank")
 
 
 def _info(text: str) -> None:

@@ -1,8 +1,8 @@
 """Write checkpoints from all ranks, synchronously or in the background, with the same view of the progress on every rank.
 
-A rank does not know whether the other ranks have written their parts, or have failed to. Each rank adds its flag to the small
-message of a step (`status_flag`). If the sum shows a flag, all ranks exchange their states (`exchange_status`).
-`BackgroundWriter` is the thread that executes one task at a time.
+A rank cannot see whether the other ranks have written their parts or have failed. Each rank adds its flag to the small message of
+a step (`status_flag`). If the sum shows a flag, all ranks exchange their states (`exchange_status`). `BackgroundWriter` runs each
+task of a rank in a thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.train.metrics import Reporter
 
-#: lower priority of the writing thread than of the program's other threads
+#: increase of the writing thread's nice value over that of the process
 _NICENESS = 10
 
 
@@ -48,7 +48,7 @@ class BackgroundWriter:
 
     def start(self, work: Callable[[], Any]) -> None:
         """Start a task. No other task may be in progress."""
-        assert not self.busy, "one piece of work at a time"
+        assert not self.busy, "another task is in progress"
         self._outcome, self._begin_seconds = (None, None), time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(work,), name="hpctrain-checkpoint", daemon=True)
         self._thread.start()
@@ -65,7 +65,7 @@ class BackgroundWriter:
         Raises:
             Exception: the exception that ended the task.
         """
-        assert not self.busy, "the work is not done"
+        assert not self.busy, "the task is not finished"
         result, error = self._outcome
         if error is not None:
             raise error
@@ -80,7 +80,7 @@ class BackgroundWriter:
             self._outcome = None, error
 
 
-#: interval of polls of all ranks' states while the program waits for them
+#: interval at which the states of all ranks are polled while the program waits for a checkpoint
 _POLL_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 60.0
 #: number of immediate attempts to write a checkpoint while another process removes its files
@@ -92,12 +92,12 @@ class Writing:
     """Checkpoint to be written.
 
     Args:
-        step: step of the position.
+        step: number of steps done.
         path: final path.
         own: function that writes this rank's part and returns the facts that rank 0 needs to publish it; None: this rank writes
             nothing.
-        publish: function that makes the checkpoint visible, called on rank 0 with the results of `own` on all ranks; None: `own`
-            does that.
+        publish: function that makes the checkpoint visible, called on rank 0 with the results of `own` on all ranks; None: the
+            checkpoint is visible once `own` has returned.
     """
 
     step: int
@@ -130,7 +130,7 @@ class _State:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All methods but `status_flag` and `wait_own_part` are collective.
+    """Writes the checkpoints of a run, one at a time. All methods except `status_flag` and `wait_own_part` are collective.
 
     Args:
         world: all ranks.
@@ -179,21 +179,25 @@ class Saver:
         if written:
             return True
         if any(state.busy for state in states):
-            self._missing = f"The checkpoint of step {step} is skipped, because that of step {before.step} is still being written"
+            self._missing = (
+                f"The checkpoint of step {step} is skipped, because the checkpoint of step {before.step} is still being written"
+            )
             self._warn(step, f"{self._missing}.")
             return False
-        self._warn(before.step, f"The checkpoint of step {before.step} is abandoned for that of step {step}.")
+        self._warn(before.step, f"The checkpoint of step {before.step} is abandoned for the checkpoint of step {step}.")
         self._release()
         return True
 
     def begin(self, writing: Writing) -> None:
         """Write a checkpoint, or start writing it in the background, after `ready` returned True.
 
+        In the background, a failure is reported and the write is repeated. If another process removes the files of a synchronous
+        write, the write is repeated a few times and then given up with a warning.
+
         Raises:
-            CheckpointError: the checkpoint cannot be written. A failure in the background, or because another process removes the
-                files, is reported instead, and the write is repeated.
+            CheckpointError: the checkpoint cannot be written.
         """
-        assert self._writing is None, "the checkpoint before it is still being written"
+        assert self._writing is None, "the previous checkpoint is still being written"
         self._missing = None
         if not self.asynchronous:
             self._write_now(writing)
@@ -212,10 +216,10 @@ class Saver:
         self._warn(writing.step, f"{removed} The run continues without the checkpoint of step {writing.step}.")
 
     def status_flag(self) -> int:
-        """Return this rank's share of the step's message.
+        """Return this rank's flag for the step's message.
 
         It is 1 if this rank's part is written, the number of ranks if all ranks must exchange their states now, and 0 otherwise.
-        Ranks exchange their states when the sum of all shares reaches the number of ranks.
+        Ranks exchange their states when the sum of all flags reaches the number of ranks.
         """
         if self._writing is None:
             return 0
@@ -267,7 +271,7 @@ class Saver:
         written, states = self._advance(until_seconds)
         if not written and not any(state.busy for state in states):
             if states[self._world.rank].failure is not None:
-                self._retry()  # a last time
+                self._retry()  # one last time
             written, states = self._advance(until_seconds)
         if written:
             _require(self._missing)
@@ -320,7 +324,7 @@ class Saver:
                 return self._writing is None, states
 
     def _exchange_states(self) -> Sequence[_State]:
-        """Exchange states, report news, and start the next phase once all ranks have finished one."""
+        """Exchange the states of all ranks and report failures and slow writes. Start the next phase once all ranks are done."""
         writing = self._writing
         assert writing is not None
         states: list[_State] = self._world.allgather_object(self._state())

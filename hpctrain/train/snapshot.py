@@ -40,7 +40,7 @@ from hpctrain.train.stopping import Stagnation
 
 
 class Shards:
-    """Whole arrays and parts of one network's parameters, and of arrays with the shapes of parameters.
+    """Conversion between whole arrays and this rank's parts, for a network's parameters and for arrays with their shapes.
 
     Args:
         holders: ranks that hold the parts, in order; None if no parameter is split.
@@ -123,7 +123,7 @@ def _with_states_of_all_parts(
 ) -> dict[str, np.ndarray]:
     """Return the states of this rank's part, sorted by name, with zeros for states that only other parts have. Collective.
 
-    Gradients that are kept back have as many holders as the part with the maximum number of holders.
+    For gradients that are kept back, the number of holders is the maximum over all parts.
     """
     kept_back = tuple(averager.by_holder)
     optional = kept_back if averager.rounded is None else (*kept_back, PARAMETER_ERROR)
@@ -173,7 +173,10 @@ class Position:
     stagnation: Stagnation | None = None
 
     def in_steps(self, samples_per_epoch: int, batch: int) -> float:
-        """Return the progress in steps of `batch` samples, as if all steps had this batch; exactly a whole number if they did."""
+        """Return the progress in steps of `batch` samples, as if all steps had this batch.
+
+        If all steps had this batch, the result is exactly a whole number.
+        """
         return self.epoch * -(-samples_per_epoch // batch) + self.samples / batch
 
     def to_meta(self) -> dict[str, Any]:
@@ -210,7 +213,7 @@ def take(
     """Return the complete state for a resume, one whole array per tensor. After a drain; collective if anything is sharded.
 
     Args:
-        keep: False on ranks that do not write; they get no tensors and hold only one at a time.
+        keep: False on ranks that do not write: their content has no tensors, and they hold only one whole tensor at a time.
         copied: whether all tensors are copies, so that training may continue.
     """
     kept = np.array if copied else np.asarray
@@ -250,10 +253,10 @@ def put(
 ) -> Position:
     """Restore a snapshot taken on any grid and with any plan, and return its position.
 
-    If the snapshot has no average of weights, the average begins with its weights.
+    If the snapshot has no average of weights, the average is initialised with the snapshot's weights.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape or dtype, or has no place in this replica.
+        CheckpointError: a tensor is missing, has another shape or dtype, or is not part of this replica's state.
     """
     put_weights(content, network, shards)
     states: dict[str, list[str]] = {}
@@ -335,7 +338,7 @@ def _kept_back(content: CheckpointContent, key: str, name: str, network: Network
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
-    """Raise unless this replica has a place for each nonzero state in the checkpoint. Averages of weights may be left over.
+    """Raise if the checkpoint has a nonzero state that this replica does not have. Averages of weights may be dropped.
 
     Raises:
         CheckpointError: gradients or momentum would be lost; the message names them and a remedy.
@@ -366,7 +369,7 @@ def put_weights(content: CheckpointContent, network: Network, shards: Shards, *,
     """Restore parameters and running statistics only, for evaluation or to start from trained weights.
 
     Args:
-        averaged: whether to restore their averages instead.
+        averaged: whether to restore the averages of weights and statistics in place of their latest values.
 
     Raises:
         CheckpointError: the tensors belong to another model, or averages were requested and there are none.
@@ -454,7 +457,7 @@ class _Held:
 def _held(
     network: Network, averagers: Mapping[str, GradientAverager], shards: Shards, average: WeightAverage | None
 ) -> Iterator[_Held]:
-    """Yield this rank's parts of all tensors of a checkpoint. Collective like `full_states`."""
+    """Yield this rank's parts of all tensors of a checkpoint. Collective if `full_states` is."""
     to_host = network.kernels.arithmetic.to_host
     for group, averager in averagers.items():
         for parameter, states in full_states(averager, shards):

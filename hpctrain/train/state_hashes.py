@@ -148,7 +148,7 @@ class _Piece:
 
     Attributes:
         key: key of the tensor.
-        values: elements, 1-D, where the kernels compute.
+        values: elements, 1-D, in the memory in which the kernels compute.
         start: index of the first element in this rank's part of the tensor.
         position: position of the part in the tensor.
     """
@@ -182,9 +182,9 @@ class StateHashes:
         self._index = {key: number for number, key in enumerate(shapes)}
 
     def _agreed_states(self, replica: Replica) -> dict[str, list[str]]:
-        """Return, by state, the parameters that have it on any rank.
+        """Return, for each state, the parameters that have this state on any rank. Collective.
 
-        A rank without elements of a parameter does not see its states.
+        A rank without elements of a parameter does not see the parameter's states.
         """
         averagers = replica.averagers.values()
         known = {

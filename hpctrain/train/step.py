@@ -46,8 +46,8 @@ class TracingHooks(StepHooks):
         self._inner = inner
         self._trace = trace
         self._clock_ns = trace.clock_ns
-        self._recorded = 0  # everything before this instant is recorded
-        self._ready = 0  # when the last hook ended
+        self._recorded = 0  # time up to which everything is recorded
+        self._ready = 0  # time at which the last hook ended
 
     def begin(self) -> None:
         """Start recording."""
@@ -180,7 +180,7 @@ class AveragingHooks(StepHooks):
             total.start()
 
     def turn(self, part: int) -> None:
-        """Assign the following events to this part."""
+        """Assign the following events to `part`."""
         self._part, self.last = part, part == self._parts - 1
 
     def end_pass(self) -> None:

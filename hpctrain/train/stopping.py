@@ -21,7 +21,7 @@ class Stagnation:
 
     Attributes:
         metric: name of the metric, as in `EarlyStop`.
-        best: value that later evaluations are compared with; None: none was finite.
+        best: best value, on which later evaluations must improve; None: no value was finite.
         best_epoch: number of epochs before the best evaluation.
         evaluated_epoch: number of epochs before the latest evaluation.
         waited: number of evaluations without improvement since the best.
@@ -160,7 +160,7 @@ class TimeLimit:
             self.wrote(seconds)
 
     def wrote(self, seconds: float) -> None:
-        """Record the time that a checkpoint has taken."""
+        """Record the duration of the latest checkpoint."""
         self._checkpoint_seconds = max(_CHECKPOINT_SLACK * seconds, self._checkpoint_seconds if self._saved else 0.0)
         self._saved = True
 

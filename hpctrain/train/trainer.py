@@ -1,4 +1,4 @@
-"""The training loop, the same on every rank: steps, evaluation, checkpoints, and the end."""
+"""Training loop of a rank: steps, evaluations, checkpoints, and the end of training. All ranks run the same loop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Outcome:
         evaluation: sums of the last evaluation; None if there was none.
         evaluated_epochs: number of epochs trained before this evaluation.
         stopped: whether training ended before its last epoch on request.
-        steps_reached: whether the request was the limit of `Cadence.steps`.
+        steps_reached: whether training ended because it reached the limit `Cadence.steps`.
     """
 
     position: Position

@@ -1,9 +1,10 @@
 """Detect flipped bits, in memory or on links, in values that ranks must hold alike.
 
 Values that every rank holds are compared between ranks. In every step, ranks compare sums of the parameters that the step has
-read, taken before its update overwrites them. Every few steps they compare checksums of one part of all values in turn. Before
-checkpoints they compare checksums of all values. Values that only updates write, for example an owner's optimiser state
-(`optim/guarded.py`), running statistics and frozen parameters, are compared locally with the sums taken after the last write.
+read, taken before its update overwrites them. Every few steps, they compare checksums of one part of all values; successive
+checks cover successive parts. Before checkpoints, they compare checksums of all values. Values that only updates write, for
+example an owner's optimiser state (`optim/guarded.py`), running statistics and frozen parameters, are compared locally with the
+sums taken after the last write.
 
 `AgreedChecksums` compares checksums within several groups of ranks by a few numbers in one sum over all ranks. n numbers h are
 equal exactly if n times the sum of h^2 equals the square of the sum of h (Cauchy-Schwarz). A 32-bit checksum is sent as two
@@ -100,7 +101,7 @@ class WatchedPiece:
         name: name of the whole array, for messages.
         values: elements, 1-D; whole 32-bit words.
         parameter: parameter that must be complete before the elements are read; None: none.
-        arithmetic: arithmetic of the memory that holds them.
+        arithmetic: arithmetic of the memory that holds the elements.
     """
 
     name: str
@@ -138,7 +139,7 @@ class PartChecksums:
 
     Attributes:
         part: same as the argument.
-        names: names of its pieces.
+        names: names of the pieces.
     """
 
     def __init__(self, part: WatchedPart) -> None:
@@ -225,7 +226,7 @@ class PartGuard:
 
 
 def _by_place(part: WatchedPart) -> list[tuple[list[int], WatchedArrays]]:
-    """Return the indices and the watched arrays of the pieces, for each arithmetic."""
+    """Group the pieces by their arithmetic. Return the indices of the pieces and the watched arrays of each group."""
     places: dict[int, list[int]] = {}
     for number, piece in enumerate(part):
         places.setdefault(id(piece.arithmetic), []).append(number)
@@ -242,7 +243,7 @@ class Checksums:
         names: names of the arrays, the same on each of the ranks.
         digests: checksum of each array, uint32.
         equal_at: number of steps done when all arrays were last found equal.
-        step: number of steps done when the checksums were taken; None: as many as in the report.
+        step: number of steps done when the checksums were taken; None: the `step` of `difference`.
         verified: for each array, whether this rank owns it and knows that it is unchanged since it was written; empty if none is.
     """
 
@@ -288,7 +289,7 @@ class ReplicaDifference:
         Args:
             kept_step: step of the newest checkpoint; None if there is none.
         """
-        remedy = "start again, as this run has no checkpoint yet"
+        remedy = "restart the run, because it has no checkpoint yet"
         if kept_step is not None:
             remedy = f"resume from the checkpoint of step {kept_step}"
         return f"{self.text}; {remedy}."
@@ -297,7 +298,7 @@ class ReplicaDifference:
 def difference(
     reports: Sequence[RankReport], alike: Sequence[Sequence[Sequence[int]]], world_ranks: Sequence[int], step: int
 ) -> ReplicaDifference:
-    """Return the first fault. Faults in arrays that only one rank holds come first.
+    """Return the first fault in the reports. Faults that a rank found in arrays that only it holds come first.
 
     Args:
         reports: reports by position; at least one contains a fault.
@@ -311,7 +312,7 @@ def difference(
             checksums = [reports[position].checksums[kind] for position in positions]
             findings.append(_among(checksums, [world_ranks[position] for position in positions], step))
     nothing = ReplicaDifference(
-        f"After step {step} ranks received different checksums, but all hold the same: a message between them was damaged", ()
+        f"After step {step} ranks received different checksums, but hold equal values: a message between ranks was damaged", ()
     )
     return next((finding for finding in findings if finding is not None), nothing)
 
@@ -321,8 +322,8 @@ def _of_owner(report: RankReport, rank: int, step: int) -> ReplicaDifference | N
     if not report.found:
         return None
     text = (
-        f"On rank {rank} {report.found[0]}{_others(report.found)} changed between two updates, as was seen after step {step}, "
-        f"though nothing wrote there: that rank's memory is at fault"
+        f"On rank {rank} {report.found[0]}{_others(report.found)} changed between two updates, although nothing wrote to it "
+        f"(detected after step {step}): the memory of this rank is damaged"
     )
     return ReplicaDifference(text, (rank,))
 
@@ -340,7 +341,7 @@ def _among(checksums: Sequence[Checksums], ranks: Sequence[int], step: int) -> R
     for rank, digest in zip(ranks, table[:, differing[0]].tolist(), strict=True):
         holders.setdefault(digest, []).append(rank)
     most = max(holders.values(), key=lambda members: (len(members), members == owners))
-    what, since = f"{names[0]}{_others(names)}", f"all had the same after step {checksums[0].equal_at}"
+    what, since = f"{names[0]}{_others(names)}", f"all were equal after step {checksums[0].equal_at}"
     if len(most) * 2 > len(ranks) or most == owners:
         odd = [rank for rank in ranks if rank not in most]
         verb = "holds" if len(odd) == 1 else "hold"
@@ -357,7 +358,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _others(names: Iterable[str]) -> str:
-    """Return text for the number of other names; "" if there are none."""
+    """Return text with the number of names after the first, for example " (and 2 more)"; "" if there is one name."""
     more = len(set(names)) - 1
     return f" (and {more} more)" if more > 0 else ""
 
@@ -643,7 +644,10 @@ class WeightWatch:
         self._frozen.forget()
 
     def forget_step(self) -> None:
-        """Forget the sums of parameters and optimiser state, because a step was undone. It has not written statistics."""
+        """Forget the sums of parameters and optimiser state, because a step was undone.
+
+        The sums of statistics and frozen parameters are kept, because an undone step has not written them.
+        """
         self._all_equal_at, self._part_checksums = -1, None
         self._owned_known = dict.fromkeys(self._owned_known, False)
         for guard in self._guards:
@@ -651,7 +655,9 @@ class WeightWatch:
                 guard.forget()
 
     def error(self, kept_step: int | None) -> CorruptedStateError:
-        """Return the error about the latest comparison, with the wrong ranks, the same on every rank. Collective; after a drain.
+        """Return the error about the latest comparison, with the wrong ranks.
+
+        Collective, after a drain; every rank returns the same error.
 
         Args:
             kept_step: step of the newest checkpoint; None if there is none.
@@ -700,7 +706,7 @@ class WeightWatch:
 
 
 def _complete(averagers: Iterable[GradientAverager], part: WatchedPart) -> None:
-    """Wait for parameters that this rank's forward did not use."""
+    """Wait until all parameters of a part are complete, including those that this rank's forward did not use."""
     for averager in averagers:
         names = {piece.parameter: None for piece in part if piece.parameter in averager.group.parameters}
         averager.before_forward([averager.group.parameters[name] for name in names])
@@ -734,13 +740,13 @@ def _pieces(averager: GradientAverager) -> list[WatchedPiece]:
 
 
 def _frozen_pieces(group: FlatGroup) -> list[WatchedPiece]:
-    """Return the frozen parameters, which must never change."""
+    """Return the pieces of a group's frozen parameters, which must never change."""
     of_segments = ((segment, group.data[segment.start : segment.stop]) for segment in group.segments)
     return [WatchedPiece(f"parameter {segment.parameter}", data, arithmetic=group.arithmetic) for segment, data in of_segments]
 
 
 def _replicates_state(averager: GradientAverager) -> bool:
-    """Return whether every rank of the averager holds the whole optimiser state, that is, owns all parameters."""
+    """Return whether every rank of the averager owns all parameters and therefore holds the whole optimiser state."""
     return type(averager).owned is GradientAverager.owned
 
 

@@ -55,7 +55,7 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Start, folde
     outcome = _train(2, folder, start=job)
     (line,) = [line for line in outcome.stdout.splitlines() if line.startswith("grid, plan, averager auto: ")]
     choice = _choice(folder)
-    assert f"predicted {choice['prediction']['seconds']:.3g} s a step" in line
+    assert f"predicted {choice['prediction']['seconds']:.3g} s per step" in line
     assert choice["ranks"] == 2
     config = newest_run(folder).config()
     others = ("progress", "backend", "threads", "layout", "memory", "fill", "local_limit", "transport")  # which nobody predicts

@@ -116,8 +116,15 @@ def test_convert_folder_lists_what_it_skips(tmp_path):
 
 def test_fetch_prints_the_files(tmp_path, monkeypatch):
     paths = {"train": tmp_path / "train.h5", "test": tmp_path / "test.h5"}
-    monkeypatch.setattr(fetching, "fetch", lambda out, overwrite, bar: paths if out == tmp_path and not overwrite else {})
-    assert run("fetch", "fashion-mnist", "--out", tmp_path).split() == [str(path) for path in paths.values()]
+    asked = []
+
+    def fetch(out, data_set, overwrite, bar):
+        asked.append((out, data_set, overwrite))
+        return paths
+
+    monkeypatch.setattr(fetching, "fetch", fetch)
+    assert run("fetch", "mnist", "--out", tmp_path).split() == [str(path) for path in paths.values()]
+    assert asked == [(tmp_path, fetching.MNIST, False)]
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -344,7 +344,7 @@ def test_named_ranks_have_files_with_all_that_they_log(job: Job, tmp_path: Path)
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0000.log", "rank-0002.log"]
     text = (run / "logs" / "rank-0002.log").read_text()
     assert re.search(r"DEBUG +process \d+ on \S+, hpctrain \S+, launcher .*: train faulty.yaml --log-ranks 0,2 --steps 2\n", text)
-    assert re.search(r"DEBUG +epoch 1, step 1: loss \S+; in 1 step this rank waited \S+ s for others\n", text)
+    assert re.search(r"DEBUG +epoch 1, step 1: loss \S+; in 1 step this rank waited \S+ s for other ranks\n", text)
     assert "Backend" in text  # other ranks than 0 say that to nobody else
     said = [line for line in outcome.stdout.splitlines() if line.startswith("epoch ")]
     assert said

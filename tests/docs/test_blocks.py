@@ -49,7 +49,7 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.checks import check_names
 from hpctrain.config.load import parse
-from hpctrain.data.fetch import CLASS_NAMES
+from hpctrain.data.fetch import FASHION_MNIST
 from hpctrain.data.writer import write_data_file
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers import Sgd
@@ -275,7 +275,7 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         images, labels = numbers.integers(0, 256, (40, 28, 28, 1), np.uint8), np.arange(40) % 10
         path = folder / "data" / "fashion-mnist" / f"{split}.h5"
-        write_data_file(path, 40, (28, 28, 1), CLASS_NAMES, [(images, labels)])
+        write_data_file(path, 40, (28, 28, 1), FASHION_MNIST.class_names, [(images, labels)])
     with h5py.File(folder / "theirs.h5", "w") as theirs:
         theirs["x"], theirs["y"] = numbers.integers(0, 256, (4, 3, 9, 9), np.uint8), np.eye(2)[[0, 1, 1, 0]]
     (folder / "cifar-10-batches-bin").mkdir()

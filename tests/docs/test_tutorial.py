@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data.fetch import CLASS_NAMES
+from hpctrain.data.fetch import FASHION_MNIST
 from hpctrain.data.writer import write_data_file
 from tests.docs.test_blocks import BEGINNINGS, Block, blocks
 from tests.support import stand_ins, wheel
@@ -113,7 +113,7 @@ class Follower:
 
 def form(line: str) -> str:
     """A line without what differs from run to run: numbers and classes; and without spare blanks."""
-    for name in sorted((*CLASS_NAMES, *CLASSES), key=len, reverse=True):
+    for name in sorted((*FASHION_MNIST.class_names, *CLASSES), key=len, reverse=True):
         line = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w/-])", "CLASS", line)
     return " ".join(re.sub(r"\d[\d.,:]*(e-\d+)?", "0", line).split())
 
@@ -137,7 +137,7 @@ def make_data(folder: Path) -> None:
     for split in ("train", "test"):
         images, labels = numbers.integers(0, 256, (300, 28, 28, 1), np.uint8), np.arange(300) % 10
         path = folder / "data" / "fashion-mnist" / f"{split}.h5"
-        write_data_file(path, 300, (28, 28, 1), CLASS_NAMES, [(images, labels)])
+        write_data_file(path, 300, (28, 28, 1), FASHION_MNIST.class_names, [(images, labels)])
     for split in ("train", "validation", "test"):
         for name in CLASSES:
             (folder / "photos" / split / name).mkdir(parents=True)

@@ -212,7 +212,7 @@ EVENTS: list[tuple[dict[str, Any], str | None]] = [
     ({"kind": "shrink", "step": 5, "lost": [1, 2], "ranks": 6}, "lost rank 1-2; continued with 6 from step 5"),
     ({"kind": "checkpoint", "step": 6, "warning": "no room"}, "no room"),
     ({"kind": "image_size", "step": 6, "epoch": 3, "size": 32}, "images of 32 px from epoch 3"),
-    ({"kind": "resume", "step": 6, "changes": {"optimizer.lr": [1, 2]}}, "resumed at step 6 with other optimizer.lr"),
+    ({"kind": "resume", "step": 6, "changes": {"optimizer.lr": [1, 2]}}, "resumed at step 6 with changed optimizer.lr"),
     ({"kind": "stop", "step": 8, "by": "SIGTERM"}, "stopped by SIGTERM after step 8"),
 ]
 

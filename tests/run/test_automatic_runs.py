@@ -121,7 +121,7 @@ def test_every_rank_gets_the_choice_of_rank_0(folder: Path, search: _Search, ran
     assert outcomes[0].choice is not None
     assert outcomes[0].choice.prediction.seconds == 0.25
     (line,) = outcomes[0].lines
-    assert "predicted 0.25 s a step (next best 1 x" in line
+    assert "predicted 0.25 s per step (next best 1 x" in line
 
 
 def test_nothing_open_needs_nothing(folder: Path, search: _Search) -> None:
@@ -319,7 +319,7 @@ def test_one_line_tells_the_choice_the_prediction_and_what_came_second() -> None
     assert choice.line(choice.applied(_open_config())) == (
         "grid, plan, averager auto: 2 x 2: batch, features.* domain, classifier.* model, "
         "averager sharded (fc_exchange never), "
-        "predicted 0.452 s a step (next best 1 x 4, averager bucketed: 0.47 s)"
+        "predicted 0.452 s per step (next best 1 x 4, averager bucketed: 0.47 s)"
     )
 
 

@@ -582,7 +582,7 @@ def test_another_test_set_begins_the_search_again(folder: Path, capsys: pytest.C
     shutil.copy(folder / "test.h5", folder / "other.h5")
     capsys.readouterr()
     _whole(folder, f"data.test={folder}/other.h5", accuracies=(3, 9, 4, 5), resume="auto")
-    assert "\nthe best checkpoint is chosen among those from here on, as data.test changed\n" in capsys.readouterr().out
+    assert "\nthe best checkpoint is chosen among new ones only, as data.test changed\n" in capsys.readouterr().out
     assert _there(folder) == [12]
 
 

@@ -145,7 +145,7 @@ def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
 def _assert_went_back(folder: Path, said: str) -> None:
     (record,) = _records(_run(folder), "rollback")
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
-    assert "went back from step 9 to step 6, and on in order 1: Layer" in said
+    assert "went back from step 9 to step 6, continuing with order 1 of the samples: Layer" in said
     assert [record["step"] for record in _records(_run(folder), "interval")] == list(range(1, 11))
     assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 

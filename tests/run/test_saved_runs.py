@@ -169,7 +169,7 @@ def test_a_disk_that_hangs_does_not_end_the_training_and_is_told_at_its_end(fold
     outcome = train(folder, 0, *more, fault="time.sleep(1000)")
     assert outcome.code == 2, outcome.output
     assert "epoch 2/2" in outcome.stdout
-    assert "is skipped, because that of step 5 is still being written" in outcome.output
+    assert "is skipped, because the checkpoint of step 5 is still being written" in outcome.output
 
 
 RANKS = (1, 2, 3, 6)

@@ -90,19 +90,17 @@ def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
     times = {"measured_step_seconds": 0.05, "measured_exposed_seconds": 0.001, "predicted_step_seconds": 0.04567891}
     run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
     written = dict(summary_texts([summary(read_runs([run.path])[0])]))
-    assert [written[name] for name in ("step", "waited in a step", "step, predicted")] == [["50 ms"], ["1 ms"], ["45.68 ms"]]
+    assert [written[name] for name in ("step", "waited per step", "predicted step")] == [["50 ms"], ["1 ms"], ["45.68 ms"]]
 
 
-@pytest.mark.parametrize(
-    ("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("memory of a GPU", ["7,400 MB"])])]
-)
+@pytest.mark.parametrize(("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("GPU memory", ["7,400 MB"])])])
 def test_peak_memory_is_told_and_that_of_gpus_where_there_are_some(
     tmp_path: Path, device: dict[str, int], of_gpus: list[tuple[str, list[str]]]
 ) -> None:
     run = write_run(tmp_path, events=[{"kind": "memory", "time": 31.0, "step": 30, "peak_bytes": 612_345_678, **device}])
     written = summary_texts([summary(read_runs([run.path])[0])])
     assert dict(written)["peak memory"] == ["612 MB"]
-    assert [(name, values) for name, values in written if name == "memory of a GPU"] == of_gpus
+    assert [(name, values) for name, values in written if name == "GPU memory"] == of_gpus
 
 
 def test_waits_for_data_are_those_of_all_epochs(tmp_path: Path) -> None:
@@ -285,7 +283,7 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     printed = _printed([write_run(tmp_path, config=config).path for config in configs], 80)
     assert max(map(len, printed)) <= 80
     text = "\n".join(printed)
-    assert "best test top-1   66.67% (epoch 2)  66.67% (epoch 2)" in text
+    assert "best test top-1  66.67% (epoch 2)  66.67% (epoch 2)" in text
     assert "Differences of configuration:" in text
     assert "No differences of versions." in text
     assert "no bits" in text

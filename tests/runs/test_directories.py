@@ -524,7 +524,7 @@ def test_the_newest_run_that_has_one_counts(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No run of 'tiny'"):
         best_record.find_best(tmp_path, "tiny")
     best_record.write_best(older.checkpoints, BEST)
-    with pytest.raises(CheckpointError, match=r"checkpoint-00000035\.h5 \(top1 91\.93% after epoch 7\), does not exist any more"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-00000035\.h5 \(top1 91\.93% after epoch 7\), no longer exists"):
         best_record.find_best(tmp_path, "tiny")
     path = older.checkpoints / BEST.checkpoint
     path.write_bytes(b"")

@@ -21,27 +21,6 @@ from hpctrain.cli import data as data_commands
 Calls = list[tuple[str, Any]]
 
 
-class MlflowStandIn(ModuleType):
-    """The functions of `mlflow` that need no run in hand, with its names of arguments."""
-
-    def __init__(self) -> None:
-        super().__init__("mlflow")
-        self.calls: Calls = []
-
-    def set_experiment(self, experiment_name: str | None = None) -> None:
-        self.calls.append(("experiment", experiment_name))
-
-    def start_run(self, run_id: str | None = None, run_name: str | None = None) -> None:
-        self.calls.append(("start", run_name))
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None, synchronous: bool | None = None) -> None:
-        assert all(isinstance(value, float) for value in metrics.values())
-        self.calls.append(("metrics", (step, metrics)))
-
-    def end_run(self, status: str = "FINISHED") -> None:
-        self.calls.append(("end", status))
-
-
 class WandbRun:
     """A run of `wandb`, whose steps may not fall."""
 
@@ -69,11 +48,6 @@ class WandbStandIn(ModuleType):
     def init(self, *, project: str, name: str, id: str, resume: str, dir: str) -> WandbRun:
         self.calls.append(("start", (project, name, id, resume, dir)))
         return WandbRun(self.calls)
-
-
-def stand_ins() -> tuple[MlflowStandIn, WandbStandIn]:
-    """One of each."""
-    return MlflowStandIn(), WandbStandIn()
 
 
 ROOT = Path(__file__).parents[2]
@@ -110,8 +84,7 @@ def followed(page: str, folder: Path) -> Iterator[None]:
     if page == OWN_CODE:
         write_own_code(folder)
         with pytest.MonkeyPatch.context() as patch:
-            for tracker in stand_ins():
-                patch.setitem(sys.modules, tracker.__name__, tracker)
+            patch.setitem(sys.modules, "wandb", WandbStandIn())
             patch.chdir(folder)
             yield
         return

@@ -308,9 +308,9 @@ def test_steps_are_told_at_intervals_with_the_time_that_this_rank_waited(lines: 
         reporter.step(1, step, sums, 0.1, 50.0)
     steps = [line.partition("DEBUG   ")[2] for line in lines if " step" in line]
     assert steps == [
-        "epoch 1, step 1: loss 2; in 1 step this rank waited 0.250 s for others",
-        "epoch 1, step 11: loss 2; in 10 steps this rank waited 2.500 s of 10.0 s for others",
-        "epoch 1, step 21: loss 2; in 10 steps this rank waited 2.500 s of 10.0 s for others",
+        "epoch 1, step 1: loss 2; in 1 step this rank waited 0.250 s for other ranks",
+        "epoch 1, step 11: loss 2; in 10 steps this rank waited 2.500 s of 10.0 s for other ranks",
+        "epoch 1, step 21: loss 2; in 10 steps this rank waited 2.500 s of 10.0 s for other ranks",
     ]
 
 
@@ -323,7 +323,7 @@ def test_events_are_told_and_intervals_are_not(lines: list[str]) -> None:
     assert [line.split(maxsplit=2)[2] for line in lines] == [
         "INFO    a sentence",
         'DEBUG   evaluation: {"epoch": 1, "loss": 2.0}',
-        "INFO    the run is over on this rank",
+        "INFO    the run has ended on this rank",
     ]
 
 

@@ -166,7 +166,7 @@ def test_the_next_one_takes_the_place_of_one_that_cannot_be_written() -> None:
         return told.lines
 
     for lines in on_each(work):
-        assert lines[1] == "warning: The checkpoint of step 5 is abandoned for that of step 6."
+        assert lines[1] == "warning: The checkpoint of step 5 is abandoned for the checkpoint of step 6."
     assert written == [6]
 
 
@@ -209,7 +209,7 @@ def test_a_disk_that_hangs_is_told_once_leaves_checkpoints_out_and_is_given_up_a
     for lines in on_each(work):
         assert len(lines) == 2
         assert "step 5 is not written after 0 s (on rank 1 of 3); the run continues" in lines[0]
-        assert lines[1].startswith("warning: The checkpoint of step 6 is skipped, because that of step 5")
+        assert lines[1].startswith("warning: The checkpoint of step 6 is skipped, because the checkpoint of step 5")
     release.set()
 
 

@@ -195,7 +195,7 @@ def test_of_two_ranks_the_one_that_does_not_own_a_parameter_is_wrong(strategy: s
 
     run = _runs(2, TASK, strategy, flip, damaged)
     assert f"After step {FLIPPED_STEP} rank {damaged} holds other bits of parameter" in run.error
-    assert f"than rank {1 - damaged}, which owns it; all had the same after step {FLIPPED_STEP - 1};" in run.error
+    assert f"than rank {1 - damaged}, which owns it; all were equal after step {FLIPPED_STEP - 1};" in run.error
     assert run.steps == FLIPPED_STEP + 2  # told one step later
 
 

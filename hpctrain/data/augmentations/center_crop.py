@@ -26,7 +26,7 @@ class CenterCrop(WindowAugmentation):
     name: ClassVar[str] = "center_crop"
 
     def __post_init__(self) -> None:
-        self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
+        self.require(self.size >= 1, "size", "is not positive; the minimum is 1, a usual value 224")
 
     def resized(self, side: int) -> Augmentation:
         return replace(self, size=side)

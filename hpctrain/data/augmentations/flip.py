@@ -27,7 +27,7 @@ class Flip(WindowAugmentation):
 
     def __post_init__(self) -> None:
         legal = 0 <= self.probability <= 1
-        self.require(legal, "probability", "is outside [0, 1]; the usual one is 0.5")
+        self.require(legal, "probability", "is outside [0, 1]; a usual value is 0.5")
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):

@@ -26,8 +26,8 @@ class PadCrop(WindowAugmentation):
     draws: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        self.require(self.padding >= 0, "padding", "is negative; the smallest is 0, the usual one 4")
-        self.require(self.padding <= MOST_PIXELS, "padding", f"is too large; at most {MOST_PIXELS}")
+        self.require(self.padding >= 0, "padding", "is negative; the minimum is 0, a usual value 4")
+        self.require(self.padding <= MOST_PIXELS, "padding", f"is too large; the maximum is {MOST_PIXELS}")
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         height, width = images.shape[1:3]

@@ -37,10 +37,10 @@ class RandAugment(Augmentation):
 
     def __post_init__(self) -> None:
         legal = 1 <= self.operations <= MOST_OPERATIONS
-        self.require(legal, "operations", f"is outside 1 to {MOST_OPERATIONS}; the usual one is 2")
-        self.require(self.bins >= 2, "bins", "is less than 2; the usual one is 31")
+        self.require(legal, "operations", f"is outside 1 to {MOST_OPERATIONS}; a usual value is 2")
+        self.require(self.bins >= 2, "bins", "is less than 2; a usual value is 31")
         legal = 0 <= self.magnitude < self.bins
-        self.require(legal, "magnitude", f"is outside 0 to bins - 1 = {self.bins - 1}; the usual one is 9 of 31")
+        self.require(legal, "magnitude", f"is outside 0 to bins - 1 = {self.bins - 1}; a usual value is 9 of 31")
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         picture_operations.check_channels(self.name, c)

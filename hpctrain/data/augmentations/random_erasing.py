@@ -41,13 +41,13 @@ class RandomErasing(FillingAugmentation):
     draws: ClassVar[int] = 1 + 2 * _TRIES + 2
 
     def __post_init__(self) -> None:
-        self.require(0 <= self.probability <= 1, "probability", "is outside [0, 1]; the usual one is 0.5")
+        self.require(0 <= self.probability <= 1, "probability", "is outside [0, 1]; a usual value is 0.5")
         low, high = self.scale
         self.require(0 <= low <= high <= 1, "scale", "must be low <= high within [0, 1], such as [0.02, 0.33]")
         low, high = self.ratio
         self.require(1e-3 <= low <= high <= 1e3, "ratio", "must be low <= high within [0.001, 1000], such as [0.3, 3.3]")
         legal = self.value == "random" or math.isfinite(self.value)
-        self.require(legal, "value", 'must be finite, or "random"; the usual one is 0')
+        self.require(legal, "value", 'must be finite, or "random"; a usual value is 0')
 
     def change(self, pixels: np.ndarray, size: tuple[int, int], u: np.ndarray, words: Words, region: Box) -> None:
         box = self.box(size, u)

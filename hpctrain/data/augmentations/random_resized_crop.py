@@ -42,10 +42,10 @@ class RandomResizedCrop(ResamplingAugmentation):
     interpolates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
+        self.require(self.size >= 1, "size", "is not positive; the minimum is 1, a usual value 224")
         low, high = self.scale
         self.require(0 < low <= high <= 1, "scale", "must be low <= high within (0, 1], such as [0.08, 1.0]")
-        self.require(self.size <= MOST_PIXELS, "size", f"is too large; at most {MOST_PIXELS}")
+        self.require(self.size <= MOST_PIXELS, "size", f"is too large; the maximum is {MOST_PIXELS}")
         low, high = self.ratio
         legal = 1e-3 <= low <= high <= 1e3
         self.require(legal, "ratio", "must be low <= high within [0.001, 1000], such as [0.75, 1.333]")

@@ -27,8 +27,8 @@ class Resize(ResamplingAugmentation):
     interpolates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self.require(self.size >= 1, "size", "is not positive; the smallest is 1, the usual one 224")
-        self.require(self.size <= MOST_PIXELS, "size", f"is too large; at most {MOST_PIXELS}")
+        self.require(self.size >= 1, "size", "is not positive; the minimum is 1, a usual value 224")
+        self.require(self.size <= MOST_PIXELS, "size", f"is too large; the maximum is {MOST_PIXELS}")
 
     def resized(self, side: int) -> Augmentation:
         return replace(self, size=side)

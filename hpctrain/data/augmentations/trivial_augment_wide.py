@@ -30,7 +30,7 @@ class TrivialAugmentWide(Augmentation):
     draws: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        self.require(self.bins >= 2, "bins", "is less than 2; the usual one is 31")
+        self.require(self.bins >= 2, "bins", "is less than 2; a usual value is 31")
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         picture_operations.check_channels(self.name, c)

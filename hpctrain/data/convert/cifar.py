@@ -57,11 +57,24 @@ def convert(
     write_data_file(out, sum(_records(path, record) for path in paths), _SHAPE, names, _read(paths, layout, advance))
 
 
+def parse(content: np.ndarray, label_bytes: int = 1, label: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return images (N, 32, 32, 3) uint8 and labels (N,) int64 of whole records.
+
+    Args:
+        content: records, uint8.
+        label_bytes: number of bytes of a record before its pixels; default: that of CIFAR-10.
+        label: index of the label among these bytes.
+    """
+    records = content.reshape(-1, label_bytes + _PIXELS)
+    planes = records[:, label_bytes:].reshape(-1, 3, 32, 32)
+    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, label].astype(np.int64)
+
+
 def _layout(directory: Path, split: Split, coarse: bool) -> _RecordFormat:
     batches = _training_batches(directory) if split == "train" else ["test_batch.bin"]
     if batches and (directory / batches[0]).is_file():
         if coarse:
-            raise DataError(f"{directory} holds CIFAR-10, which has no coarse labels; they exist in CIFAR-100 only.")
+            raise DataError(f"{directory} holds CIFAR-10, which has no coarse labels; leave out --coarse.")
         return _RecordFormat(tuple(batches), 1, 0, "batches.meta.txt", 10)
     if (directory / f"{split}.bin").is_file():
         kind, position, classes = ("coarse", 0, 20) if coarse else ("fine", 1, 100)
@@ -108,8 +121,7 @@ def _read(paths: list[Path], layout: _RecordFormat, advance: Advance) -> Iterato
                 content = np.fromfile(file, np.uint8, record * min(left, _RECORDS_AT_ONCE))
                 if content.size == 0 or content.size % record:
                     raise DataError(f"{path} changed while it was read; convert it again.")
-                records = content.reshape(-1, record)
-                planes = records[:, layout.label_bytes :].reshape(-1, 3, 32, 32)
-                yield np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, layout.label].astype(np.int64)
-                advance(len(records))
-                left -= len(records)
+                images, labels = parse(content, layout.label_bytes, layout.label)
+                yield images, labels
+                advance(len(labels))
+                left -= len(labels)

@@ -90,7 +90,10 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
         raise DataError(f"Several classes have the name {twice[0]}, so their directory is ambiguous; give distinct names.")
     strange = sorted(set(found).difference(map(normal_name, names)))
     if strange:
-        raise DataError(f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}.")
+        raise DataError(
+            f"In {directory} the directories {', '.join(strange)} are not among the class names {', '.join(names)}; "
+            "rename or remove them, or add the names."
+        )
     of_classes = [search.pictures(found[name], name) if name in found else [] for name in map(normal_name, names)]
     if search.unreadable and not skip_unreadable:
         places = [f"{path}: {reason}" for path, reason in sorted(search.unreadable)]
@@ -182,7 +185,9 @@ def convert(
         found = pack(writer, results, advance, skip=skip_unreadable)
         unreadable = writer.skipped if skip_unreadable else found
         if len(unreadable) == len(tree.files):
-            raise DataError(f"None of {listed('image', unreadable)} can be decoded; nothing was written.")
+            raise DataError(
+                f"None of {listed('image', unreadable)} can be decoded, so nothing was written; save them in another format."
+            )
         if unreadable and not skip_unreadable:
             raise DataError(
                 f"{listed('image', unreadable)} cannot be decoded, so {out} was not written; repair or remove them, or give "

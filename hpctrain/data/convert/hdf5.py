@@ -134,7 +134,7 @@ def _check_images(path: Path, images: h5py.Dataset, layout: Layout | None) -> bo
         if missing:
             raise DataError(f"{name} refers to other files, and {missing[0]} is missing; copy it to {path.parent}.")
     elif images.id.get_storage_size() == 0:
-        raise DataError(f"{name} has shape {shape}, but no values were written.")
+        raise DataError(f"{name} has shape {shape}, but no values were written; write the images first.")
     if images.chunks is not None:
         require_memory(math.prod(images.chunks) * images.dtype.itemsize, f"A chunk of {name}")
     require_memory(math.prod(shape[1:]) * images.dtype.itemsize, f"An image of {name}")

@@ -207,7 +207,7 @@ def partial_gradients(steps: Steps, line: Timeline, k: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The tensor that owns the storage of each tensor: itself, the tensor that it is a view of, or one that it overwrites.
+    """Owner of the storage of each tensor: the tensor itself, the tensor that it is a view of, or one that it overwrites.
 
     Attributes:
         activations: owner of each tensor's storage.

@@ -89,7 +89,7 @@ class Steps:
 
 
 def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool) -> Steps:
-    """Make an operator for each node, and before it a copy of each input that it needs in another layout.
+    """Make an operator for each node, and a copy before it for each input that the operator needs in another layout.
 
     Raises:
         BackendError: the kernel set refuses a node; the message names the layer.
@@ -167,8 +167,8 @@ def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[
 def recomputed_tensors(steps: Steps) -> frozenset[int]:
     """Return the outputs that their operators can recompute, and the layout copies directly before and after them.
 
-    A copy after such an output would otherwise be kept in its place, and no memory would be saved. The recomputation reads the
-    copy before it, which is as cheap to make again as to keep.
+    If the copy after such an output were kept instead, no memory would be saved. The recomputation reads the copy before it,
+    which is as cheap to make again as to keep.
     """
     if not steps.training:
         return frozenset()
@@ -262,10 +262,11 @@ def _recompute(steps: Steps, recomputed: frozenset[int], k: int, present: set[in
 
 
 def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int]]:
-    """Return the actions that bring the gradient of step k's input to the step that sends it, and start the sending.
+    """Return the actions that compute the gradient of step k's input and start sending it.
 
-    These are layout copies, if each is the only step between two others, and then BEGIN of the sender. The copies are added to
-    `early`. A copy does not qualify if other steps read its output before step k does, because their terms are still missing.
+    If layout copies lie between step k and the sender of its input, their backward runs first, and then BEGIN of the sender. The
+    copies are added to `early`. A copy whose output other steps read before step k stops this, because the gradients from those
+    steps are still missing.
     """
     actions: list[tuple[Action, int]] = []
     reader = k

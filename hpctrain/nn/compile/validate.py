@@ -324,7 +324,7 @@ class _Pass:
                 busy.append(region)
 
     def check_in_place(self, action: Action, k: int, written: Region, read: Region, *, allowed: bool) -> None:
-        """Raise if the step overwrites its input without permission.
+        """Raise if the step overwrites its input and may not do that.
 
         Raises:
             InvalidPlanError: the step writes over its input and cannot work in place, or it overwrites only a part of the input.

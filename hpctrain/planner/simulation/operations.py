@@ -38,16 +38,16 @@ class OperationTask:
 
     Attributes:
         text: name in traces.
-        stream: stream on which it is posted.
-        stages: its stages.
-        events: events before which it must not start, as in `Dependencies`.
-        operations: positions of operations that must be complete before it, as in `Dependencies`.
-        gathers_before: slices whose gathers in the previous step must be complete before it, as in `Dependencies`.
-        slice: position of its slice; -1: all slices.
-        gathers: position of the slice whose parameters it gathers; None: it gathers none.
+        stream: stream on which the operation is posted.
+        stages: stages of the collective.
+        events: events before which the operation must not start, as in `Dependencies`.
+        operations: positions of operations that must be complete before this one starts, as in `Dependencies`.
+        gathers_before: slices whose gathers in the previous step must be complete before the start, as in `Dependencies`.
+        slice: position of the operation's slice; -1: all slices.
+        gathers: position of the slice whose parameters the operation gathers; None: no gather.
         prepare_seconds: time of other work just before the post (copies of sums, products, squares).
         update_seconds: time of the update of owned elements, after that work.
-        parameter: first parameter that it updates.
+        parameter: first parameter of the update.
     """
 
     text: str
@@ -71,7 +71,7 @@ class GroupTasks:
         name: name of the group.
         operations: the operations.
         allreduce: whether each rank receives whole sums, and updates each slice late, before its parameters are next needed.
-        touching: slices of each parameter.
+        touching: positions of the slices that contain elements of each parameter.
         late_updates: seconds of the whole update, by slice.
         names: first parameter of each slice.
         window: maximum number of operations in flight per stream.
@@ -224,7 +224,8 @@ class SimulatedGroup:
         key: identity of the communicator.
         members: number of its processes.
         placement: placement of its ranks.
-        node_share: this process's share of a node's ranks that send in this group and in groups of the same kind.
+        node_share: number of ranks that this process represents on a node, divided by the number of the node's ranks that
+            communicate in groups of this kind.
         lane: name of the lane, which groups of the same ranks share; its messages move one after another.
     """
 
@@ -280,12 +281,12 @@ class Member(Protocol):
         ...
 
     def stage_ended(self, share: MeetingShare) -> None:
-        """Note the end of a stage. The rank calls `share.next_stage` once its program has noticed it."""
+        """Handle the end of a stage. The rank calls `share.next_stage` at the poll that notices the end."""
         ...
 
 
 class MeetingShare:
-    """Part of one rank in a meeting.
+    """Participation of one rank in a meeting.
 
     Attributes:
         member: the rank.
@@ -351,7 +352,7 @@ class Meeting:
         self._stages = 0
 
     def join(self, member: Member, posted: Posted, stages: Sequence[CollectiveStage], group: SimulatedGroup) -> None:
-        """Post the operation of a member."""
+        """Add a member that posts the operation."""
         self._shares.append(MeetingShare(self, member, posted, stages, group))
         self._stages = max(self._stages, len(stages))
         if len(self._shares) == self._members:
@@ -364,14 +365,14 @@ class Meeting:
         return self._stage >= self._stages - 1
 
     def ended(self) -> None:
-        """Note that a member's transfer of the stage has ended."""
+        """Count a member whose transfer of the stage has ended. After the last one, notify all members."""
         self._moving -= 1
         if not self._moving:
             for share in self._shares:
                 share.member.stage_ended(share)
 
     def arrive(self) -> None:
-        """Note that a member has posted the next stage."""
+        """Count a member that has posted the next stage. After the last one, begin the stage."""
         self._waiting -= 1
         if self._waiting:
             return
@@ -388,7 +389,7 @@ class Meeting:
 
 
 class Meetings:
-    """Meetings that some but not all members have joined, by the operation's key."""
+    """Meetings that some but not all members have joined, by key of the operation."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -506,14 +507,14 @@ class GroupQueues:
                 step.pending[task.slice] = posted
 
     def happens(self, event: LocalEventKey) -> None:
-        """Note an event of this step; repeated events have no effect."""
+        """Record an event of this step; repeated events have no effect."""
         if event not in self.current.happened:
             self.current.happened.add(event)
             for position in self._after.get(event, ()):
                 self.current.operations[position].needs -= 1
 
     def all_happen(self) -> None:
-        """Note the end of backward, at which all remaining events happen."""
+        """Record all remaining events of this step, at the end of backward."""
         for event in self._after:
             self.happens(event)
 

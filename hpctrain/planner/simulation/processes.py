@@ -22,7 +22,7 @@ _NANOSECONDS = 1e9
 
 
 class EventRecorder:
-    """Recorder of events. It records after `begin`.
+    """Recorder of a process's events. Events that are added before `begin` are discarded.
 
     Arguments are seconds since the beginning of the simulation; events are stored in ns.
     """
@@ -36,11 +36,11 @@ class EventRecorder:
         self._tracks: dict[str, int] = {"": 0}
 
     def begin(self) -> None:
-        """Start to record, including events in progress."""
+        """Start recording. Events in progress are recorded when they end."""
         self.recording = True
 
     def end(self, seconds: float) -> None:
-        """Do not record events that begin after `seconds`."""
+        """Discard events that begin at `seconds` or later."""
         self._end = seconds
 
     def add(self, category: Category, name: str, start: float, stop: float, track: str = "", number: int = 0) -> None:
@@ -79,7 +79,7 @@ Stretch: TypeAlias = Generator[None, None, None]
 
 
 class SimulatedProcess:
-    """Ranks of one place: work of their cores, polls, and parts in operations.
+    """Process that simulates the ranks of one place: their work on cores, their polls, and their part in operations.
 
     Args:
         slow: factor by which all work of the cores takes longer.
@@ -155,7 +155,7 @@ class SimulatedProcess:
 
     @property
     def busy(self) -> bool:
-        """Whether a poll has anything to do."""
+        """Whether a poll would do any work."""
         return (
             bool(self._unseen)
             or self._attention.needed
@@ -214,7 +214,7 @@ class SimulatedProcess:
             self.recorder.add(Category.UPDATE, parameter, begin, self._loop.now)
 
     def _see(self, share: MeetingShare) -> Stretch:
-        """Note the end of a stage, and charge its time to the core."""
+        """Complete a stage that has ended, after charging the core for its messages."""
         if share.cpu_seconds > 0:
             yield from self._pay(share.cpu_seconds, share.begun_seconds)
         _complete(share, self._flying, self.recorder, self._loop.now)
@@ -249,7 +249,7 @@ class SimulatedProcess:
         self._attention.end_wait(_tests(self._flying))
 
     def _poll_from_thread(self) -> None:
-        """Poll from the progress thread: messages move and next stages begin. Operations only complete if the thread posts."""
+        """Poll from the progress thread: messages move and next stages begin. Operations complete only if the thread posts."""
         self._thread_due = False
         self._attention.poll(_tests(self._flying))
         if self._attention.attends:

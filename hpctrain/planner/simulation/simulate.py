@@ -45,11 +45,10 @@ class StepTasks:
         process: simulated process that runs the tasks.
         groups: tasks of each group that the process averages, by key.
         options: options of the simulation.
-        counted: callback at the end of the last step that counts. One more step follows, so that no other rank waits for this one
-            forever.
+        counted: callback at the end of the counted step. One more step follows, so that no other rank waits for this one forever.
 
     Attributes:
-        step_seconds: time of the step that counts.
+        step_seconds: time of the counted step.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class _Simulation:
         ]
 
     def run(self) -> SimulatedStep:
-        """Return the last step, after it has ended on all processes."""
+        """Simulate until the counted step has ended on all processes, and return this step."""
         for process, steps in zip(self._processes, self._steps, strict=True):
             process.start(steps.program())
         if not self._world.loop.run():
@@ -278,7 +277,10 @@ class _Simulation:
             self._world.loop.stop()
 
     def _by_name(self, events: Sequence[Events]) -> dict[str, Events]:
-        """Return the events of the first process of each class, by class; by rank if ranks are simulated one by one."""
+        """Return the events of the first process of each class, by name of the class.
+
+        If ranks are simulated one by one, return the events of each rank, by "rank" and its number.
+        """
         result: dict[str, Events] = {}
         for place, recorded in zip(self._places, events, strict=True):
             single = bool(self._options.slow) or self._options.jitter > 0

@@ -1,9 +1,9 @@
 """Messages of one rank in flight: the order in which they move, and how far they move between two polls.
 
 A `Lane` holds the messages of a rank to the same ranks. They move one after another in posting order, as on one connection: a
-blocked message also blocks those after it. Shorter messages overtake long messages with a handshake, even while these move. Lanes
-of other ranks of a node share the same card. A lane counts the seconds of the resource that its messages have used, to determine
-how much may move before the next poll.
+blocked message also blocks those after it. Shorter messages overtake long messages with a handshake, even while the long messages
+move. The lanes of all ranks that use a card share it. A lane counts the seconds of the resource that its messages have used, to
+determine how much may move before the next poll.
 
 A `StageTransfer` is one rank's part in a stage of an operation: the latencies and bytes of its rounds. A round begins at a poll.
 Between polls, an operation moves only as much as the transport does without the program. A waiting rank polls all the time. A
@@ -19,15 +19,14 @@ from collections.abc import Callable
 from hpctrain.planner.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Act, EventLoop, SharedJob, SharedResource
 
-# Share of the unattended bytes that each further test of a poll lets move, relative to the first test. With MPICH over TCP, 2, 3,
-# 4 and 6 messages at once took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 of the polls that they take one after another, while the
-# number in flight fell.
+# Bytes that each additional test of a poll lets move, relative to the first test. With MPICH over TCP, 2, 3, 4 and 6 messages at
+# once took 1 / 1.28, 1 / 1.50, 1 / 1.80 and 1 / 2.24 as many polls as one after another, while the number in flight fell.
 _FURTHER_TEST = 0.78
 _ROUNDING_SECONDS = 1e-12
 
 
 class Lane:
-    """Sequence of messages.
+    """Queue of the messages of a rank to the same ranks; they move one at a time.
 
     Args:
         resource: card or memory, shared with other lanes.
@@ -42,7 +41,7 @@ class Lane:
         self._tests = 1.0
 
     def enter(self, sender: StageTransfer) -> None:
-        """Queue a message after those that it does not overtake. If it is the first one, start sending it."""
+        """Queue a message after the messages that it does not overtake. If it is the first one, start sending it."""
         place = len(self._queue)
         while place and self._queue[place - 1].yields and not sender.yields:
             place -= 1
@@ -69,7 +68,7 @@ class Lane:
         return bool(self._queue) and self._queue[0] is sender
 
     def grant(self, seconds: float) -> None:
-        """Let the first message move for `seconds` seconds."""
+        """Let the first message move for at most `seconds` seconds."""
         limited = self._queue[0].yields and self._committed > _ROUNDING_SECONDS
         self._granted = min(seconds, self._committed) if limited else seconds
         self._job = self._resource.start(self._granted, self._queue[0].weight, self._end)
@@ -85,7 +84,7 @@ class Lane:
         return moved
 
     def poll(self, tests: int = 1) -> None:
-        """Note a poll of the rank's program.
+        """Record a poll of the rank's program, after which messages may move further.
 
         Args:
             tests: number of tested operations; each additional test lets the messages move a little further.
@@ -116,7 +115,7 @@ class Lane:
         sender.send()
 
     def _let_pass(self) -> None:
-        """Move the first message after those that overtake it."""
+        """Move the first message after the messages that overtake it."""
         self._committed = 0.0
         passed = self._queue.popleft()
         place = next((k for k, other in enumerate(self._queue) if other.yields), len(self._queue))
@@ -132,16 +131,16 @@ class StageTransfer:
     """Stage of an operation on one rank.
 
     Args:
-        lane: lane of its messages.
-        weight: weight of its messages on the resource of the lane: number of ranks that send through a card at the same time.
-        ended: callback at its end.
+        lane: lane of the messages.
+        weight: weight of the messages on the resource of the lane: number of ranks that send through a card at the same time.
+        ended: callback at the end of the stage.
 
     Attributes:
-        begun_seconds: time of its beginning.
-        restricted: whether it depends on polls.
-        yields: whether other messages of the lane overtake it once it has moved for `committed_seconds` more.
-        committed_seconds: seconds that the first message still moves when another overtakes it.
-        cpu_left: seconds of the core that its messages still need.
+        begun_seconds: time at which the stage began.
+        restricted: whether the transfer needs polls to continue.
+        yields: whether other messages of the lane overtake the message, which then moves only for `committed_seconds` more.
+        committed_seconds: seconds that the message still moves when another message overtakes it.
+        cpu_left: seconds of the core that the messages still need.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class StageTransfer:
             self.send()
 
     def attend(self) -> None:
-        """Note that the rank starts to wait, during which nothing is blocked."""
+        """Handle the start of a wait, during which the transfer is not blocked."""
         self._polls_left = min(1, self._polls_left)  # a waiting rank tests again at once
         if self._blocked:
             self.poll()
@@ -199,7 +198,7 @@ class StageTransfer:
             self.send()
 
     def leave(self) -> None:
-        """Note that the rank stops waiting. Messages in flight continue as far as they can without polls."""
+        """Handle the end of a wait. Messages in flight continue as far as they can without polls."""
         if self._round_left <= _ROUNDING_SECONDS:  # no byte is in flight during the latency
             return
         sends = self._lane.sends(self)
@@ -259,7 +258,7 @@ class StageTransfer:
             self._block()
 
     def moved(self, seconds: float) -> bool:
-        """Note that a grant was used, and return whether the rounds are complete."""
+        """Account for a used grant, and return whether the rounds are complete."""
         self._progress(seconds, attended=self._attention.attends)
         return self._round_left <= _ROUNDING_SECONDS
 
@@ -293,7 +292,7 @@ class Attention:
 
     Attributes:
         attends: whether the rank waits and therefore polls all the time.
-        debt_seconds: time of the core for bytes that have moved, not yet charged.
+        debt_seconds: time of the core that is not yet charged, for bytes that have moved.
     """
 
     def __init__(self, needs_poll: Callable[[], None]) -> None:

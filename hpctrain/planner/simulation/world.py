@@ -29,8 +29,8 @@ class SimulatedPlace:
         rank_class: class of the ranks.
         ranks: number of ranks.
         first_rank: lowest world rank.
-        node: node, or kind of node.
-        node_ranks: number of these ranks on each such node.
+        node: number of the node, or of the kind of nodes if nodes are simulated by kind.
+        node_ranks: number of these ranks per node of this kind, mean over the nodes.
         split_group: number of the split group; processes with equal numbers exchange with each other.
         data_group: number of the data group; processes with equal numbers average with each other.
     """
@@ -112,8 +112,9 @@ def _kind(classes: Sequence[int]) -> Hashable:
 def class_of_ranks(program: StepProgram) -> list[int]:
     """Return the class of each world rank, as its position in `program.classes`.
 
-    A class begins at its split rank. Classes that begin at the same split rank differ in their samples: the first data ranks have
-    the first class. The following split ranks belong to the same classes, up to the first split rank of another class.
+    A class begins at its `split_rank`. Classes that begin at the same split rank differ in their samples: the ranks at the first
+    data positions belong to the first class, the next ones to the second class. A split rank at which no class begins continues
+    the classes of the split rank before it.
     """
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     width = size // height
@@ -140,7 +141,10 @@ def class_of_ranks(program: StepProgram) -> list[int]:
 
 
 def _shares(program: StepProgram, width: int) -> list[int]:
-    """Return the number of ranks of each class at one split rank. Classes with the same first split rank share the data ranks."""
+    """Return the number of ranks of each class at one split rank.
+
+    Classes with the same first split rank share the data ranks.
+    """
     totals = Counter({one.split_rank: 0 for one in program.classes})
     for one in program.classes:
         totals[one.split_rank] += one.ranks
@@ -201,7 +205,7 @@ class SimulatedWorld:
         ]
 
     def _averaged_key(self, place: SimulatedPlace, name: str) -> Hashable:
-        """Return the key of a group; groups that do not contain all ranks are data groups."""
+        """Return the key of the communicator that averages a parameter group: all ranks, or the data group of the process."""
         everybody = self.program.groups[name].placement.ranks == self.program.placements.all_ranks.ranks
         return (name, "all") if everybody else (name, "data", place.data_group)
 

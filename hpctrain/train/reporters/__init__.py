@@ -1,4 +1,4 @@
-"""Reporters in addition to the console's: each module defines one, under the module's name."""
+"""Reporters in addition to the console reporter. Each module defines one reporter with the name of the module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_reporter(name: str, options: Mapping[str, Any], directory: Path, done_s
         done_steps: number of steps done by earlier parts of the run.
 
     Raises:
-        ConfigError: as `Registry.create`.
+        ConfigError: see `Registry.create`.
     """
     accepted = parameters_of(REPORTERS.find(name))
     given = {"directory": directory, "done_steps": done_steps}

@@ -1,4 +1,4 @@
-"""TensorBoard event files."""
+"""Reporter that writes TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.train.metrics import Reporter
 
 _FLUSH_SECONDS = 120.0
-# Maximum number of events that are kept for another file after a disk error.
+# Maximum number of events that are queued for a new file after a disk error.
 _MOST_WAITING = 100_000
-# TensorBoard draws equal tags of several directories into one chart.
+# TensorBoard draws the curves of a tag in several directories in one chart.
 _TRAIN, _TEST, _AVERAGED = "train", "test", "test-averaged"
 _CURVES = ("loss", "top1", "top5")
 _AVERAGE = "ema_"
 
 
 class TensorBoard(Reporter):
-    """Write all recorded numbers as TensorBoard event files into the run directory. Requires the extra `export`.
+    """Writes all recorded numbers to TensorBoard event files in the run directory. Requires the extra `export`.
 
     The loss and the accuracies of training and test share one chart each. The directories below `tensorboard` are train, test
     and, with averaged weights, test-averaged. A run that an earlier version began with one directory for all numbers continues
@@ -29,7 +29,7 @@ class TensorBoard(Reporter):
 
     Args:
         directory: directory of the run.
-        done_steps: number of steps done by earlier parts of this run; TensorBoard hides their records of later steps.
+        done_steps: number of steps done by earlier parts of this run; TensorBoard hides records of these parts after this step.
 
     Raises:
         ConfigError: tensorboardX is not installed.
@@ -81,12 +81,12 @@ class EventFile:
     """Growing file of events in a directory; after each disk error, writing continues in a new file.
 
     tensorboardX's own writer has a thread that ends at the first disk error. Its queue then fills up, and the training would wait
-    for it forever. Therefore this class writes the events itself. After an error it writes the events that are not on the disk
-    again, to a new file.
+    for it forever. Therefore this class writes the events itself. After an error, it writes all events that may not have reached
+    the disk to a new file.
 
     Args:
         directory: directory of the file, created with the first file.
-        waiting: first events.
+        waiting: events to be written before all others.
     """
 
     def __init__(self, directory: Path, waiting: list[Any]) -> None:
@@ -150,7 +150,7 @@ class EventFile:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[Any]:
-    """Yield a function that calls another one. The first OSError of all these calls is raised at the end of the block."""
+    """Yield a function that calls its argument. The first OSError of all these calls is raised at the end of the block."""
     errors: list[OSError] = []
 
     def attempt(call: Any) -> None:

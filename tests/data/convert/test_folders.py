@@ -254,7 +254,7 @@ def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place,
         assert whole.exit_code == 0, whole.output
     rest = convert_as_another_user(*words, "--skip-unreadable", "--overwrite")
     if empty:
-        assert (rest.exit_code, "would be classes: empty;" in rest.stderr) == (2, True)
+        assert (rest.exit_code, "contain no readable image: empty;" in rest.stderr) == (2, True)
         return
     assert rest.exit_code == (2 if bad else 0), rest.output
     said = json.loads(rest.stdout)
