@@ -297,7 +297,7 @@ def check_grid(rows: int, cols: int, size: int) -> None:
     nearest = min(divisors, key=lambda n: (abs(n - rows), n))
     raise ShapeError(
         f"A grid of {rows} x {cols} has {rows * cols} places, but the number of ranks is {size}; grid.rows * grid.cols must be "
-        f"{size}; the nearest legal grid is {nearest} x {size // nearest}."
+        f"{size}, and the nearest legal grid is {nearest} x {size // nearest}."
     )
 
 
