@@ -451,8 +451,8 @@ class InPlace:
 class InputView:
     """An operator whose output is the memory of inputs[0] in another shape, so that nothing is computed.
 
-    Their gradients share memory too. If other operators read the input, its gradient is a sum, and the program copies the
-    output's gradient to it.
+    The gradients of the input and the output share memory too. If other operators read the input, its gradient is a sum, and the
+    program copies the output's gradient to it.
     """
 
 
