@@ -1,14 +1,15 @@
-"""hpctrain: convolutional networks trained on supercomputers over MPI.
+"""hpctrain: training of convolutional networks on supercomputers over MPI.
 
-The names below are what training from Python needs (docs/python-api.md). Importing this package imports nothing heavy, no NumPy
-and no MPI; a name's module is imported when the name is first used.
+The names below are the Python API (docs/python-api.md). Importing this package imports nothing heavy, neither NumPy nor MPI; the
+module of a name is imported when the name is first used.
 """
 
 from __future__ import annotations
 
 from hpctrain.version import __version__ as __version__
 
-# Not from `typing`, whose import takes longer than all else here: until the program is read, a signal ends it without a word.
+# Not from `typing`, whose import takes longer than the rest of this module: until signals are blocked, one ends the process
+# without a message.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from hpctrain.train.metrics import RunningSums as RunningSums
     from hpctrain.train.replica import Replica as Replica
 
-#: name -> the module that has it
+#: name -> module that defines it
 _HOMES = {
     "model": "hpctrain.api",
     "schedule": "hpctrain.api",

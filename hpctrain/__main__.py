@@ -1,4 +1,4 @@
-"""`python -m hpctrain` and the console script `hpctrain`. The order in which a process starts is in `cli/start.py`."""
+"""Entry point of `python -m hpctrain` and of the console script. `cli/start.py` defines the order in which a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training from Python: models and loops of your own, on one rank or on many.
+"""Training from Python: your own models and training loops, on one rank or on many.
 
     with hpctrain.start(batch=64) as job:
         replica = job.replica(model, (28, 28, 1), optimizer={"name": "sgd", "momentum": 0.9})
@@ -6,7 +6,7 @@
         for batch in loader.epoch(0):
             replica.step(batch, lr=0.05)
 
-The words are those of a configuration (docs/config.md), the objects those of a run; docs/python-api.md has whole programs.
+Arguments have the names of configuration keys (docs/config.md). docs/python-api.md has complete programs.
 """
 
 from __future__ import annotations
@@ -64,29 +64,31 @@ def start(
     flight: str | Path | None = None,
     signals: bool = False,
 ) -> Iterator[Job]:
-    """Start this rank, with MPI where a launcher has started several; an error that leaves the block ends all of them.
+    """Start this rank, and MPI if a launcher has started several ranks. An error that leaves the block ends all ranks.
 
-    An `HpctrainError` ends the job with its sentence and exit code 2, any other exception with its traceback and exit code 1.
-    Ranks that have started another program, with other arguments, packages or files of hpctrain are refused.
+    An `HpctrainError` ends the job with its message and exit code 2, any other exception with its traceback and exit code 1.
+    Ranks that run another program, or have other arguments, packages or files of hpctrain, are refused.
 
     Args:
-        batch: samples of a step over all ranks. rows, cols: of the process grid; cols: by default all ranks divided by rows.
-        threads: that this rank computes with; by default OMP_NUM_THREADS, else its share of the cores.
-        progress: how messages move while kernels run: "auto" (measured), "none", "test", "thread" or "posting".
-        deadline_seconds: that a rank waits for the others before it ends the job; and, under a launcher or with `flight`, that it
-            may continue with nothing of hpctrain moving in it.
-        automatic: a network for which the grid is chosen now; rows and cols do not count then.
-        flight: a directory in which each rank keeps its flight record, for `hpctrain autopsy`; None: nothing is kept.
-        signals: a request to stop (INT, TERM, USR1, HUP) sets `Job.stop_requested` instead of ending the process.
+        batch: global batch size, in samples.
+        rows: number of rows of the process grid.
+        cols: number of columns of the process grid; default: the number of ranks divided by rows.
+        threads: number of threads of this rank; default: OMP_NUM_THREADS, else its share of the cores.
+        progress: how messages progress while kernels run: "auto" (measured), "none", "test", "thread" or "posting".
+        deadline_seconds: maximum time that a rank waits for other ranks before it ends the job. Under a launcher or with
+            `flight`, it is also the maximum time without any activity of hpctrain.
+        automatic: network for which the grid is chosen now; rows and cols are then ignored.
+        flight: directory in which each rank writes its flight record, for `hpctrain autopsy`; None writes none.
+        signals: whether a signal to stop (INT, TERM, USR1, HUP) sets `Job.stop_requested` instead of ending the process.
     """
     asked = _Asked(batch, rows, cols, threads, progress, deadline_seconds, automatic, flight, signals)
     process = JobProcess(detect(os.environ))
 
     def abort(code: int) -> None:
-        if process.launcher.starts_mpi:  # a process that is alone ends as Python does, and may be a notebook's
+        if process.launcher.starts_mpi:  # a lone process ends by the exception, and may be a notebook
             process.abort(code)
 
-    # Signals are held to the very end, so that one more of them does not end a process that is about to leave in good order.
+    # Signals are caught until the end, so that a further signal does not kill a process that is ending in order.
     with contextlib.ExitStack() as last:
         stopped = False
         with job_ends_on_error(process.rank, abort, process.failed), _alone(process):
@@ -120,28 +122,32 @@ class _Asked:
 
     @property
     def limit_seconds(self) -> float:
-        """A deadline in any case."""
+        """Deadline; the default if `deadline_seconds` is not above 0."""
         return self.deadline_seconds if self.deadline_seconds > 0 else _DEADLINE_SECONDS
 
     def facts(self) -> dict[str, object]:
-        """Return those that are the same on all ranks."""
+        """Return the arguments that must be equal on all ranks."""
         alike = ("batch", "rows", "cols", "progress", "deadline_seconds", "signals")
         return {name: getattr(self, name) for name in alike} | {"automatic": self.automatic is not None}
 
     def check(self, watch: SignalWatch | None) -> None:
-        """Raise what is wrong, alike on all ranks. watch: of signals, if there is one."""
+        """Raise if an argument is wrong, with the same result on all ranks.
+
+        Args:
+            watch: watch of signals; None if there is none.
+        """
         if self.progress not in _PROGRESS:
             raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
         if self.deadline_seconds <= 0:
             raise ConfigError(
-                f"deadline_seconds is {self.deadline_seconds:g}, but must be above 0; {_DEADLINE_SECONDS:g} is usual."
+                f"deadline_seconds is {self.deadline_seconds:g}, but must be above 0; the default is {_DEADLINE_SECONDS:g}."
             )
         if self.signals and watch is None:
-            raise ConfigError("signals is True, but Python takes signals in its main thread only; call `start` there.")
+            raise ConfigError("signals is True, but Python receives signals in its main thread only; call `start` there.")
 
 
 def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> Job:
-    """Return the job of a process. Errors are raised once all ranks can raise them: one rank alone would leave others waiting."""
+    """Return the job of a process. Errors are raised once all ranks can raise them, so that no rank is left waiting."""
     launcher = process.launcher
     world = process.start_world(asked.limit_seconds)
     if launcher.starts_mpi or asked.flight is not None:
@@ -166,17 +172,17 @@ def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> J
 
 @contextlib.contextmanager
 def _finishing(job: Job) -> Iterator[None]:
-    """Wait for messages, and for the checkpoint in the background, where the block ends. Collective."""
+    """Wait for messages and for the checkpoint in the background when the block ends. Collective over all ranks."""
     try:
         yield
-        # Updates of the last step may be on their way, into arrays that Python frees before MPI ends. What overflows in them is
-        # nobody's any more.
+        # Messages of the last step may be in flight, into arrays that Python frees before MPI ends. Overflows in them no longer
+        # matter.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             job.progress.drain()
         job.checkpoints.finish()
     except BaseException as error:
-        # These two are of all ranks, and the checkpoint on its way is what a user resumes from; of other errors the rest may not
-        # know. One rank can wait in any case, and has to: Python may crash where it ends under a thread that writes.
+        # All ranks raise these two errors, so they can finish the checkpoint in progress, from which the user resumes. Other
+        # errors may occur on one rank only. A single rank must wait: Python may crash if it ends while a thread writes.
         if job.size == 1 or isinstance(error, DivergedError | CorruptedStateError):
             job.checkpoints.finish_after_error()
         raise
@@ -185,18 +191,18 @@ def _finishing(job: Job) -> Iterator[None]:
 
 
 def _program() -> Path | None:
-    """Return the file of the program, if it is one."""
+    """Return the file of the program; None if there is no file."""
     name = getattr(sys.modules["__main__"], "__file__", None)
     return Path(name) if name is not None and Path(name).is_file() else None
 
 
 def _alone(process: JobProcess) -> contextlib.AbstractContextManager[object]:
-    """Return a context that ends a lone process in good order, whatever leaves the block; under a launcher an abort does."""
+    """Return a context that ends a lone process in order even after an exception; under a launcher, an abort ends it."""
     return contextlib.nullcontext() if process.launcher.starts_mpi else process.exits
 
 
 def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communicator) -> None:
-    """Keep flight records if they are wanted and there is room; a training continues without them. Collective."""
+    """Keep flight records if a directory is given and has space; a training continues without them. Collective over all ranks."""
     target = None if directory is None else raise_on_all_ranks(world, lambda: path_of(directory))
     sentence = None
     try:
@@ -206,16 +212,16 @@ def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communica
             flight_records.keep_in(flight, target)
     except OSError as error:
         sentence = flight_records.missing(target or Path(), error)
-    tell = flight_records.missing_on(world, sentence)
-    if tell is not None and world.rank == 0:
-        _log.warning(tell)
+    warning = flight_records.missing_on(world, sentence)
+    if warning is not None and world.rank == 0:
+        _log.warning(warning)
 
 
 def model(name: str, **options: Any) -> Layer:
-    """Return a model of the catalogue, such as "resnet18" (`hpctrain list models`).
+    """Return a model of the catalogue, such as "resnet18" (see `hpctrain list models`).
 
     Raises:
-        ConfigError: no such name, or an option that is wrong.
+        ConfigError: the name is unknown, or an option is wrong.
     """
     return catalogue.build(name, options)
 
@@ -223,10 +229,10 @@ def model(name: str, **options: Any) -> Layer:
 def schedule(
     name: str, *, base_lr: float, epochs: int, steps_per_epoch: int, warmup_epochs: float = 0.0, **options: Any
 ) -> LearningRateSchedule:
-    """Return a learning-rate schedule, such as "cosine": `lr(step)` returns the rate of a step.
+    """Return a learning-rate schedule, such as "cosine"; its `lr(step)` returns the learning rate of a step.
 
     Raises:
-        ConfigError: no such name, or an option that is wrong.
+        ConfigError: the name is unknown, or an option is wrong.
     """
     return SCHEDULES.create(
         name, options, base_lr=base_lr, epochs=epochs, steps_per_epoch=steps_per_epoch, warmup_epochs=warmup_epochs

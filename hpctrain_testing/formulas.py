@@ -1,8 +1,9 @@
-"""Closed forms of what a step's communication costs by batch, model, 1.5D and domain parallelism, layer by layer.
+"""Closed-form communication costs of a step under batch, model, 1.5D and domain parallelism, layer by layer.
 
 Gholami, Azad, Jin, Keutzer and Buluc, "Integrated model, batch, and domain parallelism in training neural networks", SPAA 2018.
-|W| are a layer's weights, d its output in words per sample, B the step's samples, P = Pr x Pc ranks; a message costs alpha, a
-word beta, and log is that of base 2, rounded up. Only layers with weights count; biases and batch norms do not.
+|W| is the number of a layer's weights, d its output in words per sample, B the number of samples per step, P = Pr x Pc the number
+of ranks. A message costs alpha, a word beta; log is the base-2 logarithm, rounded up. Only layers with weights are counted,
+without biases and batch norms.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class WeightedLayer:
-    """A convolution or linear layer, as the formulas see it.
+    """A convolution or linear layer with the quantities of the formulas.
 
     Attributes:
-        weights: |W|, its bias left out. outputs: d, words per sample. inputs: words per sample that it reads: the output of the
-            layer before it, pooled.
-        passes_back: the gradient of its input is asked for: not that of the images.
-        row_words: words of one image row of its input, per sample; 0 of a linear layer.
-        halo_rows: of its input that pass an inner boundary between two tiles, in the direction in which more do.
-        boundary_rows: those in both directions: extent - stride.
-        images: the input is an image, so that it can be cut into tiles.
+        weights: number of weights |W|, without the bias.
+        outputs: output words per sample, d.
+        inputs: input words per sample: the output of the previous layer, pooled.
+        passes_back: whether the gradient of the input is computed; False for images.
+        row_words: words of one image row of the input, per sample; 0 for a linear layer.
+        halo_rows: number of input rows that cross an inner boundary between two tiles, in the direction with more rows.
+        boundary_rows: number of input rows that cross in both directions: extent - stride.
+        images: whether the input is an image and can be split into tiles.
     """
 
     name: str
@@ -48,7 +50,12 @@ class WeightedLayer:
 
 @dataclass(frozen=True)
 class Cost:
-    """messages: that follow each other. words: that each rank's link moves, one after the other; the mean over ranks."""
+    """Cost of communication.
+
+    Attributes:
+        messages: number of consecutive messages.
+        words: number of words sent over the link of each rank in sequence; the mean over ranks.
+    """
 
     messages: float
     words: float
@@ -60,7 +67,7 @@ class Cost:
         return Cost(self.messages * times, self.words * times)
 
     def seconds(self, alpha_seconds: float, beta_seconds_per_word: float) -> float:
-        """Return the seconds on links of that latency and inverse rate."""
+        """Return the time in seconds on links with this latency and inverse bandwidth."""
         return self.messages * alpha_seconds + self.words * beta_seconds_per_word
 
 
@@ -68,8 +75,12 @@ NOTHING = Cost(0.0, 0.0)
 
 
 def weighted_layers(graph: Graph) -> tuple[WeightedLayer, ...]:
-    """Return the layers with weights, in forward order. graph: the model lowered for any number of samples."""
-    trained = {0: False}  # by tensor, whether a layer with parameters lies before it
+    """Return the layers with weights, in forward order.
+
+    Args:
+        graph: model lowered for any number of samples.
+    """
+    trained = {0: False}  # tensor -> whether a layer with parameters precedes it
     layers = []
     for node in graph.nodes:
         before = any(trained[tensor] for tensor in node.inputs)
@@ -84,10 +95,10 @@ def weighted_layers(graph: Graph) -> tuple[WeightedLayer, ...]:
 
 
 def _halo(spec: Conv2dSpec, x: Sequence[int]) -> tuple[int, int, int]:
-    """Return (words of a row, rows that pass a boundary in the one direction that more do, rows in both).
+    """Return (words of a row, rows that cross a boundary in the direction with more rows, rows in both directions).
 
-    Output rows from o on read input rows from o stride - padding on; the first o own ones of the tile begin at o stride. So
-    `padding` rows come from above and extent - stride - padding from below.
+    Output rows from o on read input rows from o stride - padding on; the tile's own input rows begin at o stride. So `padding`
+    rows come from above and extent - stride - padding from below.
     """
     extent, stride, padding = spec.window.extent[0], spec.window.stride[0], spec.window.padding[0]
     both = max(0, extent - stride)
@@ -95,52 +106,59 @@ def _halo(spec: Conv2dSpec, x: Sequence[int]) -> tuple[int, int, int]:
 
 
 def log2(ranks: int) -> int:
-    """Return ceil(log2 P), the rounds of a tree over P ranks."""
+    """Return ceil(log2 P), the number of rounds of a tree over P ranks."""
     return (ranks - 1).bit_length()
 
 
 def gather(words: float, ranks: int) -> Cost:
-    """Return an allgather, or a reduce-scatter, of `words` in all: log P alpha + (P - 1) / P n beta."""
+    """Return the cost of an allgather, or a reduce-scatter, of `words` words in total: log P alpha + (P - 1) / P n beta."""
     return Cost(log2(ranks), (ranks - 1) / ranks * words)
 
 
 def batch(layer: WeightedLayer, ranks: int) -> Cost:
-    """Return 2 (alpha log P + beta (P - 1) / P |W|): the sum of the weights' gradients over all ranks; equation 3."""
+    """Return the cost of the sum of the weights' gradients over all ranks, 2 (alpha log P + beta (P - 1) / P |W|); equation 3."""
     return gather(layer.weights, ranks) * 2
 
 
 def model(layer: WeightedLayer, samples: float, ranks: int) -> Cost:
-    """Return alpha log P + beta B (P - 1) / P d of the outputs, and twice that of the inputs' gradient, if it is asked for.
+    """Return the cost of model parallelism: alpha log P + beta B (P - 1) / P d, and twice that for the inputs' gradient.
 
-    The outputs are gathered in forward; the gradient of the inputs is summed over the ranks in backward.
+    The outputs are gathered in forward; the gradient of the inputs, if it is needed, is summed over the ranks in backward.
     """
     backward = gather(samples * layer.inputs, ranks) * 2 if layer.passes_back else NOTHING
     return gather(samples * layer.outputs, ranks) + backward
 
 
 def integrated(layer: WeightedLayer, samples: int, rows: int, cols: int) -> Cost:
-    """Return 1.5D: model parallel over Pr ranks that share B / Pc samples, batch parallel over Pc ranks with |W| / Pr weights."""
+    """Return the cost of 1.5D: model parallel over Pr ranks and batch parallel over Pc ranks.
+
+    The Pr ranks share B / Pc samples; the Pc ranks hold |W| / Pr weights each.
+    """
     return model(layer, samples / cols, rows) + gather(layer.weights / rows, cols) * 2
 
 
 def domain(layer: WeightedLayer, samples: int, rows: int, cols: int) -> Cost:
-    """Return 2 (alpha + beta B / Pc X_w X_c h) for halos of h rows and their gradients, and batch's term over all ranks.
+    """Return the cost of domain parallelism: 2 (alpha + beta B / Pc X_w X_c h) for halos of h rows, plus that of batch.
 
-    Both neighbours' rows travel at the same time, so h is the larger of the two directions, floor(k / 2) of k x k at stride 1.
+    Halos and their gradients are exchanged. The rows of both neighbours travel at the same time, so h is the larger of the two
+    directions, floor(k / 2) for k x k at stride 1. The cost of batch is over all ranks.
     """
     halo = Cost(2.0, 2.0 * samples / cols * layer.row_words * layer.halo_rows) if layer.halo_rows and rows > 1 else NOTHING
     return halo + batch(layer, rows * cols)
 
 
 def halo_words(layer: WeightedLayer, samples: int, rows: int, cols: int) -> float:
-    """Return the words that a rank sends in forward for halos, in both directions: the mean over ranks with enough rows."""
+    """Return the number of words that a rank sends for halos in forward, in both directions.
+
+    It is the mean over ranks, if all have enough rows.
+    """
     return samples / cols * layer.row_words * layer.boundary_rows * (rows - 1) / rows
 
 
 def layer_cost(layer: WeightedLayer, use: Parallelism, samples: int, rows: int, cols: int) -> Cost:
-    """Return the closed form of one layer on a grid of rows x cols.
+    """Return the closed-form cost of one layer on a grid of rows x cols.
 
-    Of a linear layer under DOMAIN, which has no rows, it is batch's.
+    A linear layer under DOMAIN, which has no rows, has the cost of batch.
     """
     if use is Parallelism.MODEL:
         return integrated(layer, samples, rows, cols)
@@ -150,7 +168,11 @@ def layer_cost(layer: WeightedLayer, use: Parallelism, samples: int, rows: int, 
 
 
 def step_cost(layers: Iterable[WeightedLayer], uses: Mapping[str, Parallelism], samples: int, rows: int, cols: int) -> Cost:
-    """Return the cost of all layers of a network. uses: by the layer's name; BATCH by default."""
+    """Return the cost of all layers of a network.
+
+    Args:
+        uses: parallelism by the name of the layer; default: BATCH.
+    """
     total = NOTHING
     for layer in layers:
         total = total + layer_cost(layer, uses.get(layer.name, Parallelism.BATCH), samples, rows, cols)
@@ -158,8 +180,8 @@ def step_cost(layers: Iterable[WeightedLayer], uses: Mapping[str, Parallelism], 
 
 
 def crossover_batch(layer: WeightedLayer) -> float:
-    """Return the total batch below which pure model moves fewer words than pure batch, 2 |W| / (d_i + 2 d_(i-1)).
+    """Return the global batch below which pure model parallelism moves fewer words than batch, 2 |W| / (d_i + 2 d_(i-1)).
 
-    It is the same for all P.
+    It is independent of P.
     """
     return 2 * layer.weights / (layer.outputs + (2 * layer.inputs if layer.passes_back else 0))

@@ -1,6 +1,6 @@
-"""The same models in PyTorch, and one training step of both on the same weights and batch.
+"""hpctrain's models in PyTorch, and one training step of both on the same weights and batch.
 
-The modules have torchvision's names, so that a state dictionary of ours loads strictly. Importing this module imports torch.
+The modules have torchvision's names, so that a state dictionary of hpctrain loads strictly. Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9")
 class StepResult:
     """The results of one training step: the mean loss, and arrays by name in torchvision's layouts.
 
-    arrays: "logits", "grad/..." for every parameter, "running/..." for every running statistic after the step, and
-    "evaluation", the logits in evaluation mode with those statistics.
+    Attributes:
+        arrays: "logits", "grad/..." for every parameter, "running/..." for every running statistic after the step, and
+            "evaluation", the logits in evaluation mode with these statistics.
     """
 
     loss: float
@@ -38,14 +39,19 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """x: float32 (N, H, W, 3) standard normal; labels: int64 (N,)."""
+    """A batch.
+
+    Attributes:
+        x: images, float32 (N, H, W, 3), standard normal.
+        labels: labels, int64 (N,).
+    """
 
     x: np.ndarray
     labels: np.ndarray
 
 
 def make_batch(samples: int, pixels: int, classes: int, seed: int) -> Batch:
-    """A batch of `pixels` x `pixels` images, the same for the same arguments."""
+    """Return a batch of `pixels` x `pixels` images, determined by the arguments."""
     random = np.random.default_rng(seed)
     x = random.standard_normal((samples, pixels, pixels, 3), np.float32)
     return Batch(x, random.integers(0, classes, samples))
@@ -54,14 +60,14 @@ def make_batch(samples: int, pixels: int, classes: int, seed: int) -> Batch:
 def make_network(
     name: str, pixels: int, options: Mapping[str, object], dtype: str, seed: int, kernels: KernelSet | None = None
 ) -> Network:
-    """Our network with dropout off; weights are drawn in float32, so they are the same in both precisions."""
+    """Return hpctrain's network without dropout. Weights are drawn in float32, so they are equal in both precisions."""
     off = {"dropout": 0.0} if "dropout" in catalogue.options(name) else {}
     model = catalogue.build(name, {**options, **off})
     return Network(model, (pixels, pixels, 3), kernels or NumpyKernelSet(), dtype=dtype, seed=seed)
 
 
 def our_step(network: Network, batch: Batch) -> StepResult:
-    """Forward, loss and backward in training mode, statistics moved, then logits in evaluation mode."""
+    """Run forward, loss and backward in training mode, update running statistics, and compute logits in evaluation mode."""
     count = len(batch.labels)
     program = network.program(count, training=True)
     program.x[...] = batch.x
@@ -80,10 +86,10 @@ def our_step(network: Network, batch: Batch) -> StepResult:
 
 
 def torch_step(name: str, width: float, state: Mapping[str, np.ndarray], batch: Batch, dtype: str) -> StepResult:
-    """The same in PyTorch, from weights `state` (as `network_state.export` returns them), in `dtype`.
+    """Run the same step in PyTorch, from the weights `state` (as `network_state.export` returns them), in `dtype`.
 
     Raises:
-        RuntimeError: torch's names or shapes differ from ours.
+        RuntimeError: names or shapes of torch and hpctrain differ.
     """
     module = torch_module(name, width, state, dtype)
     x = torch.from_numpy(np.ascontiguousarray(batch.x.transpose(0, 3, 1, 2)).astype(dtype))
@@ -101,10 +107,10 @@ def torch_step(name: str, width: float, state: Mapping[str, np.ndarray], batch: 
 
 
 def distances(result: StepResult, reference: StepResult) -> dict[str, float]:
-    """Relative L2 distance of every array, and of the loss, to the reference's.
+    """Return the relative L2 distance of every array, and of the loss, from the reference.
 
     Raises:
-        ValueError: the two do not hold the same names.
+        ValueError: the names of the arrays differ.
     """
     if result.arrays.keys() != reference.arrays.keys():
         raise ValueError(f"Names differ: {sorted(result.arrays.keys() ^ reference.arrays.keys())}.")
@@ -116,16 +122,16 @@ def distances(result: StepResult, reference: StepResult) -> dict[str, float]:
 
 
 def gradient_median(*found: Mapping[str, float]) -> float:
-    """Median distance over all gradients of one or more comparisons."""
+    """Return the median distance over all gradients of one or more comparisons."""
     return median(distance for one in found for name, distance in one.items() if name.startswith("grad/"))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances of one model, batch and seed, all to torch's float64 step: ours in float64, ours and torch's in float32.
+    """Distances for one model, batch and seed from torch's float64 step: hpctrain in float64, hpctrain and torch in float32.
 
-    Two float32 libraries round differently, now and then one of them to the other side of a ReLU's corner, and such a flip
-    shows in every gradient below it. So float32 is judged by medians over tensors and seeds, against torch's own float32.
+    Two float32 libraries round differently. Occasionally one of them rounds to the other side of a ReLU's kink, which changes
+    every gradient of the layers below. So float32 is judged by medians over tensors and seeds, compared with torch's own float32.
     """
 
     float64: Mapping[str, float]
@@ -134,14 +140,18 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[float, str]:
-        """Largest distance in float64, and whose it is."""
+        """Largest distance in float64, and the name of its array."""
         return max((distance, name) for name, distance in self.float64.items())
 
 
 def compare(
     name: str, *, pixels: int, samples: int, classes: int, seed: int, width: float = 1.0, kernels: KernelSet | None = None
 ) -> Comparison:
-    """Our step against torch's, in both precisions. `kernels` computes the float32 step; NumPy's by default."""
+    """Return the distances of hpctrain's step from torch's, in both precisions.
+
+    Args:
+        kernels: kernel set of the float32 step; default: NumPy's.
+    """
     options = {"classes": classes, "width": width}
     batch = make_batch(samples, pixels, classes, seed)
     network = make_network(name, pixels, options, "float64", seed)
@@ -160,7 +170,7 @@ def _context(count: int, training: bool) -> StepContext:
 
 
 def torch_module(name: str, width: float, state: Mapping[str, np.ndarray], dtype: str) -> Any:
-    """The module in PyTorch with our weights; built without memory first, since its own first values are not wanted."""
+    """Return the module in PyTorch with hpctrain's weights. It is built without memory first: its initial values are not used."""
     classes = list(state.values())[-1].shape[0]  # the last layer's bias
     with torch.device("meta"):
         module, _, _ = torch_models.build(name, classes=classes, width=width, dropout=0.0)

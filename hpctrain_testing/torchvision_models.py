@@ -12,9 +12,9 @@ import torch
 
 
 def _declare_operators() -> torch.library.Library | None:
-    """Declare the operators whose names torchvision wants to know, where those that it brings are for a GPU and cannot be loaded.
+    """Declare the operators that torchvision looks up by name, if its own are built for a GPU and cannot be loaded.
 
-    Its models use none of them.
+    Its models do not use them.
     """
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None
@@ -31,11 +31,11 @@ def _declare_operators() -> torch.library.Library | None:
 
 _OPERATORS = _declare_operators()
 
-from torchvision import models, transforms  # noqa: E402  they want the operators
+from torchvision import models, transforms  # noqa: E402  needs the declared operators
 
 __all__ = ["models", "transforms"]
 
-#: ours -> torchvision's
+#: hpctrain's name of a model -> torchvision's
 NAMES = {
     "alexnet2014": "alexnet",
     **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
@@ -46,17 +46,17 @@ NAMES = {
 
 
 def shapes(name: str, classes: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of torchvision's state dictionary, in its order; takes no memory."""
+    """Return name -> shape of torchvision's state dictionary, in its order, without allocating parameters."""
     return {key: tuple(tensor.shape) for key, tensor in _meta(name, classes).state_dict().items()}
 
 
 def module(name: str, classes: int, seed: int) -> Any:
-    """torchvision's model in evaluation mode, with weights by seed and statistics that are not those of the start."""
+    """Return torchvision's model in evaluation mode, with weights drawn from the seed and changed running statistics."""
     return filled(_meta(name, classes), seed)
 
 
 def narrow_vgg11_bn(classes: int, width: float, seed: int) -> Any:
-    """torchvision's VGG-11 with batch norm and fewer channels and features: the full one has 133 million numbers."""
+    """Return torchvision's VGG-11 with batch norm and fewer channels and features; the full model has 133 million parameters."""
     with torch.device("meta"):
         channels = [one if one == "M" else round(one * width) for one in models.vgg.cfgs["A"]]
         model = models.VGG(models.vgg.make_layers(channels, batch_norm=True), classes, init_weights=False)
@@ -67,7 +67,7 @@ def narrow_vgg11_bn(classes: int, width: float, seed: int) -> Any:
 
 
 def filled(meta: Any, seed: int) -> Any:
-    """A model without memory, with weights by seed, in evaluation mode."""
+    """Return a model without memory, filled with weights drawn from the seed, in evaluation mode."""
     model = meta.to_empty(device="cpu")
     random = np.random.default_rng(seed)
     state = {}

@@ -168,7 +168,7 @@ def alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rows": 0}, "A grid of 0 x 1 has 0 places"),
         ({"batch": 0}, "the smallest batch is 1"),
         ({"progress": "tread"}, 'There is no progress mode "tread"; the nearest is "thread"'),
-        ({"deadline_seconds": 0}, "deadline_seconds is 0, but must be above 0; 300 is usual."),
+        ({"deadline_seconds": 0}, "deadline_seconds is 0, but must be above 0; the default is 300."),
         ({"threads": 1000}, "threads is 1000, but a rank here has"),
     ],
 )

@@ -240,4 +240,4 @@ def test_signals_are_refused_outside_of_the_main_thread(capsys: pytest.CaptureFi
     thread = threading.Thread(target=begin)
     thread.start()
     thread.join()
-    assert "Python takes signals in its main thread only" in capsys.readouterr().err
+    assert "Python receives signals in its main thread only" in capsys.readouterr().err

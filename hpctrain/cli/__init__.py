@@ -1,7 +1,7 @@
-"""The command line. Commands parse options, call what lies below, and print.
+"""The command line. Commands parse options, call the packages below, and print the results.
 
-`main.py` names the module of each command, and `failure.py` is the one place where an exception becomes text. Modules of
+`main.py` lists the module of each command, and `failure.py` is the only module that turns an exception into text. Modules of
 commands import nothing heavy at the top, as `hpctrain --help` loads them all. Modules of tables import rich, and are loaded by
-commands that print. Read `main.py` first, and `start.py` for what runs before MPI starts, in which order. Only `api` and
-`__main__` import this package.
+commands that print. Read `main.py` first, and then `start.py`, which states the order of everything before MPI starts. Only `api`
+and `__main__` import this package.
 """

@@ -1,4 +1,4 @@
-"""Arguments shared by several commands: paths, configurations with overrides, ranks that keep a log, and words for completion.
+"""Arguments shared by several commands: paths, configurations with overrides, ranks that keep a log, and completion.
 
 Every command reads its configuration with `load_config`, which reports an unknown name before the errors that follow from it.
 Nothing heavy is imported at the top.
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 class FilePath(click.Path):
-    """A path with `~` and `$VARIABLE` expanded, as in configurations: shells do not expand the `~` in --out=~/x."""
+    """Path whose `~` and `$VARIABLE` are expanded, as in configurations: shells do not expand the `~` in --out=~/x."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):
             try:
                 value = expanded(value)
             except ValueError as error:
-                self.fail(f"{value} is no path: {error}.", param, ctx)
+                self.fail(f"{value} is not a path: {error}.", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class OutputFile(FilePath):
-    """A file to write, refused before any work is done if it cannot be written.
+    """File to write. A file that cannot be written is refused before the command starts its work.
 
     Args:
-        streams: whether pipes, terminals and other character devices are accepted as well as regular files.
+        streams: whether pipes, terminals and other character devices are accepted next to regular files.
         makes_directory: whether a missing directory of the file is created.
         of_job: whether rank 0 of a job writes the file. Its directory need exist on that rank's node only, so the job checks it.
     """
@@ -65,7 +65,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
     """Raise unless a file can be written; see `OutputFile`.
 
     Args:
-        option: the option that names the file; empty if an argument names it.
+        option: option that names the file; empty if an argument names it.
 
     Raises:
         ConfigError: the file cannot be written; the message has the option, the path and the reason.
@@ -81,7 +81,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
 
 
 class Seconds(click.FloatRange):
-    """A finite time in seconds, with a lower bound."""
+    """Finite time in seconds, with a lower bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)
@@ -91,7 +91,7 @@ class Seconds(click.FloatRange):
 
 
 def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the keys of configurations that begin with the word, each with its =, or the section that is not complete."""
+    """Return the completions of a key: complete keys followed by "=", and sections followed by "."."""
     from hpctrain.config.load import known_paths, section_at
     from hpctrain.core.yaml_source import dotted
 
@@ -101,14 +101,14 @@ def keys(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> lis
 
 
 def complete_sites(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the sites whose names begin with the word."""
+    """Return the sites whose names begin with the incomplete word."""
     from hpctrain.site import profile
 
     return [name for name in profile.profile_paths() if name.startswith(incomplete)]
 
 
 def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the installed configurations and job scripts whose names begin with the word."""
+    """Return the installed configurations and job scripts whose names begin with the incomplete word."""
     from hpctrain.config import examples
 
     return [name for name in examples.names() if name.startswith(incomplete)]
@@ -120,17 +120,17 @@ PASS_STYLE = click.option(
     "--progress",
     "style",
     type=click.Choice(["bar", "none"]),
-    help="Show the progress as a bar on stderr, or not at all; by default a bar on a terminal.",
+    help="Show the progress as a bar on stderr, or not at all; default: a bar on a terminal, nothing elsewhere.",
 )
 
 
 def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
-    """Return the configuration in FILE with OVERRIDES, checked by its schema. Imports no NumPy if all is right.
+    """Return the configuration in a file with overrides, checked against its schema. Imports no NumPy unless there is a fault.
 
-    `check_names` checks the options.
+    Options of named objects are not checked here; see `check_names`.
 
     Raises:
-        ConfigError: one sentence for each fault, each with its place.
+        ConfigError: the configuration has faults; one sentence for each, with its position.
     """
     from hpctrain.config.load import load  # here: it loads pydantic and YAML, which `hpctrain --help` does not need
 
@@ -148,20 +148,20 @@ _SPANS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def log_ranks_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option to a command; the argument is `log_ranks`."""
+    """Add the option --log-ranks to a command; the argument is `log_ranks`."""
     return click.option(
         "--log-ranks",
         default=NONE,
         metavar="all|none|0,3,8-15",
-        help="Write everything that these ranks log, with times, errors and stacks, to logs/rank-NNNN.log in the run directory.",
+        help="Ranks whose full log, with times, errors and stack traces, is written to logs/rank-NNNN.log in the run directory.",
     )(command)
 
 
 def begin_log(text: str, launcher: Launcher) -> None:
-    """Log as this rank is to, if `text` is what the option was given. Lines wait for their file from now on.
+    """Configure the log of this rank by the value of --log-ranks. Records are buffered until the log file exists.
 
     Raises:
-        ConfigError: it names no ranks, or one that the job does not have; the message has the nearest right one.
+        ConfigError: the value names no ranks, or a rank that the job does not have; the message has the nearest legal value.
     """
     rank, size = launcher.rank or 0, launcher.expected_size or 1
     if names_rank(text, size, rank):
@@ -171,10 +171,10 @@ def begin_log(text: str, launcher: Launcher) -> None:
 
 
 def names_rank(text: str, size: int, rank: int) -> bool:
-    """Return whether a list of ranks contains this rank of `size` ranks.
+    """Return whether a list of ranks contains `rank`, in a job of `size` ranks.
 
     Raises:
-        ConfigError: as `begin_log`.
+        ConfigError: as for `begin_log`.
     """
     if text in (ALL, NONE):
         return text == ALL
@@ -187,7 +187,9 @@ def names_rank(text: str, size: int, rank: int) -> bool:
         first, _, end = span.partition("-")
         last = end or first
         if int(first) > int(last):
-            raise ConfigError(f"--log-ranks has {span}, whose first rank is above its last; the nearest is {last}-{first}.")
+            raise ConfigError(
+                f"--log-ranks has {span}, but the first rank of a range must not exceed the last; use {last}-{first}."
+            )
         if int(last) >= size:
             raise ConfigError(
                 f"--log-ranks names rank {int(last)}, but the job has {counted(size, 'rank')}; the largest number is {size - 1}."

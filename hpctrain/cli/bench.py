@@ -1,4 +1,4 @@
-"""`hpctrain bench`: measure how fast images become batches, how fast a model's steps are, and how a training scales."""
+"""`hpctrain bench`: measure the speed of data loading, the step time of a model, and the scaling of a training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankCounts(click.ParamType):
     type=click.Choice(["weak", "strong"]),
     default="weak",
     show_default=True,
-    help="Meaning of the configured batch: each rank's own (weak), or shared by all ranks (strong).",
+    help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",
 )
 @click.option(
     "--steps",
@@ -56,19 +56,19 @@ class RankCounts(click.ParamType):
 @click.option(
     "--launcher",
     metavar="COMMAND",
-    help='Command that starts a job, such as "srun -n {ranks}"; by default the mpiexec next to this Python.',
+    help='Command that starts a job, such as "srun -n {ranks}"; default: the mpiexec next to this Python.',
 )
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Number of threads per rank; by default this machine's cores divided by the largest number of ranks.",
+    help="Number of threads per rank; default: this machine's cores divided by the largest number of ranks.",
 )
 @click.option(
     "--machine",
     type=FilePath(),
     metavar="FILE|NAME",
-    help="Machine model used to predict step times: a file of `hpctrain calibrate` or an installed one; by default each job "
-    "measures its links.",
+    help="Machine model used to predict step times: a file written by `hpctrain calibrate`, or the name of an installed one; "
+    "default: each job measures its links.",
 )
 @click.option(
     "--out",
@@ -96,10 +96,10 @@ def scaling(
     out: Path,
     timeout_seconds: float,
 ) -> None:
-    """Compare several numbers of ranks.
+    """Compare the step times of several numbers of ranks.
 
-    Prints efficiency, exposed communication and the limit for each number of ranks. Each number runs twice: normally, and with
-    --compute-only. OVERRIDES such as averager=sharded override keys of the file.
+    Prints efficiency, exposed communication and the lower limit of the step time for each number of ranks. Each number runs
+    twice: normally, and with --compute-only. OVERRIDES such as averager=sharded override keys of the file.
     """
     from hpctrain.bench import scaling as study
 
@@ -137,7 +137,7 @@ class ThreadCounts(RankCounts):
 @click.option(
     "--threads",
     type=ThreadCounts(),
-    help="Numbers of threads that make a batch, such as 1,2,4; by default 1, 2, 4 and so on up to this machine's cores.",
+    help="Numbers of threads that make a batch, such as 1,2,4; default: powers of 2 up to this machine's cores.",
 )
 @click.option("--no-step", is_flag=True, help="Do not time a training step for comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
@@ -145,10 +145,10 @@ class ThreadCounts(RankCounts):
 def data(
     file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool, out: Path | None
 ) -> None:
-    """Time the way of images to a batch.
+    """Time the stages in which images become a batch.
 
-    Prints images per second of each stage for several numbers of threads, and which stage limits FILE's training with OVERRIDES,
-    in one process and without MPI.
+    Prints the images per second of each stage for several numbers of threads, and the stage that limits FILE's training with
+    OVERRIDES. Runs in one process, without MPI.
     """
     from hpctrain.cli.arguments import load_config
     from hpctrain.launch.launcher import detect
@@ -176,7 +176,7 @@ def data(
 
 
 def rates_table(rates: DataRates) -> list[str]:
-    """Return lines with images per second by stage. Numbers of threads that do not fit get a table of their own below."""
+    """Return lines with images per second by stage. Numbers of threads that do not fit get another table below."""
     from hpctrain.bench.data import READ
 
     height, width, channels = rates.shape
@@ -197,10 +197,10 @@ def rates_table(rates: DataRates) -> list[str]:
 )
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Number of images per step.")
 @click.option(
-    "--px", "pixels", type=click.IntRange(min=1), help="Side of the square images, in pixels; by default the model's own."
+    "--px", "pixels", type=click.IntRange(min=1), help="Side of the square images, in pixels; default: that of the model."
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="Number of threads; by default OMP_NUM_THREADS, else this machine's cores."
+    "--threads", type=click.IntRange(min=1), help="Number of threads; default: OMP_NUM_THREADS, else this machine's cores."
 )
 @click.option(
     "--backend",
@@ -214,7 +214,7 @@ def rates_table(rates: DataRates) -> list[str]:
     type=click.Choice(["float32", "tf32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Precision of products, on backend cuda.",
+    help="Precision of matrix products and convolutions, on backend cuda.",
 )
 @click.option(
     "--steps",
@@ -223,8 +223,10 @@ def rates_table(rates: DataRates) -> list[str]:
     show_default=True,
     help="Number of timed steps (two warm-up steps run first).",
 )
-@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Compare with PyTorch; the steps of both alternate.")
-@click.option("--peer-python", default=sys.executable, help="Python interpreter that has PyTorch; by default this one.")
+@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Also time PyTorch; the steps of both alternate.")
+@click.option(
+    "--peer-python", default=sys.executable, help="Python interpreter of the environment with PyTorch; default: this one."
+)
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def engine(
     model: str,
@@ -254,7 +256,7 @@ def engine(
     task = workload(model, batch, pixels)
     measurement = measure(task, backend, steps, plan.threads, precision)
     if versus is not None and measurement.backend == "cuda":
-        raise BackendError("--vs torch compares on the CPU, and backend cuda computes on a GPU; give --backend onednn or numpy.")
+        raise BackendError("--vs torch compares on the CPU, but backend cuda computes on a GPU; give --backend onednn or numpy.")
     compared = compare(task, measurement.backend, peer_python, plan.threads, steps) if versus is not None else None
     print_tables(measurement, compared)
     if out is not None:
@@ -263,7 +265,7 @@ def engine(
 
 @click.group(cls=Commands)
 def bench() -> None:
-    """Measure how fast things are on this machine."""
+    """Measure data loading, training steps or scaling."""
 
 
 bench.add_command(data)

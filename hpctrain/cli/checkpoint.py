@@ -1,6 +1,6 @@
 """`hpctrain checkpoint` and `hpctrain weights`: list, verify, show, convert and prune checkpoints; import and export weights.
 
-Neither needs MPI. Weights have torchvision's names.
+Neither needs MPI. Files of weights use torchvision's names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
 
 _PATH = click.argument("path", type=FilePath(path_type=Path))
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the content as JSON.")
 
 
 @click.group(cls=Commands)
@@ -34,7 +34,7 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @_PATH
 def listing(path: Path) -> None:
-    """List the checkpoints of a run, oldest step first.
+    """List the checkpoints of a run in the order of steps.
 
     PATH is a run directory, its directory of checkpoints, or a checkpoint. The checkpoint with the best evaluation is marked.
     Only names, sizes and metadata are read, no tensors.
@@ -61,7 +61,7 @@ def listing(path: Path) -> None:
 @checkpoint.command()
 @_PATH
 def verify(path: Path) -> None:
-    """Read checkpoints completely and compare every checksum.
+    """Read checkpoints completely and verify every checksum.
 
     PATH is a run directory, its directory of checkpoints, or a checkpoint. The exit code is 2 if one is damaged.
     """
@@ -79,7 +79,7 @@ def verify(path: Path) -> None:
             echo(f"{file}: all checksums of {tensors} tensors agree")
     if damaged:
         newest = next((file for _, file in reversed(files) if file not in damaged), None)
-        advice = "none is left to resume from" if newest is None else f"the newest complete one is {newest}"
+        advice = "there is no other one to resume from" if newest is None else f"the newest complete one is {newest}"
         raise CheckpointError(f"{len(damaged)} of {len(files)} checkpoints cannot be used; {advice}.")
 
 
@@ -89,7 +89,7 @@ def verify(path: Path) -> None:
 def show(path: Path, as_json: bool) -> None:
     """Show the position and the tensors of a checkpoint.
 
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is shown. Every checksum is compared.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is shown. Every checksum is verified.
     """
     import numpy as np
 
@@ -115,17 +115,18 @@ def show(path: Path, as_json: bool) -> None:
 @click.option(
     "--layout",
     type=click.Choice(["single", "sharded"]),
-    help="Layout of the new checkpoint: one file, or a directory of shards; by default the layout that PATH does not have.",
+    help="Layout of the new checkpoint: one file (single) or a directory of shards (sharded); default: the one PATH does not "
+    "have.",
 )
 @click.option(
-    "--shards", type=click.IntRange(min=1), help="Number of shards; by default the number of ranks that wrote the checkpoint."
+    "--shards", type=click.IntRange(min=1), help="Number of shards; default: the number of ranks that wrote the checkpoint."
 )
 @click.option("--out", type=FilePath(path_type=Path), required=True, help="Path of the new checkpoint, which must not exist.")
 def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
-    """Write the same checkpoint in the other layout.
+    """Convert a checkpoint to the other layout.
 
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. The new checkpoint has the same tensors and
-    metadata to the last bit; it is read again and compared before the command ends. The name of a directory of shards ends in
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. The new checkpoint has bitwise the same
+    tensors and metadata; it is read again and compared before the command ends. The name of a directory of shards must end in
     .shards. A training can resume from the new checkpoint if it is in a run's directory of checkpoints.
     """
     from hpctrain.runs.owner import owned, run_of
@@ -135,7 +136,7 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
     _, file = files_of(path)[-1]
     sharded = layout == "sharded" if layout is not None else not is_sharded(file)
     if shards is not None and not sharded:
-        raise CheckpointError(f"--shards is {shards}, but the layout single has one file; leave --shards out.")
+        raise CheckpointError(f"--shards is {shards}, but the layout `single` has one file; leave --shards out.")
     with owned(run_of(out.absolute().parent), "hpctrain checkpoint convert"):
         tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
     echo(f"{out}: all {len(tensors)} tensors are those of {file}")
@@ -143,17 +144,17 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
 
 @checkpoint.command()
 @_PATH
-@click.option("--keep", type=click.IntRange(min=1), required=True, help="Number of checkpoints to keep, those written last.")
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="Number of most recently written checkpoints to keep.")
 @click.option(
     "--drop-best", is_flag=True, help="Also delete the checkpoint with the best evaluation, unless it is among the latest."
 )
 def prune(path: Path, keep: int, drop_best: bool) -> None:
-    """Delete checkpoints of a run except the latest and the best.
+    """Delete old checkpoints of a run.
 
-    The latest are those written last, regardless of their steps. As many that were set aside at a resume are kept as well, and so
-    is the one with the best evaluation. Unfinished checkpoints of killed runs are deleted if nothing was written to them for an
-    hour. A run that another job writes to is refused. PATH is a run directory or its directory of checkpoints. In any other
-    directory, only files whose metadata identify them as checkpoints of a run are deleted.
+    Keeps the most recently written checkpoints, regardless of their steps, and the checkpoint with the best evaluation. Of the
+    checkpoints that a resume has set aside, it keeps the same number. Deletes unfinished checkpoints of killed runs if nothing
+    was written to them for an hour. Refuses a run that another job writes to. PATH is a run directory or its directory of
+    checkpoints. In any other directory, only files whose metadata identify them as checkpoints of a run are deleted.
     """
     from hpctrain.runs import directory as best_record
     from hpctrain.runs.owner import is_run, owned
@@ -162,7 +163,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
 
     directory = _directory(path)
     if not directory.is_dir():
-        raise CheckpointError(f"{path} is no directory; give a run directory to prune its checkpoints.")
+        raise CheckpointError(f"{path} is not a directory; give a run directory to prune its checkpoints.")
     place = directory.absolute()
     of_run = place.name == "checkpoints" and is_run(place.parent)
     with owned(place.parent if of_run else None, "hpctrain checkpoint prune"):
@@ -175,10 +176,10 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
 
 
 def files_of(path: Path) -> list[tuple[int, Path]]:
-    """Return (step, file) of the checkpoints that a path stands for, oldest first; at least one.
+    """Return (step, file) of the checkpoints at a path, oldest first; at least one.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are no checkpoints.
     """
     from hpctrain.storage.checkpoint import by_age, checkpoints, is_sharded
 
@@ -187,7 +188,7 @@ def files_of(path: Path) -> list[tuple[int, Path]]:
         return matching or [(0, path)]
     files = by_age(_directory(path))
     if not files:
-        raise CheckpointError(f"{path} holds no checkpoints; give a run directory that has some, or a checkpoint file.")
+        raise CheckpointError(f"{path} contains no checkpoints; give a run directory with checkpoints, or a checkpoint file.")
     return files
 
 
@@ -197,7 +198,7 @@ def _directory(path: Path) -> Path:
 
 
 def _about(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that fit on a line each; configuration and schedules are long."""
+    """Return the metadata that fit on one line each, without the configuration and the schedules."""
     return {key: value for key, value in meta.items() if isinstance(value, int | float | str) and len(str(value)) < 100}
 
 
@@ -212,7 +213,7 @@ _FILE = click.argument("file", type=FilePath(path_type=Path))
 _CLASSES = click.option(
     "--classes",
     type=click.IntRange(min=1),
-    help="Number of classes of the model; by default that of the last layer in FILE.",
+    help="Number of classes of the model; default: that of the last layer in FILE.",
 )
 _OPTIONS = click.option(
     "--option",
@@ -225,7 +226,7 @@ _OPTIONS = click.option(
 
 @click.group(cls=Commands)
 def weights() -> None:
-    """Import, export and show weights in torchvision's names."""
+    """Import, export and show weights under torchvision's names."""
 
 
 @weights.command("import")
@@ -233,13 +234,15 @@ def weights() -> None:
 @click.option("--model", required=True, help="Name of the model in the catalogue (see `hpctrain list models`).")
 @_CLASSES
 @_OPTIONS
-@click.option("--out", type=OutputFile(makes_directory=True), required=True, help="File to write, ending in .safetensors.")
+@click.option(
+    "--out", type=OutputFile(makes_directory=True), required=True, help="File to write; its name must end in .safetensors."
+)
 def import_weights(file: Path, model: str, classes: int | None, options: tuple[str, ...], out: Path) -> None:
-    """Check weights from elsewhere and write them for training.
+    """Convert weights of another program for training.
 
     FILE is a safetensors file, or a file of torch.save (.pt, .pth), which needs PyTorch and from which only tensors are read.
-    Names and shapes must be those of torchvision's model. The new file has the same arrays to the last bit; use its path as
-    init.weights in a configuration.
+    Names and shapes must be those of torchvision's model. The new file has bitwise the same arrays; use its path as init.weights
+    in a configuration.
     """
     from hpctrain.run.model_weights import of_file
     from hpctrain.storage.weights_file import SAFETENSORS, check_suffix
@@ -253,12 +256,15 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
 @weights.command()
 @click.argument("source", type=FilePath(path_type=Path))
 @click.option("--best", is_flag=True, help="Export the run's checkpoint with the best evaluation instead of the newest.")
-@click.option("--averaged", is_flag=True, help="Export the average of the weights, which a training with ema.decay keeps.")
-@click.option("--model", help="Name of the model, if a file does not contain it or if it is your own code.")
+@click.option("--averaged", is_flag=True, help="Export the averaged weights of a training with ema.decay.")
+@click.option("--model", help="Name of the model; required if SOURCE does not contain it or if the model is your own code.")
 @_CLASSES
 @_OPTIONS
 @click.option(
-    "--out", type=OutputFile(makes_directory=True), required=True, help="File to write: .safetensors, .pt, .pth or .onnx."
+    "--out",
+    type=OutputFile(makes_directory=True),
+    required=True,
+    help="File to write; its suffix selects the format: .safetensors, .pt, .pth or .onnx.",
 )
 def export(
     source: Path, best: bool, averaged: bool, model: str | None, classes: int | None, options: tuple[str, ...], out: Path
@@ -266,8 +272,8 @@ def export(
     """Write the weights of a run for other programs.
 
     SOURCE is a run directory, whose newest checkpoint is exported, a checkpoint of any layout and grid, or a file of weights.
-    PyTorch files need PyTorch, and ONNX files the extra `onnx`. ONNX files also contain the model, for normalised images (N, C,
-    H, W) of the size it was trained on.
+    PyTorch files need PyTorch, and ONNX files the extra `onnx`. ONNX files also contain the model. Its input are normalised
+    images (N, C, H, W) of the size that it was trained on.
     """
     from hpctrain.run.model_weights import SUFFIXES, of_checkpoint, of_file
     from hpctrain.storage import weights_file
@@ -276,7 +282,7 @@ def export(
     if source.suffix in weights_file.SUFFIXES:
         if best or averaged:
             raise CheckpointError(
-                f"--{'best' if best else 'averaged'} chooses among what a run keeps, and {source} is a file of weights; "
+                f"--{'best' if best else 'averaged'} applies to runs and checkpoints, but {source} is a file of weights; "
                 f"leave --{'best' if best else 'averaged'} out."
             )
         path, content = source, of_file(source, model, classes, _parsed(options))
@@ -319,7 +325,7 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
     """Return options of a model from words such as "width=0.5"; each value is YAML.
 
     Raises:
-        ConfigError: a word has another form.
+        ConfigError: a word does not have the form KEY=VALUE, or its value is not YAML.
     """
     from hpctrain.core.yaml_source import read_yaml
 
@@ -336,7 +342,7 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
 
 
 def _checkpoint(source: Path, *, best: bool) -> Path:
-    """Return the checkpoint that a path stands for.
+    """Return the newest or the best checkpoint at a path.
 
     Raises:
         CheckpointError: there is none.
@@ -348,5 +354,5 @@ def _checkpoint(source: Path, *, best: bool) -> Path:
         return newest
     record = directory.read_best(newest.parent)
     if record is None or not (newest.parent / record.checkpoint).exists():
-        raise CheckpointError(f"{source} has no best checkpoint; leave --best out to take the newest, {newest.name}.")
+        raise CheckpointError(f"{source} has no best checkpoint; leave --best out to export the newest, {newest.name}.")
     return newest.parent / record.checkpoint

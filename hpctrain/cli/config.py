@@ -1,4 +1,4 @@
-"""`hpctrain config` and `hpctrain list`: show, check, describe and copy configuration files, and the names that they can choose.
+"""`hpctrain config` and `hpctrain list`: show, check, describe and copy configuration files, and list the names they can use.
 
 Neither needs MPI or data.
 """
@@ -30,7 +30,7 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
     """Print a configuration with all defaults.
 
     Prints FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: a configuration that
-    starts the same run. Options of the model that follow from the data, such as its classes, are left out.
+    starts the same run. Options of the model that follow from the data, such as the number of classes, are left out.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.load import dump
@@ -45,10 +45,10 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
 @FILE
 @OVERRIDES
 def check(file: Path, overrides: tuple[str, ...]) -> None:
-    """Check a configuration before it runs.
+    """Check a configuration without running it.
 
-    Checks keys, types, ranges, names and their options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
-    standard error; the exit code is then 2. If the training file exists, batch norms are checked for its image sizes.
+    Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
+    standard error; the exit code is then 2. If the training file exists, batch normalisation is also checked for its image sizes.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import single_values_of
@@ -70,7 +70,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 def list_() -> None:
     """List the installed examples.
 
-    Example configurations and job scripts come with hpctrain.
+    Examples are configurations, machine models and job scripts.
     """
     from hpctrain.config import examples
 
@@ -84,12 +84,12 @@ def list_() -> None:
     "directory",
     type=FilePath(file_okay=False, path_type=Path),
     default=Path(),
-    help="Copy to configs/ and jobs/ below this directory (the current one by default).",
+    help="Directory in whose configs/ and jobs/ the copies are written; default: the current one.",
 )
 def copy(names: tuple[str, ...], directory: Path) -> None:
-    """Copy installed examples to where you can edit them.
+    """Copy installed examples to a directory for editing.
 
-    NAMES are for example quickstart or slurm.sbatch; without NAMES all are copied.
+    NAMES are examples, such as quickstart or slurm.sbatch; without NAMES, all are copied.
     """
     from hpctrain.config import examples
 
@@ -101,14 +101,14 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
 def schema() -> None:
     """Print the JSON schema of configurations.
 
-    Editors complete and check configurations with it. It contains every key, and every name with its options.
+    Editors use it to complete and check configurations. It contains every key, and every name with its options.
     """
     from hpctrain.config.options import json_schema
 
     echo_block(json.dumps(json_schema(), indent=2))
 
 
-# The kinds of `config/options.py`, which imports NumPy; a test compares them.
+# The same kinds as in `config/options.py`, which imports NumPy; a test compares both.
 KINDS = ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print names with their options, types and defaults as JSON.")
 _MOST_COLUMNS = 100
@@ -116,14 +116,14 @@ _MOST_COLUMNS = 100
 
 @click.group("list", cls=Commands)
 def listing() -> None:
-    """Print names that a configuration can use.
+    """List the names that a configuration can use.
 
     Their options are described in docs/options.md, by --json and by `hpctrain config schema`.
     """
 
 
 def _command(kind: str) -> click.Command:
-    @click.command(kind, help=f"Print all {kind} with one sentence each.")
+    @click.command(kind, help=f"List all {kind} with one sentence each.")
     @_JSON
     def show(as_json: bool) -> None:
         echo_block(_as_json(kind) if as_json else _table(kind))
@@ -136,7 +136,7 @@ for _kind in KINDS:
 
 
 def _table(kind: str) -> str:
-    """Return all choices of a kind with their sentences; names of installed packages last."""
+    """Return names and sentences in two columns, as wide as the terminal; names of installed packages come last."""
     from hpctrain.config.options import choices, registry
 
     offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]

@@ -1,6 +1,6 @@
-"""`hpctrain data`: fetch, convert, look at and check data files.
+"""`hpctrain data`: fetch, convert, describe and check data files.
 
-`progress` shows how far a command is: a bar on a terminal, a line now and then in a log.
+`progress` shows the progress of a command: as a bar on a terminal, as lines in a log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpctrain.train.progress_bar import ProgressBar
 
 
-#: time between two lines of a log
+#: minimum time between two progress lines
 LINE_SECONDS = 30.0
 
 
@@ -32,12 +32,13 @@ LINE_SECONDS = 30.0
 def progress(
     description: str, total: int, noun: str = "images", clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """Show on standard error how many of `total` are done during the block; yield a function that counts further ones.
+    """Show on standard error the number of items done out of `total`; yield a callback that counts further items.
 
-    On a terminal this is a bar, of which nothing remains. Elsewhere it is a line every half minute.
+    On a terminal this is a bar, which disappears at the end. Elsewhere it is a line every half minute.
 
     Args:
-        noun: what is counted. clock: in seconds.
+        noun: name of the items, in the plural.
+        clock: callback that returns the time in seconds.
     """
     if not sys.stderr.isatty():
         yield _Lines(description, total, noun, clock).advance
@@ -55,7 +56,7 @@ def progress(
 
 
 class _Lines:
-    """Lines of a log. Arguments: see `progress`."""
+    """Progress as lines of a log. Arguments: see `progress`."""
 
     def __init__(self, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
         self._description, self._total, self._noun, self._clock = description, total, noun, clock
@@ -63,7 +64,7 @@ class _Lines:
         self._last = clock()
 
     def advance(self, count: int) -> None:
-        """Count further ones."""
+        """Count further items, and print a line if the last one is old enough."""
         self._done += count
         if self._clock() - self._last < LINE_SECONDS:
             return
@@ -73,7 +74,7 @@ class _Lines:
 
 
 class _Line:
-    """The line of a bar, with the rate and the time left. Arguments: see `progress`."""
+    """Progress as a bar with the rate and the remaining time. Arguments: see `progress`."""
 
     def __init__(self, bar: ProgressBar, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
         from hpctrain.train.progress_bar import TimeLeft
@@ -82,7 +83,7 @@ class _Line:
         self._begin, self._done, self._left = clock(), 0, TimeLeft(0, total, clock)
 
     def advance(self, count: int) -> None:
-        """Count further ones."""
+        """Count further items, and update the bar."""
         from hpctrain.core.text import duration_text
 
         self._done += count
@@ -91,8 +92,6 @@ class _Line:
         self._bar.show(self._description, self._done, facts if left is None else [*facts, (0, f"{duration_text(left)} left")])
 
 
-# NumPy and HDF5 are imported inside the command: the command line itself must start fast, and set threads before NumPy is there.
-
 _DAMAGED = 2
 
 
@@ -100,14 +99,14 @@ _DAMAGED = 2
 @click.argument("file", type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
 @click.option("--strict", is_flag=True, help="Also exit with code 2 for duplicates and empty classes.")
-@click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core.")
+@click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; default: one per core.")
 def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
-    """Search a data file for damage, duplicates and more.
+    """Search a data file for damage, duplicates and empty classes.
 
     Every sample is read and compared with its checksum, and picture files are decoded. Damage is a sample that changed or cannot
-    be read or decoded, a label outside the classes, or anything else that is not as it was written; the exit code is then 2.
-    Duplicates, within a class and across classes, and classes without a sample are reported; they change the exit code only with
-    --strict.
+    be read or decoded, a label outside the classes, or any other difference from the file as it was written; the exit code is
+    then 2. Duplicates, within a class and across classes, and classes without samples are reported; they change the exit code
+    only with --strict.
     """
     from hpctrain.data.check import check_file
     from hpctrain.data.convert.common import default_threads
@@ -127,7 +126,7 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
         raise SystemExit(_DAMAGED)
 
 
-# NumPy and HDF5 are imported inside the commands: the command line itself must start fast, and set threads before NumPy is there.
+# NumPy and HDF5 are imported inside the commands: `hpctrain --help` must start fast, and threads are set before NumPy is loaded.
 
 _INPUT = FilePath(path_type=Path)
 _OUTPUT = OutputFile(makes_directory=True)
@@ -146,7 +145,7 @@ def data() -> None:
     "--out",
     type=FilePath(path_type=Path, file_okay=False),
     required=True,
-    help="Directory to which train.h5 and test.h5 are written.",
+    help="Directory in which train.h5 and test.h5 are written.",
 )
 @click.option("--overwrite", is_flag=True, help="Write both files again, even if they exist.")
 def fetch(name: str, out: Path, overwrite: bool) -> None:
@@ -164,7 +163,7 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
 @data.command()
 @click.argument("file", type=_INPUT)
 def info(file: Path) -> None:
-    """Print the content of a data file."""
+    """Print images, sizes, statistics and classes of a data file."""
     import numpy as np
 
     from hpctrain.data.image_file import ImageFile
@@ -188,7 +187,7 @@ def info(file: Path) -> None:
 def verify(file: Path) -> None:
     """Compare a data file with its checksums.
 
-    Tells whether the file is as it was written. `check` names the samples that are not, and finds more.
+    Fails if the file has changed since it was written. `hpctrain data check` names the damaged samples, and finds more faults.
     """
     from hpctrain.data.image_file import ImageFile
 
@@ -204,7 +203,7 @@ data.add_command(check)
 def convert() -> None:
     """Convert images into one data file, OUT.
 
-    Each command prints what the file contains, and what of the source it leaves out.
+    Each command prints the contents of OUT, and the parts of the source that were left out.
     """
 
 
@@ -212,26 +211,28 @@ _KEEP = click.option(
     "--keep-jpeg",
     "keep_files",
     is_flag=True,
-    help="Store the picture files as they are instead of pixels; they are decoded to the same pixels when they are read.",
+    help="Store the original picture files instead of pixels; decoding them at reading yields the same pixels.",
 )
 _CLASS_NAMES = click.option(
     "--class-names",
     "names_file",
     type=_INPUT,
-    help="Text file with one class name per line, in UTF-8, or another data file with the classes.",
+    help="Text file with one class name per line, in UTF-8, or a data file whose class names are used.",
 )
 _MAX_PIXELS = click.option(
-    "--max-pixels", type=click.IntRange(1), help="Largest number of pixels of an image to decode; by default 178,956,970."
+    "--max-pixels", type=click.IntRange(1), help="Maximum number of pixels of an image to decode; default: 178,956,970."
 )
 _JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Print what was written and left out as one JSON object, with all names."
+    "--json", "as_json", is_flag=True, help="Print a JSON object that describes OUT and names all images left out."
 )
 _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; otherwise an existing OUT is an error.")
-_THREADS = click.option(
-    "--threads", type=click.IntRange(1), help="Number of threads that decode images; by default one per core."
-)
+_THREADS = click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; default: one per core.")
 _FIT = click.option(
-    "--fit", type=_FITS, default="crop", show_default=True, help="Crop the centre (crop), or change the aspect ratio (squash)."
+    "--fit",
+    type=_FITS,
+    default="crop",
+    show_default=True,
+    help="Make images square by cropping the centre (crop) or by changing the aspect ratio (squash).",
 )
 _CHANNELS = click.option(
     "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
@@ -248,7 +249,7 @@ _CHANNELS = click.option(
 def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool, as_json: bool) -> None:
     """Convert IDX files (such as MNIST).
 
-    They may be plain or gzipped.
+    IMAGES and LABELS may be plain or gzipped.
     """
     from hpctrain.data.convert import idx
 
@@ -259,14 +260,14 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @convert.command("cifar")
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split whose images are converted.")
-@click.option("--coarse", is_flag=True, help="Take the 20 superclasses of CIFAR-100 as classes.")
+@click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split to convert.")
+@click.option("--coarse", is_flag=True, help="Use the 20 superclasses of CIFAR-100 as classes.")
 @_OVERWRITE
 @_JSON
 def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool, as_json: bool) -> None:
     """Convert CIFAR-10 or CIFAR-100.
 
-    DIRECTORY contains the files of the binary version.
+    DIRECTORY contains the files of the binary version of the data set.
     """
     from hpctrain.data.convert import cifar
 
@@ -277,12 +278,12 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @convert.command("hdf5")
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--images", default="images", show_default=True, metavar="KEY", help="Name of the dataset of images, such as x.")
-@click.option("--labels", default="labels", show_default=True, metavar="KEY", help="Name of the dataset of labels.")
+@click.option("--images", default="images", show_default=True, metavar="KEY", help="Name of the HDF5 dataset of images.")
+@click.option("--labels", default="labels", show_default=True, metavar="KEY", help="Name of the HDF5 dataset of labels.")
 @click.option(
     "--layout",
     type=click.Choice(["nhwc", "nchw"]),
-    help="Position of the channels; by default where the only dimension of 1, 3 or 4 is.",
+    help="Order of the dimensions; default: the only dimension of 1, 3 or 4 is that of the channels.",
 )
 @_CLASS_NAMES
 @_OVERWRITE
@@ -292,8 +293,8 @@ def convert_hdf5(
 ) -> None:
     """Convert an HDF5 file of another program.
 
-    FILE has images of whole numbers 0..255, (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: whole numbers (N,) or (N, 1), or
-    one-hot rows (N, K).
+    FILE has integer images with values 0..255 and shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N,
+    1), or one-hot rows (N, K).
     """
     from hpctrain.data.convert import hdf5
     from hpctrain.data.files import require_new
@@ -311,12 +312,12 @@ def convert_hdf5(
 @convert.command("npz")
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--size", type=_SIDE, help="Side of the square images, in pixels; without it images keep their size.")
+@click.option("--size", type=_SIDE, help="Side of the square images, in pixels; default: images keep their size.")
 @_FIT
 @_CHANNELS
 @_KEEP
 @_MAX_PIXELS
-@click.option("--limit", type=click.IntRange(1), help="Number of images to convert, counted from the first; by default all.")
+@click.option("--limit", type=click.IntRange(1), help="Number of images to convert, from the first on; default: all.")
 @_CLASS_NAMES
 @_THREADS
 @_OVERWRITE
@@ -337,7 +338,7 @@ def convert_npz(
 ) -> None:
     """Convert JPEG files packed in an .npz.
 
-    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. The same command continues an interrupted conversion.
+    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. The same command again continues an interrupted conversion.
     """
     from hpctrain.data.convert import npz
     from hpctrain.data.convert.common import LeftOut
@@ -396,7 +397,7 @@ def convert_folder(
     """Convert a tree of picture files.
 
     The tree is DIRECTORY/<class>/.../<name>.jpg, .png, .webp, .tif, .bmp, .gif or another format that Pillow decodes. Links are
-    followed. The same command continues an interrupted conversion.
+    followed. The same command again continues an interrupted conversion.
     """
     from hpctrain.data.convert import folder
     from hpctrain.data.files import require_new
@@ -421,7 +422,7 @@ def convert_folder(
 
 
 def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
-    """Print what was converted and what was left out, and exit with an error if a part of the source could not be read."""
+    """Print what was converted and left out; exit with code 2 if a part of the source could not be read."""
     from hpctrain.data.convert.common import ConvertedFile
 
     made = ConvertedFile.of(out, left_out)

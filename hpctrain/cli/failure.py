@@ -1,7 +1,7 @@
-"""How a command ends when it fails: a user's error in sentences, once per job; a bug in a traceback; the job always ended.
+"""How a command ends when it fails: errors of users as sentences, once per job; bugs with a traceback; the job always ends.
 
-This is the only place where an exception becomes text. Commands and what they call raise errors; they neither catch nor print
-them.
+This is the only module that turns an exception into text. Commands and the functions that they call raise errors, and neither
+catch nor print them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 USER_ERROR = process_end.USER_ERROR
 BUG = process_end.BUG
 
-# Rank 0 prints an error that every rank raises. A rank that alone has an error is still alive after this time (rank 0 has not
-# ended the job), and prints it itself.
+# If every rank raises an error, rank 0 prints it and ends the job. A rank that is still alive after this time is the only one
+# with its error, and prints it.
 _ALONE_AFTER_SECONDS = 1.5
-# The same if another rank is known to have the error, too: if ranks share cores, that rank may be late.
+# The same time if another rank is known to raise the error: that rank may be late if ranks share cores.
 _REPORTED_SECONDS = 30.0
 
-#: is called with a sentence and the ranks that caused the error, if known
+#: callback with the message of an error and the ranks that caused it, if known
 Failed = Callable[[str, Sequence[int]], None]
 
-# Of an error without a file's name, such as a write to a file that is already open.
+# Error numbers that are reported even without a file name, as for a write to an open file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Commands(click.Group):
-    """A group of commands. An error that the user can fix ends a command with sentences on standard error and exit code 2."""
+    """Group of commands. An error that the user can fix ends the command with sentences on standard error and exit code 2."""
 
-    group_class = type  # groups inside are of this class too
+    group_class = type  # subgroups have the same class
 
     def invoke(self, ctx: click.Context) -> Any:
         with user_errors_end_in_sentences():
@@ -62,11 +62,12 @@ def user_errors_end_in_sentences(
     abort: Callable[[int], None] = lambda code: None,
     failed: Failed = lambda sentence, ranks: None,
 ) -> Iterator[None]:
-    """Print the sentences of a user's error and leave with exit code 2; let every other exception pass.
+    """Print the sentences of a user's error and exit with code 2; let every other exception pass.
 
     Args:
-        rank: returns this process's rank in its job; None for a command that needs no other ranks. abort: ends the job; may
-            return if there is one process only. failed: is called with the error at once, before other ranks report theirs.
+        rank: callback that returns this process's rank in its job; None for a command that needs no other ranks.
+        abort: callback that ends the job; it may return if there is only one process.
+        failed: callback, called with the error at once, before other ranks report theirs.
     """
     try:
         yield
@@ -81,7 +82,7 @@ def user_errors_end_in_sentences(
         if not _is_reported_by_another(error, in_job=rank is not None):
             for sentence in sentences:
                 _say(sentence, rank)
-        _leave(abort, BUG if isinstance(error, RankLostError) else USER_ERROR)  # another start may end well
+        _leave(abort, BUG if isinstance(error, RankLostError) else USER_ERROR)  # BUG: another start may succeed
 
 
 @contextlib.contextmanager
@@ -91,14 +92,15 @@ def job_ends_on_error(
     """Turn any exception into the end of the whole job with a non-zero exit code.
 
     Args:
-        rank: returns this process's rank (0 before there is one). abort: ends the job; may return if there is one process only.
-        failed: is called with the error at once.
+        rank: callback that returns this process's rank (0 before it has one).
+        abort: callback that ends the job; it may return if there is only one process.
+        failed: callback, called with the error at once.
     """
     try:
         with user_errors_end_in_sentences(rank, abort, failed):
             yield
     except KeyboardInterrupt:
-        sentence = "KeyboardInterrupt inside of a run ends the job."
+        sentence = "KeyboardInterrupt during a run ends the job."
         failed(sentence, ())
         if rank():  # Ctrl-C reaches all ranks: rank 0 reports it and ends the job
             time.sleep(_ALONE_AFTER_SECONDS)
@@ -108,11 +110,11 @@ def job_ends_on_error(
         raise
     except SystemExit as left:
         call = "sys.exit()" if left.code is None else f"sys.exit({left.code!r})"
-        failed(f"{call} inside of a run", ())
-        # MPI would wait in this rank for the others to end, and they in a step for this one.
+        failed(f"{call} during a run", ())
+        # Leaving alone would hang: MPI waits here until the other ranks end, and they wait in a step for this one.
         process_end.say_last_words(
             rank(),
-            [*traceback.format_exc().splitlines(), f"{call} inside of a run ends the job.", *hint()],
+            [*traceback.format_exc().splitlines(), f"{call} during a run ends the job.", *hint()],
             sys.stderr,
             stacks=False,
         )
@@ -124,7 +126,7 @@ def job_ends_on_error(
         _say(sentence, None)
         _leave(abort, USER_ERROR)
     except BrokenPipeError:  # as in `hpctrain train ... | head`: the output has no reader
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  as long as the process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  stays open until the process ends
         _leave(abort, BUG)
     except Exception as error:
         failed(f"{type(error).__name__}: {error}", ())
@@ -133,22 +135,22 @@ def job_ends_on_error(
 
 
 def _silent_seconds(error: Exception, rank: int) -> float:
-    """Return how long a rank waits for another one to print an error and to end the job."""
-    said_by = error.said_by if isinstance(error, HpctrainError) else None
-    if rank == (said_by or 0):
+    """Return the time that a rank waits for another one to print an error and to end the job."""
+    reported_by = error.reported_by if isinstance(error, HpctrainError) else None
+    if rank == (reported_by or 0):
         return 0.0
-    return _ALONE_AFTER_SECONDS if said_by is None else _REPORTED_SECONDS
+    return _ALONE_AFTER_SECONDS if reported_by is None else _REPORTED_SECONDS
 
 
 def _say(sentence: str, rank: Callable[[], int] | None) -> None:
-    """Print one line, in red on a terminal; with the rank's place unless it is the first rank."""
+    """Print one line, in red on a terminal. It begins with the rank and its host unless it is the first rank."""
     place = place_of(rank()) if rank is not None and rank() else ""
     line = f"hpctrain: {place}{sentence_of(sentence)}"
     click.echo(click.style(line, fg="red") if colours(2, os.environ) else line, err=True)
 
 
 def _out_of_memory(error: MemoryError, rank: int) -> str:
-    """Return one sentence: where memory ran out, what was requested, and what the plan has."""
+    """Return one sentence: where memory ran out, the size of the request, and the planned memory."""
     from hpctrain.train.passes import planned
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -157,14 +159,14 @@ def _out_of_memory(error: MemoryError, rank: int) -> str:
     request = " ".join(str(error).split()).rstrip(".") or "an allocation of unknown size was refused"
     plan = planned()
     return (
-        f"Memory ran out on rank {rank} ({platform.node()}): {request}{place}; the process had {peak / 1e9:.3f} GB at most"
+        f"Memory ran out on rank {rank} ({platform.node()}): {request}{place}; the process used at most {peak / 1e9:.3f} GB"
         f"{'' if plan is None else f', {plan}'}; set a smaller batch, more micro_batches or data.cache to false, "
         "or give the job more memory."
     )
 
 
 def _sentences(error: HpctrainError | OSError) -> list[str]:
-    """Return the lines to print; none if the user cannot fix the error."""
+    """Return the lines to print; empty if the user cannot fix the error."""
     if isinstance(error, HpctrainError):
         return [line for line in str(error).split("\n") if line]
     if isinstance(error, BrokenPipeError) or error.strerror is None:
@@ -175,20 +177,20 @@ def _sentences(error: HpctrainError | OSError) -> list[str]:
 
 
 def _is_reported_by_another(error: Exception, *, in_job: bool) -> bool:
-    """Return whether another rank finds the same error without communicating.
+    """Return whether another rank raises the same error without communication and prints it.
 
-    `srun hpctrain config check` is the same command on each rank. All ranks of a node fail in the same way if they cannot start.
+    `srun hpctrain config check` runs the same command on each rank. All ranks of a node fail alike if they cannot start.
     """
-    if environment_fault(os.environ) is not None:  # there are no other ranks
+    if environment_fault(os.environ) is not None:  # there is no other rank to report it
         return False
-    launcher = detect({name: value for name, value in os.environ.items() if name != EXPECT_RANKS})  # which may be wrong
+    launcher = detect({name: value for name, value in os.environ.items() if name != EXPECT_RANKS})  # its value may be wrong
     if not in_job:
         return bool(launcher.rank)
     return isinstance(error, LaunchError) and bool(launcher.local_rank)
 
 
 class _Left(SystemExit):
-    """The end of a process that has printed the reason."""
+    """Exit of a process that has printed the reason."""
 
 
 def _leave(abort: Callable[[int], None], code: int) -> None:

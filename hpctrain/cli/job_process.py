@@ -1,8 +1,8 @@
-"""A process of a job, from its launcher to its end: what a command or a user's program knows of it at any point.
+"""A process of a job, from its launcher to its end.
 
-`JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and leads from its launcher to a session. If ranks
-are lost and the configuration says so, it makes a new session over the ranks that are left. Imports no NumPy: thread counts must
-be set before it loads. The order of the start is in `start.py`.
+`JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and makes a session. If ranks are lost and the
+configuration allows it, it makes a new session over the remaining ranks. This module imports no NumPy, as the number of threads
+must be set before NumPy loads. The order of the start is in `start.py`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ if TYPE_CHECKING:
     from hpctrain.run.smoke import SmokeTrial
 
 
-#: time limit of the ranks to end MPI together
+#: time limit for all ranks to end MPI
 LEAVE_SECONDS = 60.0
 
 
 class JobProcess:
-    """What this process knows so far: enough to end the job from any point.
+    """Process of a job, which can end the job at any point of its start.
 
     Attributes:
-        world: of all ranks, from `start_world` on. flight: the process's record.
-        exits: undone when the run is over. watched: the part of it that watches the process in the present world.
+        world: communicator of all ranks; None until `start_world`.
+        flight: flight record of the process.
+        exits: callbacks that run when the run is over.
+        watched: part of `exits` that belongs to the current world, such as its heartbeat.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -62,7 +64,7 @@ class JobProcess:
         self._removed = shared_segments.Removed()
 
     def rank(self) -> int:
-        """Return this process's rank as far as it is known; else 0."""
+        """Return this process's rank if it is known, else 0."""
         return self.world.rank if self.world is not None else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
@@ -71,17 +73,17 @@ class JobProcess:
             self.world.abort(code)
 
     def failed(self, sentence: str, ranks: Sequence[int] = ()) -> None:
-        """Keep the error in the flight record, before any rank ends the job for it.
+        """Write an error into the flight record. Call this before any rank ends the job because of it.
 
         Args:
-            ranks: that caused it.
+            ranks: ranks that caused the error.
         """
         self.flight.ended(End.FAILED, sentence, ranks)
 
     def start_world(self, deadline_seconds: float) -> Communicator:
-        """Start MPI; return its world, or one of this process alone (see `session.start_world`). Collective.
+        """Start MPI and return its world, or a world of this process alone. Collective over all ranks; see `session.start_world`.
 
-        Segments of shared memory that dead jobs left are removed.
+        Removes shared-memory segments that dead jobs have left.
         """
         from hpctrain.job import session
 
@@ -98,14 +100,14 @@ class JobProcess:
         return self.world
 
     def watch(self, world: Communicator, deadline_seconds: float) -> None:
-        """Let the heartbeat watch this process from now on. Collective."""
+        """Start the heartbeat that watches this process. Collective over `world`."""
         from hpctrain.job.flight_records import watched
 
-        self.exits.push(self.watched)  # undone before what was there at the start
+        self.exits.push(self.watched)  # undone before the callbacks that were registered earlier
         self.watched.enter_context(watched(self.flight, world, deadline_seconds))
 
     def started(self, progress: ProgressEngine) -> None:
-        """Let records of all ranks explain the engine's deadlines, and report what was removed."""
+        """Add all ranks' flight records to the engine's deadline errors, and log the number of removed segments."""
         from hpctrain.job.flight_records import explain_deadlines
 
         explain_deadlines(progress)
@@ -114,42 +116,48 @@ class JobProcess:
             self._removed = shared_segments.Removed()
 
     def finish(self) -> None:
-        """End the run in good order."""
+        """End the run in order."""
         self.exits.close()
 
     def end_mpi(self) -> None:
-        """End MPI if it has started. Collective."""
+        """End MPI if it has started. Collective over all ranks."""
         if self.launcher.starts_mpi:
             from hpctrain.comm import mpi
 
             mpi.finish(LEAVE_SECONDS)
 
     def leave(self, code: int) -> NoReturn:
-        """End this process in good order. Collective: MPI ends first, so that no launcher takes the code for a crash."""
+        """End MPI, then this process. Collective over all ranks.
+
+        MPI ends first, so that no launcher mistakes the exit code for a crash.
+        """
         self.end_mpi()
         raise SystemExit(code)
 
 
 _log = get_logger(__name__)
 
-#: deadline of a job whose configuration could not be read
+#: deadline of waits if the configuration could not be read
 DEADLINE_SECONDS = 300.0
 
-#: trains over a session, from a source or the beginning, repeating a run's averaging or not; calls the last argument once it is
-#: done; returns whether it was stopped
+#: callback that trains over a session. Arguments: session; source to resume from, or None; run whose averaging is repeated, or
+#: None; callback to call once the training is complete. Returns whether the training was stopped.
 Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
 
 
 class ConfiguredProcess(JobProcess):
-    """A process of a configured job.
+    """Process of a configured job.
 
     Args:
-        watch: of its signals; it is given the rank's new number after a loss. log_ranks: that keep log files, see `begin_log`.
-        smoke: whether sessions only try the configuration out. options: of the command; they must be equal on all ranks.
+        watch: watch of the process's signals; it receives the rank's new number after a loss.
+        log_ranks: value of --log-ranks; see `begin_log`.
+        smoke: whether sessions are short trials of the configuration.
+        options: options of the command; they must be equal on all ranks.
 
     Attributes:
-        world: all ranks, once MPI has started, and later those that are left. shrink_state: what outlives lost ranks.
-        flight: the record of the process in the present world.
+        world: communicator of all ranks once MPI has started, later of the remaining ranks.
+        shrink_state: state that persists when ranks are lost.
+        flight: flight record of the process in the current world.
     """
 
     def __init__(
@@ -164,7 +172,7 @@ class ConfiguredProcess(JobProcess):
         self.shrink_state, self._watch = ShrinkState(), watch
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
-        self._asked_at_end = False  # whether this rank reached the end of the run and asked the others
+        self._asked_at_end = False  # whether this rank reached the end of the run and agreed with the others
         self._revision: Mapping[str, object] = {}
         self._device_messages: str | None = None
 
@@ -184,33 +192,33 @@ class ConfiguredProcess(JobProcess):
         """Raise if this process would train alone although its job was allocated several ranks.
 
         Raises:
-            LaunchError: this process is the only rank of a job with several.
+            LaunchError: this process is the only rank of a job with several ranks.
         """
         fault = lone_fault(self.launcher, os.environ)
         if fault is not None:
             raise LaunchError(fault)
 
     def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
-        """Read the configuration, start MPI, and return a session. All ranks raise the same error if it has a fault.
+        """Read the configuration, start MPI, and return a session. All ranks raise the same error if there is one.
 
-        MPI starts in any case: a rank alone with its error would leave the others waiting for it.
+        MPI starts even then: if one rank left alone, the others would wait for it.
 
         Args:
-            resume, repeated: earlier runs by `--resume` and `--schedule-from`, whose automatic choices continue.
+            resume, repeated: earlier runs of `--resume` and `--schedule-from`, whose automatic choices are reused.
         """
         return self.start_from(partial(load_config, file, overrides), resume, repeated)
 
     def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
-        """Start with a configuration that `read` returns. It may set the threads, and load NumPy then."""
+        """Start with the configuration that `read` returns. `read` may set the threads and load NumPy."""
         start_job(self, read)
         return self._session(resume, repeated)
 
     def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
-        """Return the result of `work`. If ranks are lost and the configuration says so, start again on the ranks that are left.
+        """Return the result of `work`. If ranks are lost and the configuration allows it, start again on the remaining ranks.
 
         Args:
-            work: trains from a source, or from the beginning, repeating a run's averaging or not. resume, repeated: as for
-                `start`.
+            work: callback that trains; see `Training`.
+            resume, repeated: as for `start`.
         """
         start_job(self, partial(load_config, file, overrides), trains=True)
         while True:
@@ -221,7 +229,7 @@ class ConfiguredProcess(JobProcess):
                     raise
                 self.flight.ended(End.CONTINUED, str(error))
             except HpctrainError as error:
-                if self.shrink_state.lost:  # the loss, which the user has not seen, caused the error; another start may succeed
+                if self.shrink_state.lost:  # the loss caused the error and was not reported yet; another start may succeed
                     raise RankLostError(
                         f"{self.shrink_state.loss()}, and without it the run cannot continue.\n{error}"
                     ) from error
@@ -237,22 +245,22 @@ class ConfiguredProcess(JobProcess):
         return work(self._session(resume, repeated, continues=True), resume, repeated, self._complete)
 
     def _continues(self) -> bool:
-        """Return whether this process, which has learnt of a loss, continues without the rank."""
+        """Return whether this process continues without a lost rank."""
         from hpctrain.comm import mpi
 
         shrinks = self._config is not None and self._config.on_lost_rank.shrinks
         return shrinks and self.launcher.starts_mpi and mpi.goes_on_without_lost_ranks()
 
     def _complete(self) -> None:
-        """Raise if another rank was lost at the end of the run and this job continues without lost ranks. Collective."""
+        """Raise if a rank was lost at the end of the run and the job continues without lost ranks. Collective over all ranks."""
         from hpctrain.comm import mpi
 
         self._asked_at_end = self._continues()
         if self._asked_at_end and not mpi.all_done(self._joined, done=True):
-            raise RankLostError("A rank was lost at the end of the run; start again with --resume.")
+            raise RankLostError("A rank was lost at the end of the run; restart with --resume.")
 
     def _shrink(self, config: Config) -> None:
-        """Change to a world of the ranks that are left. Collective over them."""
+        """Change to a world of the remaining ranks. Collective over them."""
         from hpctrain.comm import mpi
 
         before, step = self._joined, self.flight.step_begun
@@ -278,7 +286,7 @@ class ConfiguredProcess(JobProcess):
         return self.world
 
     def prepare(self, read: ReadConfig) -> None:
-        """Read the configuration and set the threads. An error is kept: all ranks raise it once MPI has started."""
+        """Read the configuration and set the threads. An error is stored: all ranks raise it once MPI has started."""
         self.flight.phase("reading the configuration")
         try:
             begin_log(self._log_ranks, self.launcher)
@@ -292,7 +300,7 @@ class ConfiguredProcess(JobProcess):
             self._prepared = error
 
     def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
-        """Set the threads; return them with the configuration, checked and with all defaults."""
+        """Set the threads; return them with the checked configuration, all defaults filled in."""
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
         from hpctrain.config.checks import check_names
         from hpctrain.config.options import filled
@@ -302,11 +310,15 @@ class ConfiguredProcess(JobProcess):
         if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
             from hpctrain.train.reporters.tensorboard import tensorboard_writer
 
-            tensorboard_writer()  # a missing package is reported before the job starts; under MPI no process is started
+            tensorboard_writer()  # reports a missing package before the job starts
         return filled(config), threads
 
     def load(self, *, trains: bool) -> None:
-        """Load the job's modules."""
+        """Load the modules of the job.
+
+        Args:
+            trains: whether to load the modules of a training.
+        """
         from hpctrain.run import build
         from hpctrain.storage import checkpoint  # noqa: F401  loads h5py
 
@@ -318,7 +330,7 @@ class ConfiguredProcess(JobProcess):
             from hpctrain.run import training  # noqa: F401
 
     def start_processes(self) -> None:
-        """Ask git for the revision on rank 0, and try out MPI with a GPU's memory where that is needed."""
+        """Read the revision from git on rank 0, and test MPI with GPU memory if necessary."""
         from hpctrain.run.messages import try_transport
         from hpctrain.runs.directory import git_state
 
@@ -327,14 +339,14 @@ class ConfiguredProcess(JobProcess):
 
     @property
     def deadline_seconds(self) -> float:
-        """The deadline of waits, as configured; 5 minutes until the configuration is read."""
+        """Configured deadline of waits; 5 minutes until the configuration is read."""
         return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
 
     def _session(self, resume: str | None, repeated: str | None, *, continues: bool = False) -> Session:
-        """Return a session over the present world. Collective.
+        """Return a session over the current world. Collective over all ranks.
 
         Args:
-            continues: continue without lost ranks if the configuration says so.
+            continues: whether to continue without lost ranks if the configuration allows it.
         """
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.job.lost_ranks import check_offered
@@ -356,7 +368,7 @@ class ConfiguredProcess(JobProcess):
         if self._smoke:
             from hpctrain.run.smoke import smoke_trial
 
-            self._trial = self._trial or smoke_trial(config, started)  # the ranks that are left continue with it
+            self._trial = self._trial or smoke_trial(config, started)  # the remaining ranks continue with it
             config, notes = self._trial.config, self._trial.notes
         resolved = resolve(config, started, resume, repeated)
         resolved = replace(resolved, lines=(*notes, *resolved.lines))

@@ -1,7 +1,7 @@
-"""`hpctrain doctor` and `hpctrain calibrate`: jobs that examine the machine they run on.
+"""`hpctrain doctor` and `hpctrain calibrate`: jobs that examine the machine on which they run.
 
-The doctor reports within seconds whether a training would run well here. Calibration measures the machine, and writes it to a
-file for planners.
+The doctor reports within seconds whether a training would run well. The calibration measures the machine and writes a machine
+model for planners.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ _DEADLINE_SECONDS = 300.0
     "--out",
     type=OutputFile(streams=True, of_job=True),
     required=True,
-    help="File to which the machine is written, such as machine.yaml; its name without the suffix becomes the machine's.",
+    help="File to which the machine model is written, such as machine.yaml; its stem becomes the name of the machine.",
 )
 @click.option(
     "--seconds",
     type=Seconds(min=5),
     default=60.0,
     show_default=True,
-    help="Time limit of the measurement, in seconds; if it is short, large messages of slow networks are left out.",
+    help="Time limit of the measurement, in seconds; a short limit leaves out large messages of slow networks.",
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="Number of threads per rank; by default OMP_NUM_THREADS, else the rank's cores."
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Number of threads per rank; default: OMP_NUM_THREADS, else the cores of the rank.",
 )
 def calibrate(out: Path, seconds: float, threads: int | None) -> None:
-    """Measure this machine for planners.
+    """Measure this machine and write a machine model.
 
-    Start it like a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. Its ranks measure messages
-    within and between their nodes, and operators. The file marks what they could not measure.
+    Start it like a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. The ranks time messages
+    within and between nodes, and operators. The file marks the quantities that could not be measured.
     """
     launcher = detect(os.environ)
     world: Communicator | None = None
@@ -83,18 +85,18 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 @click.argument("file", type=FilePath(dir_okay=False, path_type=Path), required=False)
 @OVERRIDES
 @click.option("--strict", is_flag=True, help="Also exit with code 2 if there are warnings.")
-@click.option("--json", "as_json", is_flag=True, help="Print all findings, and where each rank runs, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all findings and the host and cores of each rank as JSON.")
 @click.option(
     "--run-directory",
     type=FilePath(file_okay=False, path_type=Path),
-    help="Directory for runs, to be tested; by default the configuration's output, or runs.",
+    help="Directory of runs to test; default: the configuration's output, or runs without FILE.",
 )
 @click.option(
     "--seconds",
     type=Seconds(min=5),
     default=60.0,
     show_default=True,
-    help="Time limit of the job, in seconds, also if MPI hangs.",
+    help="Time limit of the job, in seconds; the job ends at the limit even if MPI hangs.",
 )
 def doctor(
     file: Path | None, overrides: tuple[str, ...], strict: bool, as_json: bool, run_directory: Path | None, seconds: float
@@ -102,7 +104,7 @@ def doctor(
     """Check whether a training would run well here.
 
     Start it like the training: mpiexec -n 4 python -m mpi4py -m hpctrain doctor FILE. OVERRIDES such as batch=64 override keys of
-    FILE. Without FILE, grid and data files are not checked. Each finding has a line that fixes it; the exit code is 2 if
+    FILE. Without FILE, grid and data files are not checked. Each finding has a line that fixes it. The exit code is 2 if
     something would stop or spoil a training.
     """
     launcher = detect(os.environ)

@@ -1,7 +1,7 @@
-"""The command line: each command in a module that is loaded when it is called, so that none pays for the others' imports.
+"""The command line. Each command is in a module that is loaded only when the command is called.
 
-`hpctrain completion` and `hpctrain --version` are here, too. The tab key completes commands, options, keys of configurations, and
-names of sites and examples. Versions are those of what would run here: MPI and the kernels are loaded, and neither is started.
+`hpctrain completion` and `hpctrain --version` are implemented here. Shell completion covers commands, options, keys of
+configurations, and names of sites and examples. `--version` loads MPI and the kernels, but starts neither.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from hpctrain.version import __version__
 _PACKAGES = ("numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x")
 _VARIABLE = "_HPCTRAIN_COMPLETE"
 
-# Values follow a key's = without a blank, and keys a section's dot.
+# No blank may follow the = of a key or the dot of a section: the value or the key comes next.
 _NO_BLANK = "    [[ ${COMPREPLY[0]-} == *[=.] ]] && compopt -o nospace\n"
 
 
 @click.command()
 @click.argument("shell", metavar="bash|zsh|fish")
 def completion(shell: str) -> None:
-    """Print a script for a shell to complete commands.
+    """Print the shell completion script of hpctrain.
 
-    For bash, put this line into ~/.bashrc: eval "$(hpctrain completion bash)".
+    For bash, add this line to ~/.bashrc: eval "$(hpctrain completion bash)".
     """
     from click.shell_completion import BashComplete, get_completion_class
 
     kind = get_completion_class(shell)
     if kind is None:
-        raise ConfigError(f'There is no completion for the shell "{shell}"; there is for bash, zsh and fish.')
+        raise ConfigError(f'There is no completion for the shell "{shell}"; choose bash, zsh or fish.')
     source = kind(cli, {}, "hpctrain", _VARIABLE).source()
     if issubclass(kind, BashComplete):
         source = source.replace("\n    return 0\n", f"\n{_NO_BLANK}    return 0\n")
     click.echo(source)
 
 
-# command -> (module, attribute); listed, not discovered, so that `hpctrain --help` imports nothing else
+# command -> (module, attribute); listed explicitly, so that a command imports only its own module
 _COMMANDS = {
     "train": ("hpctrain.cli.train", "train"),
     "eval": ("hpctrain.cli.train", "evaluate"),
@@ -69,7 +69,7 @@ _COMMANDS = {
 
 
 class LazyGroup(Commands):
-    """Imports a command's module when the command is needed."""
+    """Group that imports the module of a command when the command is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -83,7 +83,7 @@ class LazyGroup(Commands):
 
 
 def versions() -> str:
-    """Return the versions of hpctrain and its packages, the MPI library and the kernel sets, in four lines."""
+    """Return four lines with the versions of hpctrain, its packages, the MPI library and the kernel sets."""
     packages = [f"{name} {number}" for name in _PACKAGES if (number := _installed(name))]
     return "\n".join(
         [

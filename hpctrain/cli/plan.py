@@ -1,7 +1,7 @@
-"""`hpctrain plan`: what a configuration means on a grid of ranks, before it runs. Needs no MPI, and only the header of the data.
+"""`hpctrain plan`: describe a configuration on a grid of ranks without running it. Needs no MPI, and only the header of the data.
 
-`search` finds the grid, plan and averager that cost least on a machine, by simulation. `simulate` shows how a training scales on
-a machine, from one simulated step for each number of ranks.
+`search` finds the fastest grid, plan and averager on a machine by simulation. `simulate` shows how a training scales on a
+machine, from one simulated step for each number of ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_RANKS = 1_000_000
 
 
 class RankSeries(RankCounts):
-    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is a multiple of the one before."""
+    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is a multiple of the previous one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
@@ -45,13 +45,13 @@ class RankSeries(RankCounts):
             words[place : place + 1] = self._between(words, place, str(value), param, ctx)
         counts = super().convert(",".join(words), param, ctx)
         if counts[-1] > _MOST_RANKS:
-            self.fail(f"{counts[-1]} ranks are more than any machine has; the most are {_MOST_RANKS}", param, ctx)
+            self.fail(f"{counts[-1]} ranks exceed the maximum of {_MOST_RANKS}", param, ctx)
         return counts
 
     def _between(
         self, words: list[str], place: int, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[str]:
-        """Return the numbers that the dots stand for."""
+        """Return the numbers that the dots abbreviate."""
         around = words[max(0, place - 2) : place] + words[place + 1 : place + 2]
         if len(around) < 3 or not all(word.isdecimal() and int(word) >= 1 for word in around):
             self.fail(f"{value!r} must have two numbers before the dots and one after them, as 1,2,...,8192", param, ctx)
@@ -69,7 +69,7 @@ class RankSeries(RankCounts):
 
 
 class Factor(click.FloatRange):
-    """A finite number above 0."""
+    """Finite number above 0."""
 
     def __init__(self) -> None:
         super().__init__(min=0, min_open=True)
@@ -82,7 +82,7 @@ class Factor(click.FloatRange):
 
 
 class SlowRank(click.ParamType):
-    """A rank and how many times longer its compute takes, such as 3=1.5."""
+    """Rank and the factor on its compute time, such as 3=1.5."""
 
     name = "rank=factor"
 
@@ -100,7 +100,7 @@ MACHINE = click.option(
     type=FilePath(),
     required=True,
     metavar="FILE|NAME",
-    help="Machine to plan for: a file of `hpctrain calibrate`, or the name of an installed one.",
+    help="Machine model to plan for: a file written by `hpctrain calibrate`, or the name of an installed one.",
 )
 BANDWIDTH = click.option(
     "--bandwidth", type=Factor(), default=1.0, help="What-if factor on the bandwidth of the machine's links."
@@ -112,13 +112,13 @@ IMAGE = click.option(
     nargs=3,
     type=click.IntRange(min=1),
     metavar="H W C",
-    help="Size of the images as the network sees them; by default that of the training file's, augmented, or the model's own "
-    "without such a file.",
+    help="Size of the input images; default: that of the training file after augmentation, or the model's default if there is no "
+    "file.",
 )
 CLASSES = click.option(
     "--classes",
     type=click.IntRange(min=1),
-    help="Number of classes; by default that of the training file, or the model's own without such a file.",
+    help="Number of classes; default: that of the training file, or the model's default if there is no file.",
 )
 
 
@@ -126,12 +126,12 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
     """Return the factors by rank.
 
     Raises:
-        ConfigError: no simulated job has one of the ranks.
+        ConfigError: the largest simulated job does not have one of the ranks.
     """
     for rank, _ in pairs:
         if rank >= most_ranks:
             raise ConfigError(
-                f"--slow names rank {rank}, but the largest job has {most_ranks} ranks; the last is {most_ranks - 1}."
+                f"--slow names rank {rank}, but the largest job has {most_ranks} ranks; the highest rank is {most_ranks - 1}."
             )
     return dict(pairs)
 
@@ -143,7 +143,7 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
 @click.option("--ranks", type=click.IntRange(min=1, max=1_000_000), required=True, help="Number of ranks of the job.")
 @click.option("--best", type=click.IntRange(min=1), default=5, show_default=True, help="Number of choices to print.")
 @click.option(
-    "--write", type=OutputFile(streams=True), help="File for the configuration with the best choice, as `train` takes it."
+    "--write", type=OutputFile(streams=True), help="File to which the configuration with the best choice is written, for `train`."
 )
 @click.option(
     "--keep",
@@ -151,15 +151,13 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
     multiple=True,
     help="Section of the configuration that the search must not change; may be given several times.",
 )
-@click.option(
-    "--measure", is_flag=True, help="Measure the operators of the best choices on this machine first, and search again."
-)
+@click.option("--measure", is_flag=True, help="Measure the operators of the best choices on this machine, and repeat the search.")
 @click.option(
     "--seconds",
     type=Seconds(min=1),
     default=60.0,
     show_default=True,
-    help="Time after which --measure starts no further measurement, in seconds.",
+    help="Time budget of --measure in seconds; no measurement starts after it.",
 )
 @BANDWIDTH
 @LATENCY
@@ -186,11 +184,12 @@ def search(
 ) -> None:
     """Find the fastest way to run a training.
 
-    Searches the grid, the use of each layer, the averager and the number of micro-batches that minimise the time of a step of
-    FILE's training with OVERRIDES, on this number of ranks of a machine, within its memory. The best few are simulated.
+    Searches for the grid, the use of each layer, the averager and the number of micro-batches that minimise the step time of
+    FILE's training with OVERRIDES, on this number of ranks of a machine and within its memory. The best few choices are
+    simulated.
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
-        raise ConfigError(f"--write {write} is the configuration itself, whose comments would be lost; give another name.")
+        raise ConfigError(f"--write {write} would overwrite the configuration and lose its comments; give another file name.")
     from hpctrain.config.checks import check_names
 
     config, source = load_config(file, overrides)
@@ -217,7 +216,7 @@ def search(
 
 
 def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
-    """Return the command line that trains with the best choice, from the file written for it, if any."""
+    """Return the command line that trains with the best choice; write its configuration first if there is a file to write."""
     from hpctrain.planner import configured_search
     from hpctrain.storage.atomic_write import write_text
 
@@ -248,14 +247,14 @@ def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tupl
     type=click.Choice(["weak", "strong"]),
     default="weak",
     show_default=True,
-    help="Meaning of the configured batch: each rank's own (weak), or shared by all ranks (strong).",
+    help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",
 )
 @click.option(
     "--averager",
     "averagers",
     multiple=True,
     metavar="NAME",
-    help="Averager to simulate instead of the configured one, a name or {name: ..., options}; may be given several times.",
+    help="Averager to simulate instead of the configured one: a name or {name: ..., options}; may be given several times.",
 )
 @BANDWIDTH
 @LATENCY
@@ -264,19 +263,19 @@ def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tupl
     "--slow",
     type=SlowRank(),
     multiple=True,
-    help="Slow rank and its factor on compute time, such as 3=1.5.",
+    help="Slow rank and the factor on its compute time, such as 3=1.5; may be given several times.",
 )
 @click.option(
     "--jitter",
     type=click.FloatRange(min=0, max=1),
     default=0.0,
-    help="Relative random deviation of operator times.",
+    help="Relative standard deviation of operator times.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random deviations.")
 @IMAGE
 @CLASSES
-@click.option("--png", type=OutputFile(), help="File for a plot of the curves; needs matplotlib (the extra `export`).")
-@click.option("--trace", type=OutputFile(), help="File for the trace of the largest job's step, in the format of runs.")
+@click.option("--png", type=OutputFile(), help="File for a plot of the scaling; requires matplotlib (the extra `export`).")
+@click.option("--trace", type=OutputFile(), help="File for the trace of a step of the largest job, in the trace format of runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
 def simulate(
     file: Path,
@@ -299,8 +298,8 @@ def simulate(
 ) -> None:
     """Simulate how a training scales on a machine.
 
-    Simulates a step of FILE's training with OVERRIDES on each number of ranks: its time, exposed communication, efficiency and
-    memory. Neither the machine nor the data are needed.
+    Simulates a step of FILE's training with OVERRIDES for each number of ranks, and prints its time, exposed communication,
+    efficiency and memory. Neither the machine nor the data is needed.
     """
     configs = _configs(file, overrides, averagers)
     from hpctrain.planner import configured_search, machine_file
@@ -329,7 +328,7 @@ def simulate(
 
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
-    """Return the configuration with each averager, by its label."""
+    """Return the configuration with each averager, by the averager's label."""
     from hpctrain.config.checks import check_names
 
     configs = {}
@@ -351,16 +350,16 @@ def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: 
 
 
 _RANKS = click.option(
-    "--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; by default that of the configured grid."
+    "--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; default: that of the configured grid."
 )
 _PER_NODE = click.option(
-    "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node; by default all ranks are on one."
+    "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks per node; default: all ranks are on one node."
 )
 _MACHINE = click.option(
     "--machine",
     type=FilePath(),
     metavar="FILE|NAME",
-    help="Machine that auto plans for: a file of `hpctrain calibrate`, or the name of an installed one.",
+    help="Machine model for choices that are `auto`: a file written by `hpctrain calibrate`, or the name of an installed one.",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with sizes as integers.")
 _ALPHA = click.option(
@@ -369,7 +368,7 @@ _ALPHA = click.option(
     type=Seconds(min=0),
     default=20e-6,
     show_default=True,
-    help="Latency of a message, in seconds; a run measures it and orders operations by it.",
+    help="Assumed latency of a message, in seconds; a run measures it.",
 )
 _BETA = click.option(
     "--beta",
@@ -377,12 +376,12 @@ _BETA = click.option(
     type=Seconds(min=0),
     default=0.8e-9,
     show_default=True,
-    help="Time per byte, in seconds (the default is a link of 10 Gb/s); a run measures it.",
+    help="Assumed time per byte, in seconds (the default is a link of 10 Gb/s); a run measures it.",
 )
 
 
 class PlanGroup(Commands):
-    """`plan --schedule FILE` is `plan schedule FILE`."""
+    """Group in which `plan --schedule FILE` is short for `plan schedule FILE`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--schedule" in args:
@@ -392,7 +391,7 @@ class PlanGroup(Commands):
 
 @click.group(cls=PlanGroup)
 def plan() -> None:
-    """Show what a configuration means on a grid of ranks.
+    """Show how a grid of ranks will run a configuration.
 
     The command `plan --schedule FILE` is short for `plan schedule FILE`.
     """
@@ -425,9 +424,9 @@ def show(
     machine: str | None,
     as_json: bool,
 ) -> None:
-    """Show what each rank owns, sends and holds, layer by layer.
+    """Show what each rank owns, sends and stores, layer by layer.
 
-    For each layer of FILE's model: its owners, halos, bytes sent and memory; then the averaging of gradients and the map of
+    Prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients and the map of
     ranks. OVERRIDES such as grid.rows=2 override keys of the file.
     """
     task = _task(file, overrides, ranks, image, classes, machine)
@@ -468,12 +467,12 @@ def schedule(
     machine: str | None,
     as_json: bool,
 ) -> None:
-    """Show what the averager posts in its first steps.
+    """Show the averager's schedule for the first steps.
 
-    For each group of parameters: slices, owners, order, window and hash.
+    Prints slices, owners, order, window and hash for each group of parameters.
 
-    A run measures alpha and beta, and reorders some operations by measured times; its directory contains the final schedule.
-    Sizes of slices follow a rule regardless of measurements, unless averager.sizes is "measured".
+    A run measures alpha and beta, and reorders some operations by measured times; its directory contains the final schedule. The
+    sizes of slices do not depend on measurements unless averager.sizes is "measured".
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables

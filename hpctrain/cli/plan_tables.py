@@ -1,4 +1,4 @@
-"""Print plans and schedules: a table of layers, lines, and everything as plain data for JSON."""
+"""Print plans and schedules: as a table of layers, as lines, and as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.parallel.plan_report import LayerReport, PlanReport, Redistributio
 from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
 
-_COLUMNS = 100  # without a terminal; more if the layers need more
+_COLUMNS = 100  # width without a terminal; the table of layers may be wider
 _WIDEST = 1000
 _MOST_LISTED = 32
 _DIMS = ("samples", "rows", "columns", "channels")
@@ -37,7 +37,7 @@ def print_plan(
     places: Places,
     pinned: PlannedPinnedMemory | None = None,
 ) -> None:
-    """Print the head, the layers, totals, gradients and the map of ranks to stdout. Nothing is ever cut off."""
+    """Print the head, the layers, totals, gradients and the map of ranks to stdout. No line is cut off."""
     console = output_console(_COLUMNS, markup=True)
     for line in _head(task):
         console.print(line)
@@ -59,14 +59,14 @@ def _head(task: PlannedRun) -> Iterator[str]:
     if task.assumption:
         yield task.assumption
     yield (
-        "Owned and halo: by rank r = 0, 1, ... of the first split group. Sent: bytes that a rank sends to others in a pass, "
-        "minimum..maximum over ranks. MB: parameters and activations (as tensors) of the rank with the most."
+        "Owned and halo: of rank r = 0, 1, ... of the first split group. Sent: bytes that a rank sends to others in a pass, "
+        "minimum..maximum over ranks. MB: maximum over ranks of parameters and of activations (as tensors)."
     )
     yield ""
 
 
 def _print_layers(console: Console, task: PlannedRun, report: PlanReport) -> None:
-    """Print the layers as wide as there is space: the bytes sent in one column or in two."""
+    """Print the layers, with the bytes sent in two columns if the width suffices, else in one."""
     for narrow in (False, True):
         table = _layers(task, report, narrow=narrow)
         least = _least_width(console, table)
@@ -76,7 +76,10 @@ def _print_layers(console: Console, task: PlannedRun, report: PlanReport) -> Non
 
 
 def _least_width(console: Console, table: Table) -> int:
-    """Return the columns that a table needs: its minimum, and its rendered width, as folding may stop short of it."""
+    """Return the columns that a table needs: the larger of its minimum width and its rendered width.
+
+    Folding may produce lines that are wider than the minimum.
+    """
     lines = Segment.split_lines(console.render(table))
     rendered = max(sum(segment.cell_length for segment in line) for line in lines)
     return max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
@@ -86,7 +89,7 @@ def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
     """Return the table of layers.
 
     Args:
-        narrow: put the bytes sent in forward above those of backward, and fold names earlier.
+        narrow: whether to put the bytes sent in forward above those of backward, and to fold names earlier.
     """
     table = plain_table(gap=1, bold=True)
     table.show_header = True
@@ -122,7 +125,7 @@ def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
 
 
 def _interiors(task: PlannedRun) -> Iterator[str]:
-    """Yield the convolutions that `grid.overlap` names and that are computed in parts, and those under domain that are not."""
+    """Yield the convolutions of `grid.overlap` that are computed in parts, and those under domain that are not, with reasons."""
     interiors = overlap(task.job.graph_of(1), task.plan)
     if interiors.in_parts:
         yield f"Interiors are computed while halos travel in {', '.join(interiors.in_parts)}."
@@ -132,7 +135,7 @@ def _interiors(task: PlannedRun) -> Iterator[str]:
 
 
 def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str, ...]:
-    """Return the bytes sent in forward and backward, in two cells or in the lines of one."""
+    """Return the bytes sent in forward and backward, in two cells or in the two lines of one cell."""
     forward, backward = (
         _range(words, "..\n") for words in (traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes))
     )
@@ -260,7 +263,7 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
 
 
 def _runs(counts: Sequence[int]) -> str:
-    """Join equal neighbours: 3 x 17, 1 x 16."""
+    """Return counts in which equal neighbours are joined: "3 x 17, 16"."""
     runs: list[tuple[int, int]] = []
     for count in counts:
         if runs and runs[-1][1] == count:
@@ -271,7 +274,7 @@ def _runs(counts: Sequence[int]) -> str:
 
 
 def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
-    """Return everything as plain data."""
+    """Return the schedule of a group as plain data."""
     schedule = group.schedule
     return {
         "group": group.group,
@@ -293,7 +296,7 @@ def as_dict(
     places: Places,
     pinned: PlannedPinnedMemory | None = None,
 ) -> dict[str, Any]:
-    """Return everything that `print_plan` shows, by position, in integers."""
+    """Return everything that `print_plan` shows as plain data: integers, in lists by rank."""
     item = report.item_bytes
     memory = report.memory or ()
     return {
@@ -319,9 +322,10 @@ def as_dict(
 
 
 def json_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yield plain data as JSON, a line for each key and for each item of a list of objects.
+    """Yield plain data as JSON: a line for each key, and for each item of a list of objects.
 
-    Thousands of ranks make very long lists, and the standard library writes indented text a hundred times more slowly.
+    Plans of thousands of ranks contain very long lists, and the standard library writes indented text a hundred times more
+    slowly.
     """
     last = len(values) - 1
     yield "{"
@@ -339,7 +343,7 @@ def json_lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _line(item: dict[str, Any]) -> str:
-    """Return an object in a line. Lists that contain the same few objects many times have each of these encoded once."""
+    """Return an object in a line. An object that a list contains several times is encoded only once."""
     fields = []
     for key, value in item.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -358,7 +362,7 @@ def _entry(entry: LayerReport | RedistributionReport, item_bytes: int) -> dict[s
     if isinstance(entry, RedistributionReport):
         head = {"redistribution": entry.name, "reader": entry.reader, "source": entry.source, "target": entry.target}
         return {**head, **words, **sent, **activations}
-    boxes = {box: _box(box) for box in dict.fromkeys(entry.owns)}  # split groups with as many samples have equal ones
+    boxes = {box: _box(box) for box in dict.fromkeys(entry.owns)}  # split groups with equally many samples own equal boxes
     return {
         "layer": entry.name,
         "operation": entry.operation,

@@ -1,4 +1,4 @@
-"""Print evaluations, predictions and comparisons of runs, as text for people or as JSON for programs."""
+"""Print evaluations, predictions and comparisons of runs, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.runs.results import summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.train.evaluation import ClassScore, ConfusionMatrix
 
-_COLUMNS = 80  # without a terminal
+_COLUMNS = 80  # width without a terminal
 _MOST_CONFUSIONS = 20
 #: maximum number of runs that are columns of a comparison in 80 columns
 _MOST_COLUMNS = 4
@@ -67,7 +67,7 @@ def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) ->
 
 
 def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
-    """Return the whole matrix if it fits, with the classes' numbers as titles; else the most frequent mistakes."""
+    """Return the whole matrix if it fits, with the numbers of the classes as titles; else the most frequent confusions."""
     whole = _whole_table(matrix, names)
     if whole is not None and PlainConsole(width=10_000).measure(whole).maximum <= width:
         return whole
@@ -78,7 +78,7 @@ def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int
 
 
 def _whole_table(matrix: ConfusionMatrix, names: tuple[str, ...]) -> Table | None:
-    if 3 * matrix.classes > _COLUMNS:  # a digit and a gap for each class, at least
+    if 3 * matrix.classes > _COLUMNS:  # each class takes at least a digit and a gap
         return None
     shown = matrix.classes + bool(matrix.undecided)
     numbers = [_NO_CLASS if prediction == matrix.classes else f"{prediction}" for prediction in range(shown)]
@@ -89,7 +89,7 @@ def _whole_table(matrix: ConfusionMatrix, names: tuple[str, ...]) -> Table | Non
 
 
 def print_json(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> None:
-    """Print the same as one JSON object; numbers that are not finite become null."""
+    """Print an evaluation as one JSON object; numbers that are not finite become null."""
     sums = evaluation.sums
     means = {name: value if math.isfinite(value) else None for name, value in sums.means().items()}
     content: dict[str, Any] = {
@@ -124,7 +124,10 @@ def _plain(score: ClassScore, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _matrix(evaluation: Evaluation) -> dict[str, Any]:
-    """Return `matrix[label][prediction]`, numbers of samples, and `no_class[label]`, those without a finite output."""
+    """Return the confusion matrix as plain data.
+
+    `matrix[label][prediction]` are numbers of samples, and `no_class[label]` the numbers of samples without a finite output.
+    """
     matrix = evaluation.confusion
     assert matrix is not None, "it was counted"
     counts = [matrix.of_label(label).tolist() for label in range(matrix.classes)]
@@ -136,10 +139,10 @@ def _matrix(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def write_confusion(evaluation: Evaluation, path: Path) -> None:
-    """Write the confusion matrix, as a whole or not at all; as JSON or CSV, by the suffix of the name.
+    """Write the confusion matrix atomically, as JSON or CSV according to the suffix of the name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     text = io.StringIO(newline="")
     if path.suffix == ".csv":
@@ -151,7 +154,7 @@ def write_confusion(evaluation: Evaluation, path: Path) -> None:
 
 
 def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
-    """Write a line for each class, its name first, then how often its samples were predicted as each class."""
+    """Write a row per class: its name, then the number of its samples predicted as each class."""
     matrix, names = evaluation.confusion, evaluation.class_names
     assert matrix is not None, "it was counted"
     shown = matrix.classes + bool(matrix.undecided)
@@ -161,14 +164,14 @@ def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
 
 
 _WIDEST_NAME, _PROBABILITY, _GAP = 30, 11, 2
-_AT_ONCE = 16  # pictures that become visible together
+_AT_ONCE = 16  # number of pictures printed together
 
 
 def print_lines(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print a JSON object for each picture as soon as it is known; return the files without a prediction. Collective.
+    """Print a JSON object for each picture as soon as it is predicted; return the files without a prediction. Collective.
 
     Args:
-        visible: False on ranks that print nothing.
+        visible: whether this rank prints.
     """
     broken = []
     for picture in predictions.answers:
@@ -187,7 +190,7 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
 
 
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print the most probable classes of each picture, one below the other; otherwise as `print_lines`. Collective."""
+    """Print the most probable classes of each picture, one per line; otherwise as `print_lines`. Collective."""
     broken = []
     form = _Form(predictions.class_names)
     if visible:
@@ -203,7 +206,7 @@ def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
 
 
 class _Form:
-    """A table whose columns have the same widths in each of its pieces."""
+    """Table that is printed in pieces with equal column widths."""
 
     def __init__(self, class_names: tuple[str, ...]) -> None:
         self._text = io.StringIO()
@@ -217,7 +220,7 @@ class _Form:
         self._print([("image", "class", "probability")])
 
     def print_pictures(self, pictures: Sequence[PredictedPicture]) -> None:
-        """Print the lines of some pictures. Those of a picture without a prediction are as wide as the table."""
+        """Print the rows of some pictures. The error of a picture without a prediction takes the full width."""
         for is_broken, group in groupby(pictures, lambda picture: picture.error is not None):
             if is_broken:
                 for picture in group:
@@ -248,7 +251,7 @@ def _lines(picture: PredictedPicture) -> Iterator[tuple[str, str, str]]:
 
 
 def _printable(file: Path) -> str:
-    """Return the path; a name that is not Unicode cannot be printed as it is."""
+    """Return a printable form of the path, even if its name is not Unicode."""
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
@@ -268,9 +271,9 @@ def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Ta
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
-    """Yield the tables and sentences of a comparison, from top to bottom. Runs are numbered, as their names are long.
+    """Yield the tables and sentences of a comparison in order. Tables use numbers for runs, as names are long.
 
-    A few runs are columns; more runs are rows, of the figures that most readers compare.
+    A few runs are columns. More runs are rows, with the quantities that most readers compare.
     """
     numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
     for number, name in zip(numbers, comparison.names, strict=True):

@@ -1,4 +1,4 @@
-"""`hpctrain run`: restart a training that fails. Needs neither MPI nor NumPy, which only the training loads."""
+"""`hpctrain run`: restart a training that fails. It loads neither MPI nor NumPy; only the training does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.core.text import echo
 if TYPE_CHECKING:
     from hpctrain.launch.supervisor import Attempt, TrainCommand
 
-#: file in the output directory with a line per attempt
+#: name of the file in the output directory with one line per attempt
 ATTEMPTS_FILE = "restarts.jsonl"
 
 
@@ -40,9 +40,9 @@ ATTEMPTS_FILE = "restarts.jsonl"
 def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) -> None:
     """Start a training, and restart it if it fails.
 
-    A restart resumes from the newest checkpoint; a training that has written none starts again as given.
-    COMMAND includes the launcher: hpctrain run -- mpiexec -n 4 python -m mpi4py -m hpctrain train FILE.
-    A signal that asks for the end is passed on, and nothing is restarted then. The exit code is that of the last attempt.
+    A restart resumes from the newest checkpoint, or starts from scratch if there is none. COMMAND includes the launcher: hpctrain
+    run -- mpiexec -n 4 python -m mpi4py -m hpctrain train FILE. A signal that stops the training is passed on, and no restart
+    follows. The exit code is that of the last attempt.
     """
     from hpctrain.launch.supervisor import RestartPolicy, Supervisor, TrainCommand, summary
 
@@ -69,25 +69,27 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
 
 
 def _refuse_ranks() -> None:
-    """Raise if this process is itself a rank: this command starts the launcher, not the other way round.
+    """Raise if this process is a rank: `hpctrain run` starts the launcher, not the other way round.
 
     Raises:
-        LaunchError: it is a rank.
+        LaunchError: this process is a rank.
     """
     from hpctrain.launch.launcher import detect
 
     launcher = detect(os.environ)
     if launcher.rank is not None:
         raise LaunchError(
-            f"hpctrain run was started by {launcher.name} as one of several; start it once, and give it the launcher's command."
+            f"hpctrain run was started by {launcher.name} as one of several ranks; start it once, without a launcher, and pass "
+            "the launcher's command to it."
         )
 
 
 def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
-    """Return where the training will put its run, and the run's name, from its configuration.
+    """Return the output directory and the name of the training's run, from its configuration.
 
     Raises:
-        ConfigError: the configuration has a fault. click.UsageError: the training's options have one.
+        ConfigError: the configuration has a fault.
+        click.UsageError: the options of the training have a fault.
     """
     from hpctrain.cli.arguments import load_config
     from hpctrain.cli.train import train
@@ -97,13 +99,13 @@ def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
         raise click.UsageError("--help in the command starts no training; run hpctrain train --help instead.")
     given: dict[str, Any] = train.make_context("hpctrain train", words).params
     if given["compute_only"]:
-        raise click.UsageError("--compute-only trains nothing that could be restarted; leave it out.")
+        raise click.UsageError("--compute-only does not train and cannot be restarted; leave it out.")
     config, _ = load_config(given["file"], given["overrides"])
     return Path(config.output), config.name
 
 
 def _keep(output: Path, name: str, attempt: Attempt) -> None:
-    """Append an attempt to the file in the output directory."""
+    """Append an attempt to `ATTEMPTS_FILE` in the output directory."""
     line = json.dumps({"name": name, **attempt.as_json()})
     try:
         output.mkdir(parents=True, exist_ok=True)

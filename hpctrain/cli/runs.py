@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 @click.argument("run", required=False, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the findings and the state of every rank as JSON.")
 def autopsy(run: Path | None, as_json: bool) -> None:
-    """Name the rank of a dead job that failed first, and where.
+    """Name the rank of a dead job that failed first.
 
-    RUN is a run directory, or a directory with flight records, which contain what each rank did last and survive any end. By
-    default it is the latest start on this machine that ended before it had a run directory.
+    RUN is a run directory, or a directory of flight records. Flight records contain the last actions of each rank and survive a
+    crash. The default is the latest start on this machine that ended before it created a run directory.
     """
     from hpctrain.flight import autopsy as report
     from hpctrain.flight.autopsy import autopsy as findings
@@ -72,22 +72,22 @@ def autopsy(run: Path | None, as_json: bool) -> None:
 
 
 def _latest_start() -> Path:
-    """Return the directory with the records of the latest start.
+    """Return the directory with the flight records of the latest start.
 
     Raises:
-        DataError: no start has left records.
+        DataError: there are no records of a start.
     """
     from hpctrain.flight.start_records import RECORDS, latest
 
     directory = latest(os.environ)
     if directory is None:
-        raise DataError(f"No start has left flight records on this machine; give the directory of a run, or set {RECORDS}.")
+        raise DataError(f"There are no flight records of a start on this machine; give a run directory, or set {RECORDS}.")
     echo(f"records of {directory}", err=True)
     return directory
 
 
 def _logs(run: Path, ranks: list[int]) -> str:
-    """Return where the log files of ranks are; empty without log files."""
+    """Return a line with the directory of the ranks' log files; empty if there are none."""
     from hpctrain.core.text import spans
     from hpctrain.runs.directory import RunDirectory
 
@@ -98,7 +98,7 @@ def _logs(run: Path, ranks: list[int]) -> str:
 
 
 def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
-    """Return lines with aligned cells; a line that does not fit ends in three dots."""
+    """Return lines with aligned cells. A line that does not fit is cut off and ends in three dots."""
     numbers = (0, 3, 5, 7)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -121,9 +121,9 @@ _RUNS = Path("runs")
     type=FilePath(file_okay=False, path_type=Path),
     default=_RUNS,
     show_default=True,
-    help="Directory whose newest run is followed without RUN.",
+    help="Directory of runs; without RUN, its newest run is followed.",
 )
-@click.option("--once", is_flag=True, help="Show the present state, and exit.")
+@click.option("--once", is_flag=True, help="Show the current state once and exit.")
 @click.option(
     "--interval",
     type=Seconds(min=0.1),
@@ -134,8 +134,8 @@ _RUNS = Path("runs")
 def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     """Follow a run from another shell until it ends.
 
-    RUN is a run directory, by default the newest one. Nothing is written to it. If the output is no terminal, each event is a
-    line.
+    RUN is a run directory; default: the newest one in --runs. The run is only read. If the output is not a terminal, each event
+    is printed as a line.
     """
     from hpctrain.cli.watch_screen import COLUMNS
     from hpctrain.core.console import output_console
@@ -157,7 +157,7 @@ def _directory(run: Path | None, runs: Path) -> RunDirectory:
     """Return the run to follow.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no run.
     """
     from hpctrain.core.errors import CheckpointError
     from hpctrain.runs import directory
@@ -176,7 +176,7 @@ def _show(state: RunState, console: Console) -> None:
 
 
 def _redraw(reader: RunReader, console: Console, interval: float) -> None:
-    """Draw a screen again and again until the run ends; it stays then."""
+    """Redraw the screen at intervals until the run ends. The last screen remains."""
     from rich.live import Live
 
     from hpctrain.cli.watch_screen import screen
@@ -211,11 +211,11 @@ def _lines(reader: RunReader, console: Console, interval: float) -> None:
 
 @click.command()
 @click.argument("run", type=FilePath(path_type=Path))
-@click.option("--all", "whole", is_flag=True, help="Print all rows; by default the smallest ones are summed up in one row.")
+@click.option("--all", "whole", is_flag=True, help="Print all rows; default: one row contains the sum of the smallest.")
 def trace(run: Path, whole: bool) -> None:
     """Show where the time of a traced run went.
 
-    RUN is the directory of a run with trace=true. The most expensive rows come first.
+    RUN is the directory of a run with trace=true. Rows are sorted by time, the longest first.
     """
     from hpctrain.core.errors import DataError
     from hpctrain.core.files import json_object, read_bytes
@@ -223,12 +223,12 @@ def trace(run: Path, whole: bool) -> None:
 
     path = run / "time_table.json"
     if not path.is_file():
-        raise DataError(f"{run} holds no time_table.json; give the directory of a run with trace=true that has ended.")
+        raise DataError(f"{run} contains no time_table.json; give the directory of a run with trace=true that has ended.")
     try:
         content = json_object(read_bytes(path)) or {}
         table, facts = time_table.from_json(content["table"]), (float(content["clock_error_seconds"]), int(content["ranks"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} is no time table of this version; trace the run again.") from error
+        raise DataError(f"{path} is not a time table of this version of hpctrain; trace the run again.") from error
     width = shutil.get_terminal_size((time_table_text.COLUMNS, 0)).columns
     for line in time_table_text.lines(table, *facts, width, None if whole else time_table_text.LINES):
         echo(line)
@@ -242,26 +242,26 @@ _MOST_PICTURES = 24
 @click.option(
     "--out",
     type=OutputFile(streams=True, of_job=True),
-    help="File of the page; by default report.html in the directory of a single RUN, or in this directory for several.",
+    help="File to write; default: report.html in the directory of a single RUN, or in the current directory for several.",
 )
 @click.option("--png", type=FilePath(file_okay=False, path_type=Path), help="Directory to which each figure is written as PNG.")
 @click.option(
     "--test",
     "judges",
     is_flag=True,
-    help="Add results of a single RUN's newest checkpoint on the test set: confusions, and pictures right and wrong.",
+    help="Add the test results of a single RUN's newest checkpoint: confusion matrix, correctly and wrongly classified pictures.",
 )
 def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: bool) -> None:
-    """Make a page about one run or several.
+    """Write an HTML report of one or more runs.
 
-    The page is one HTML file that needs no network: curves, where the time of a traced step went, events, checkpoints, the
-    configuration and how it differs between runs. A RUN is a run directory; it may still be running.
+    The report is one file that needs no network: curves, the time table of a traced run, events, checkpoints, the configuration,
+    and its differences between runs. RUN is a run directory; the run may still be in progress.
     """
     from hpctrain.core.errors import ConfigError
     from hpctrain.report.figures import check_matplotlib
 
     if judges and len(runs) > 1:
-        raise ConfigError(f"--test judges the test set of one run, and there are {len(runs)}; give one, or leave --test out.")
+        raise ConfigError(f"--test evaluates a single run, but {len(runs)} are given; give one, or leave --test out.")
     check_matplotlib()
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if not judges:
@@ -276,12 +276,12 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
 
 
 def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
-    """Return the results on a run's test set. Collective."""
+    """Return the results on a run's test set. Collective over all ranks."""
 
     def read() -> tuple[Config, Source]:
         set_threads(detect(os.environ), None)  # before NumPy is loaded
         if job.rank() == 0:
-            import matplotlib.font_manager  # noqa: F401  may start a process to list fonts: no one should once MPI runs
+            import matplotlib.font_manager  # noqa: F401  may start a process to list fonts, which is unsafe once MPI runs
         from hpctrain.run.stored_run import find_run
 
         return find_run(str(run), run.parent).parsed(())
@@ -294,10 +294,11 @@ def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
 
 
 def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: Sequence[JudgedSet] = ()) -> None:
-    """Write the page, and print where it is.
+    """Write the report, and print its path and size.
 
     Raises:
-        ConfigError: a place cannot be written to. CheckpointError, DataError: as `read_runs`.
+        ConfigError: a file cannot be written.
+        CheckpointError, DataError: as for `read_runs`.
     """
     from hpctrain.report.page import html, report_page
     from hpctrain.runs.results import read_runs
@@ -332,18 +333,18 @@ def _write(path: Path, write: Callable[[], object]) -> None:
 
 @click.command()
 @click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-@click.option("--out", type=OutputFile(streams=True), help="Also write the report of all runs to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+@click.option("--out", type=OutputFile(streams=True), help="Also write an HTML report of all runs to this file.")
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
-    """Compare runs: results, differences, and where bits differ.
+    """Compare runs: results, configurations, first difference.
 
-    Each RUN is a run directory. Bits are compared by the hashes that runs keep every few steps (hashes.every_steps), and by
-    checkpoints of the same step, tensor by tensor.
+    Each RUN is a run directory. The first bitwise difference is found by the hashes that runs record every few steps
+    (hashes.every_steps), and by checkpoints of the same step, tensor by tensor.
     """
     from hpctrain.core.errors import ConfigError
 
     if len(runs) < 2:
-        raise ConfigError("One run cannot be compared; give at least two run directories, or use `hpctrain report`.")
+        raise ConfigError("A comparison needs at least two runs; give two run directories, or use `hpctrain report`.")
     from hpctrain.cli.result_tables import comparison_lines
     from hpctrain.runs.comparison import compared
 

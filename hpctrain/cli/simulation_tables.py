@@ -1,7 +1,7 @@
-"""Print machines, predictions and the result of a search as tables, with sentences below.
+"""Print machines, predictions and search results as tables, with notes below.
 
-Every predicted number is marked as simulated. A search shows the best choices, their plans in words, and why each later choice is
-slower.
+Every predicted number is marked as simulated. The table of a search shows the best choices, their plans in words, and the reason
+why each is slower than the previous one.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from hpctrain.planner.job import Candidate
 from hpctrain.planner.machine import Link, Machine, OperatorClass
 from hpctrain.planner.search import SearchChoice
 
-_COLUMNS = 100  # without a terminal
-_MACHINE_COLUMNS = 80  # without a terminal, as under mpiexec
+_COLUMNS = 100  # width without a terminal
+_MACHINE_COLUMNS = 80  # width without a terminal, as under mpiexec
 _WIDEST = 1000
 _SHARE_THAT_IS_ALL = 0.995
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal; 100 columns without one."""
+    """Return a console as wide as the terminal, or with 100 columns if there is no terminal."""
     return output_console(_COLUMNS, markup=True)
 
 
 def print_whole(out: Console, rows: Table) -> None:
-    """Print a table in its full width: on a narrow terminal its lines are broken, but no number is cut."""
+    """Print a table in its full width. A narrow terminal breaks its lines, but no number is cut off."""
     width = Measurement.get(out, out.options.update(max_width=_WIDEST), rows).maximum
     wide = PlainConsole(file=out.file, width=max(width, out.width), force_terminal=out.is_terminal, markup=True)
     wide.print(rows)
@@ -61,17 +61,17 @@ def milliseconds(seconds: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three digits or more: 0.04, 1.23, 12.3, 1,234."""
+    """Return a number with at least three digits: 0.04, 1.23, 12.3, 1,234."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def megabytes(n_bytes: float) -> str:
-    """Return millions of bytes."""
+    """Return a number of bytes in millions."""
     return three_digits(n_bytes / 1e6)
 
 
 def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[str]:
-    """Yield the machine in a sentence, how much of it was measured, and what was changed."""
+    """Yield a sentence about the machine, the share of its numbers that was measured, and the what-if factors."""
     numbers = machine.sources.values()
     measured = sum(source.startswith("measured") for source in numbers)
     share = "measured" if measured == len(numbers) else f"{measured} of {len(numbers)} numbers measured"
@@ -82,18 +82,20 @@ def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[st
 
 
 def measured_line(share: float) -> str:
-    """Return the compute's share that follows from measured times, and how to increase it."""
+    """Return a sentence with the measured share of the compute time, and the commands that increase it."""
     if share >= _SHARE_THAT_IS_ALL:
         return "All computation times were measured on this processor."
     if share == 0:
         part_measured = "No computation times were measured; all follow from the machine's rates."
     else:
         part_measured = f"{share:.0%} of the computation time was measured; the rest follows from the machine's rates."
-    return f"{part_measured} To measure: `hpctrain calibrate` a machine, `hpctrain plan search --measure` this network."
+    return (
+        f"{part_measured} To measure a machine: `hpctrain calibrate`; to measure this network: `hpctrain plan search --measure`."
+    )
 
 
 def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]:
-    """Yield sentences if a job does not fit the machine."""
+    """Yield a sentence for each limit of the machine that a job exceeds."""
     nodes = machine.nodes_of(ranks)
     if nodes > machine.nodes:
         places = f"{machine.nodes:,} x {machine.ranks_per_node}"
@@ -105,7 +107,7 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
 
 
 def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> None:
-    """Print the simulated points of each averager with their efficiency, and notes on them."""
+    """Print the simulated points of each averager with their efficiency and notes."""
     task = on_any_grid(study.search_task(next(iter(study.configs)), study.ranks[0]))
     height, width, channels = task.job.image_shape
     weak = study.mode == "weak"
@@ -133,7 +135,7 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
 
 
 def scaling_table(points: Sequence[SimulatedPoint]) -> Table:
-    """Return a table with a row for each point; efficiency compares with the first."""
+    """Return a table with a row for each point; efficiency is relative to the first point."""
     rows = plain_table("ranks", "step ms", "exposed ms", "efficiency", "images/s", "memory MB", left=0, bold=True)
     for point in points:
         rows.add_row(
@@ -148,11 +150,11 @@ def scaling_table(points: Sequence[SimulatedPoint]) -> Table:
 
 
 _INDENT = "   "
-_MOST_LISTED = 3  # patterns of the same use; all of them stand in --json and in a written file
+_MOST_LISTED = 3  # maximum number of patterns of the same use; --json and written files contain all
 
 
 def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
-    """Print the best choices and the command line that trains with the first."""
+    """Print the best choices, and the command line that trains with the first one."""
     task, planned, choices = outcome.task, outcome.planned, outcome.result.choices[:best]
     height, width, channels = planned.job.image_shape
     out = console()
@@ -191,7 +193,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
 
 
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
-    """Yield the samples that local batch norm normalises over, which depend on the choice."""
+    """Yield the number of samples per statistics of local batch normalisation, which depends on the choice."""
     config = outcome.task.config
     normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.planned.job.graph_of(1).nodes)
     if normalised and config.batch_norm.statistics == "local":
@@ -200,7 +202,7 @@ def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[
 
 
 def candidate_words(candidate: Candidate) -> str:
-    """Return the uses of the layers and the averager in a few words."""
+    """Return a short description of the uses of layers and the averager."""
     plan = candidate.plan
     uses = [str(plan.default), *_runs_of_uses(plan)] if plan.rows > 1 else ["batch"]
     if plan.tiles is not None and plan.rows > 1:
@@ -209,7 +211,7 @@ def candidate_words(candidate: Candidate) -> str:
 
 
 def _runs_of_uses(plan: ParallelPlan) -> Iterator[str]:
-    """Yield the plan's patterns with their uses; long runs of the same use from the first to the last pattern."""
+    """Yield the plan's patterns with their uses. Long runs of the same use are abbreviated by their first and last pattern."""
     for use, run in groupby(plan.use.items(), key=lambda item: item[1]):
         patterns = [pattern for pattern, _ in run]
         if len(patterns) > _MOST_LISTED:

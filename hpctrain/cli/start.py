@@ -1,18 +1,19 @@
-"""The start of a rank, in the order that its steps must have. `main` runs steps 1 to 6, and `start_job` steps 7 to 11.
+"""The start of a rank, in the only correct order of its steps. `main` runs steps 1 to 6, and `start_job` steps 7 to 11.
 
-1. Hold signals back. Until then a signal ends the process without a word; every later thread inherits the mask.
-2. Open closed standard streams. Else the next file would get the number of one, and messages of MPI would be written to it.
-3. Fork: the parent keeps the rank. A fork copies one thread only, so it comes before all threads, NumPy's included, and before
-   MPI.
-4. Begin the flight record, so that the end of every later step is recorded.
-5. Let a full disk refuse standard output, and print stacks at a crash.
-6. Start the thread that takes signals. It comes after the fork, which would lose it, and before anything that takes long.
-7. Read the configuration. It loads pydantic and YAML, but not NumPy, as it contains the number of threads.
+1. Block signals. Until then a signal ends the process without a message. Every later thread inherits the mask.
+2. Open closed standard streams. Otherwise the next file that is opened would get the number of a stream, and MPI would write
+   messages to it.
+3. Fork: the child becomes the rank, and the parent watches it. A fork copies one thread only, so it precedes all threads, NumPy's
+   included, and MPI.
+4. Begin the flight record, so that it contains the end of every later step.
+5. Report a full disk on standard output as an error, and print stack traces at a crash.
+6. Start the thread that receives signals. It follows the fork, which would lose it, and precedes everything that takes long.
+7. Read the configuration, which contains the number of threads. This loads pydantic and YAML, but not NumPy.
 8. Set the number of threads. BLAS and OpenMP read it from the environment once, when NumPy loads them.
-9. Load the program: NumPy, the kernels, and h5py, which starts a process. No rank waits for another yet, so one slow file
-   system does not delay all of them.
-10. Start processes: git, and a trial of MPI with a GPU's memory. Under MPI that is unsafe: a fork copies memory that a network
-    has registered.
+9. Load the program: NumPy, the kernels, and h5py, which starts a process. No rank waits for another yet, so a slow file system on
+   one node does not delay all ranks.
+10. Start processes: git, and a trial of MPI with GPU memory. They are unsafe under MPI, as a fork copies memory that a network
+    adapter has registered.
 11. Start MPI. From here on steps are collective. An error of steps 7 and 8 is raised now, on all ranks alike.
 
 Only light modules are imported at the top: until step 1 a signal ends the process.
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
     from hpctrain.core.yaml_source import Source
     from hpctrain.flight.recorder import FlightRecorder
 
-    #: returns a configuration and the places of its values
+    #: callback that returns a configuration and the source positions of its values
     ReadConfig = Callable[[], tuple[Config, Source]]
 
     class StartedProcess(Protocol):
-        """What `start_job` needs of a process, see `ConfiguredProcess`."""
+        """The process that `start_job` starts; see `ConfiguredProcess`."""
 
         flight: FlightRecorder
         exits: contextlib.ExitStack
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 _COMPUTING = (["train"], ["eval"], ["script"], ["bench", "engine"])
 # Commands that run on ranks: a small parent process reports every rank that ends without an explanation.
 _RANKS = ("train", "eval", "script")
-# pydantic looks for plugins in a file of each installed package, on every rank. A user's own program may have some.
+# Without this, every rank reads a file of each installed package to find pydantic's plugins. A user's program may need plugins.
 _NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
@@ -91,7 +92,7 @@ def _start_computing(command: str) -> None:
     from hpctrain.launch.signals import SignalWatch, of_process
 
     if command in ("train", "eval"):
-        gc.disable()  # until all modules are loaded (`start_job`): there is no garbage to collect among them
+        gc.disable()  # until all modules are loaded (`start_job`): loading makes no garbage, so collections would be wasted
     if command != "script":
         os.environ.setdefault(*_NO_PLUGINS)
     launcher, keeper, recording = started_by(os.environ), Keeper(), contextlib.ExitStack()
@@ -119,18 +120,19 @@ def start_job(process: StartedProcess, read: ReadConfig, *, trains: bool = False
     """Run steps 7 to 11 in a process that has a configuration.
 
     Args:
-        read: returns the configuration and the places of its values. It may set the threads, and load NumPy then.
-        trains: load what a training needs.
+        read: callback that returns the configuration and the source positions of its values. It may set the threads and load
+            NumPy.
+        trains: whether to load the modules of a training.
     """
     process.prepare(read)  # steps 7 and 8
     process.load(trains=trains)  # step 9
     import gc
 
     if not gc.isenabled():
-        gc.freeze()  # the objects that exist now stay: no collection needs to look at them
+        gc.freeze()  # the objects that exist now stay: collections need not visit them
         gc.enable()
     process.start_processes()  # step 10
     process.flight.phase("")
     process.start_world(process.deadline_seconds)  # step 11
-    # Called while the segments of MPI are still written down: a rank that is killed in it leaves some.
+    # MPI must end before its shared-memory segments are forgotten: a rank that is killed during the end leaves some.
     process.exits.callback(process.end_mpi)

@@ -1,6 +1,6 @@
-"""`hpctrain submit` and `hpctrain sites`: job scripts, and the machines for which they can be written. Neither needs MPI.
+"""`hpctrain submit` and `hpctrain sites`: submit job scripts, and list the machines they can be written for. Neither needs MPI.
 
-A script is written next to the runs and handed to the site's scheduler.
+A script is written to the output directory and handed to the site's scheduler.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST_COLUMNS = 100
 @click.command()
 @click.argument("name", required=False, shell_complete=complete_sites)
 def sites(name: str | None) -> None:
-    """Print the machines for which hpctrain can submit jobs.
+    """List the machines for which hpctrain can submit jobs.
 
-    With NAME, print all settings of one as YAML, each with its source. Your own profiles, which may extend another one, are in
-    sites/ of hpctrain's configuration directory.
+    With NAME, print all settings of one machine as YAML. Your own profiles are read from sites/ of hpctrain's configuration
+    directory; a profile may extend another one.
     """
     from hpctrain.site import profile
 
@@ -41,7 +41,7 @@ def sites(name: str | None) -> None:
     )
     echo_block(formatter.getvalue())
     echo()
-    echo(f"Profiles of your own: {profile.where_own()}/NAME.yaml")
+    echo(f"Your own profiles: {profile.where_own()}/NAME.yaml")
 
 
 def _as_yaml(site: Site) -> str:
@@ -60,16 +60,18 @@ def _as_yaml(site: Site) -> str:
     required=True,
     metavar="NAME",
     shell_complete=complete_sites,
-    help="Name of the machine (see hpctrain sites).",
+    help="Name of the machine (see `hpctrain sites`).",
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks on each node.")
+@click.option(
+    "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks per node; default: that of the machine's profile."
+)
 @click.option(
     "--cores-per-rank",
     type=click.IntRange(min=1),
-    help="Number of cores of each rank; by default ranks share all cores of a node.",
+    help="Number of cores per rank; default: the cores of a node divided among its ranks.",
 )
-@click.option("--time", "limit", metavar="HH:MM:SS", help="Time limit; a job that reaches it is requeued.")
+@click.option("--time", "limit", metavar="HH:MM:SS", help="Time limit of the job, which is requeued when it reaches the limit.")
 @click.option("--account", help="Account or project to charge.")
 @click.option("--queue", help="Queue, partition or quality of service.")
 @click.option("--hostfile", type=FilePath(dir_okay=False, path_type=Path), help="File with the hosts to start on, one per line.")
@@ -77,11 +79,11 @@ def _as_yaml(site: Site) -> str:
     "--stage",
     type=FilePath(dir_okay=False, path_type=Path),
     metavar="TAR",
-    help="Tar of an environment to unpack on each node's own disk and run from there.",
+    help="Tar archive of an environment, which the job unpacks on the local disk of each node and runs from there.",
 )
-@click.option("--restarts", type=click.IntRange(min=0), help="Number of times that a stopped job is requeued.")
-@click.option("--no-doctor", is_flag=True, help="Train without examining the nodes first.")
-@click.option("--dry-run", is_flag=True, help="Print the script without writing or submitting it.")
+@click.option("--restarts", type=click.IntRange(min=0), help="Maximum number of times that a stopped job is requeued.")
+@click.option("--no-doctor", is_flag=True, help="Train without running `hpctrain doctor` on the nodes first.")
+@click.option("--dry-run", is_flag=True, help="Print the job script without writing or submitting it.")
 def submit(
     file: Path,
     overrides: tuple[str, ...],
@@ -101,7 +103,7 @@ def submit(
     """Submit the training of CONFIG to a scheduler.
 
     OVERRIDES such as optimizer.lr=0.2 override keys of the file. The script is kept in jobs/ of the output directory, next to its
-    log. The same command again continues from the newest checkpoint of the run with that name.
+    log. The same command again resumes the newest run of that name from its newest checkpoint.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.schema import SYNTHETIC
@@ -137,5 +139,5 @@ def submit(
     if run is not None and (owner := living_owner(run.path)) is not None:
         echo(
             f"note: the run {run.path} of the same name is being written to by {owner}. "
-            f"This job is refused until that ends; afterwards it resumes that run. For a new run, choose another name."
+            f"This job is refused until that process ends; afterwards it resumes that run. For a new run, choose another name."
         )

@@ -1,6 +1,6 @@
-"""The commands whose process is a rank: `hpctrain train`, `hpctrain eval`, `hpctrain predict` and `hpctrain script`.
+"""The commands that run on ranks: `hpctrain train`, `hpctrain eval`, `hpctrain predict` and `hpctrain script`.
 
-Each sets threads, starts the communication, builds what it needs and runs it.
+Each command sets the number of threads, starts MPI, loads what it needs and runs it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 COMPUTE_ONLY_STEPS = 20
-_PRINTED = "-"  # instead of a file's name
+_PRINTED = "-"  # value of --confusion without a file name
 
 
 @click.command()
@@ -45,8 +45,8 @@ _PRINTED = "-"  # instead of a file's name
     "--resume",
     type=FilePath(),
     metavar="auto|best|PATH",
-    help="Resume from this run directory or checkpoint file; auto takes the newest valid checkpoint of the newest run of this "
-    "name, best the best one.",
+    help="Resume from this run directory or checkpoint file; auto: from the newest valid checkpoint of the newest run of this "
+    "name; best: from its checkpoint with the best evaluation.",
 )
 @click.option("--steps", type=click.IntRange(min=0), default=0, help="Number of steps after which to stop; 0 trains all epochs.")
 @click.option(
@@ -57,24 +57,25 @@ _PRINTED = "-"  # instead of a file's name
 @click.option(
     "--smoke",
     is_flag=True,
-    help="Try the whole pipeline of FILE in a minute, on small synthetic images; its run directory is removed.",
+    help="Run the whole pipeline of FILE in about a minute, on small synthetic images; the run directory is deleted afterwards.",
 )
 @click.option(
     "--progress",
     "style",
     type=click.Choice(["bar", "lines", "none"]),
-    help="Show the progress as a bar, as a line per interval, or not at all; by default a bar on a terminal, else lines.",
+    help="Show the progress as a bar, as a line per interval, or not at all; default: a bar on a terminal, lines elsewhere.",
 )
 @click.option(
     "--schedule-from",
     type=FilePath(),
     metavar="RUN",
-    help="Average gradients in the slices and order of this run (a directory or checkpoint file), to repeat it bit by bit.",
+    help="Average gradients in the slices and the order of this run (a directory or checkpoint file), to reproduce it bitwise.",
 )
 @click.option(
     "--stopped-file",
     type=OutputFile(streams=True, of_job=True),
-    help="Write this file and exit with 0 instead of 85, after which some launchers would kill the other ranks.",
+    help="If the run is stopped, write this file and exit with code 0 instead of 85, as some launchers kill the other ranks if "
+    "one exits with another code.",
 )
 @log_ranks_option
 @click.pass_obj
@@ -93,8 +94,8 @@ def train(
 ) -> None:
     """Train the model of FILE.
 
-    OVERRIDES such as optimizer.lr=0.2 override keys of the file.
-    SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP end the run after a step with a checkpoint and exit code 85.
+    OVERRIDES such as optimizer.lr=0.2 override keys of the file. On SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or SIGHUP, the run finishes
+    the current step, writes a checkpoint and exits with code 85.
     """
     _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
@@ -142,20 +143,20 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
     """Raise if options contradict each other.
 
     Raises:
-        click.UsageError: the message names the one to leave out.
+        click.UsageError: two options contradict each other; the message names the one to leave out.
     """
     if compute_only and resume is not None:
-        raise click.UsageError("--compute-only trains nothing that could be resumed; leave --resume out.")
+        raise click.UsageError("--compute-only does not train and cannot resume a run; leave --resume out.")
     if compute_only and schedule_from is not None:
-        raise click.UsageError("--compute-only averages nothing over ranks; leave --schedule-from out.")
+        raise click.UsageError("--compute-only does not average gradients; leave --schedule-from out.")
     others = {"--resume": resume, "--steps": steps, "--compute-only": compute_only, "--schedule-from": schedule_from}
     if smoke and any(others.values()):
         option = next(name for name, given in others.items() if given)
-        raise click.UsageError(f"--smoke tries a training from its beginning; leave {option} out.")
+        raise click.UsageError(f"--smoke runs a short training from its first step; leave {option} out.")
 
 
 def _remove_trial(job: ConfiguredProcess) -> None:
-    """Remove the run directory of a trial that passed, on rank 0, and print that. No rank writes to it any more."""
+    """Remove the run directory of a successful trial on rank 0, and print a message. No rank writes to it any more."""
     if job.rank() == 0 and job.shrink_state.directory is not None:
         from hpctrain.run.smoke import remove_run
 
@@ -170,10 +171,10 @@ def _remove_trial(job: ConfiguredProcess) -> None:
     type=FilePath(),
     default="auto",
     metavar="auto|best|PATH",
-    help="Checkpoint file or run directory to evaluate; auto takes the newest checkpoint of the newest run of this name, best "
-    "the one with the best evaluation.",
+    help="Checkpoint file or run directory to evaluate; auto: the newest checkpoint of the newest run of this name; best: its "
+    "checkpoint with the best evaluation.",
 )
-@click.option("--averaged", is_flag=True, help="Evaluate the average of the weights, which a training with ema.decay keeps.")
+@click.option("--averaged", is_flag=True, help="Evaluate the averaged weights of a training with ema.decay.")
 @click.option("--per-class", is_flag=True, help="Also print the accuracy of each class, the lowest first.")
 @click.option(
     "--confusion",
@@ -181,7 +182,7 @@ def _remove_trial(job: ConfiguredProcess) -> None:
     metavar="[FILE]",
     is_flag=False,
     flag_value=_PRINTED,
-    help="Write the confusion matrix to FILE, .json or .csv; without FILE it is printed.",
+    help="Write the confusion matrix to FILE (.json or .csv); without FILE, print it.",
 )
 @click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
@@ -238,42 +239,44 @@ _MOST_LISTED = 20
     type=FilePath(),
     default="auto",
     metavar="auto|best|PATH",
-    help="Checkpoint file or run directory to predict with; auto takes the newest run that has a checkpoint, best the best "
-    "checkpoint of the newest run that has one.",
+    help="Checkpoint file or run directory to predict with; auto: the newest checkpoint of the newest run that has checkpoints; "
+    "best: the best checkpoint of the newest run that has one.",
 )
 @click.option(
     "--runs",
     type=FilePath(file_okay=False, path_type=Path),
-    help="Directory in which auto and best look for runs of any name; by default runs.",
+    help="Directory in which auto and best search for runs, regardless of their names; default: runs.",
 )
 @click.option(
     "--config",
     "file",
     type=FilePath(dir_okay=False, path_type=Path),
-    help="Configuration file instead of the checkpoint's own one; your own code needs it. auto and best then take its runs.",
+    help="Configuration file to use instead of the checkpoint's own; required if the run uses your own code. auto and best then "
+    "search the runs of this configuration.",
 )
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Change a key of the configuration; may be given several times.",
+    help="Override a key of the configuration; may be given several times.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of classes to show per image.")
 @click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
-@click.option("--averaged", is_flag=True, help="Predict with the average of the weights, which a training with ema.decay keeps.")
+@click.option("--averaged", is_flag=True, help="Predict with the averaged weights of a training with ema.decay.")
 @click.option(
     "--fit",
     type=click.Choice(["crop", "squash"]),
-    help="Crop the centre (crop), or change the aspect ratio (squash); by default as in the evaluated data file.",
+    help="Fit images to the network by cropping the centre (crop) or by changing the aspect ratio (squash); default: as in the "
+    "evaluated data file.",
 )
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
-    help="Number of images that all ranks compute at once; by default the evaluation's, at most 64 per rank.",
+    help="Number of images per batch, over all ranks; default: that of the evaluation, at most 64 per rank.",
 )
-@click.option("--max-pixels", type=click.IntRange(1), help="Largest number of pixels of an image; by default 178,956,970.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image, each on a line of its own.")
+@click.option("--max-pixels", type=click.IntRange(1), help="Maximum number of pixels of an image; default: 178,956,970.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line with a JSON object per image.")
 @PASS_STYLE
 def predict(
     places: tuple[Path, ...],
@@ -292,8 +295,9 @@ def predict(
 ) -> None:
     """Predict the classes of images.
 
-    IMAGE is a picture file (JPEG, PNG, WebP, TIFF and others), or a directory of pictures. A run directory is enough; no
-    configuration is needed. Images that cannot be decoded are reported and the others continue; the exit code is then 2.
+    IMAGE is a picture file (JPEG, PNG, WebP, TIFF and others), or a directory of pictures. No configuration file is needed: runs
+    and checkpoints contain their configuration. Images that cannot be decoded are reported, the others are predicted, and the
+    exit code is 2.
     """
     if file is not None and runs is not None:
         raise click.UsageError("--config already determines the directory of runs; leave --runs or --config out.")
@@ -319,17 +323,17 @@ def predict(
 
 
 def _sentence(broken: Sequence[Path], pictures: int) -> str:
-    """Return the last line if some pictures were not predicted."""
+    """Return the last line of the output if some pictures were not predicted."""
     shown = ", ".join(os.fsencode(path).decode(errors="replace") for path in broken[:_MOST_LISTED])
     more = f", and {len(broken) - _MOST_LISTED} more" if len(broken) > _MOST_LISTED else ""
     return f"hpctrain: {len(broken)} of {pictures} images could not be predicted: {shown}{more}."
 
 
 class _Choice:
-    """The run that the options choose.
+    """The run that the options of `predict` select.
 
     Attributes:
-        source: for `find_checkpoint`, once the configuration was read.
+        source: argument for `find_checkpoint`, final once `read` has returned.
     """
 
     def __init__(self, checkpoint: str, directory: Path, file: Path | None, overrides: tuple[str, ...]) -> None:
@@ -337,8 +341,8 @@ class _Choice:
         self._directory, self._file, self._overrides = directory, file, overrides
 
     def read(self) -> tuple[Config, Source]:
-        """Return the configuration, with the defaults for everything that concerns other ranks than those of this job."""
-        set_threads(detect(os.environ), None)  # before NumPy is loaded, which a checkpoint alone may need to be read
+        """Return the configuration, with defaults for the keys that concern the training's ranks and not its model."""
+        set_threads(detect(os.environ), None)  # before NumPy is loaded: reading a checkpoint needs it
         from hpctrain.cli.arguments import load_config
         from hpctrain.run.stored_run import FRESH, find_run
 
@@ -349,7 +353,7 @@ class _Choice:
         return run.parsed(self._overrides)
 
 
-#: time limit for ranks to start MPI if one of them ends the job before
+#: time limit for all ranks to start MPI if a rank ends the job before that
 START_SECONDS = 60.0
 
 
@@ -383,10 +387,10 @@ def script(file: Path, arguments: tuple[str, ...]) -> None:
 
 
 def _left_by(file: Path, arguments: tuple[str, ...]) -> SystemExit:
-    """Run a program; return how it left.
+    """Run a program and return its SystemExit, or an empty one if it ends without.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the program does not exist.
     """
     if not file.is_file():
         raise ConfigError(f"There is no program {file}; give the path of a Python file.")

@@ -1,6 +1,6 @@
-"""The screen of `hpctrain watch`: the progress of a run, its curves, its ranks and its events, in any width.
+"""The screen of `hpctrain watch`: progress, curves, ranks and events of a run, for any width.
 
-Curves are drawn with braille dots, or with ASCII if the terminal has no others.
+Curves are drawn with braille dots, or with ASCII characters if the terminal has no others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text
 Points = Sequence[tuple[float, float]]
 
 _EMPTY = 0x2800
-# Bits of the dots of a cell, by row from above and by column.
+# Bit of each dot of a braille cell, by row (top to bottom) and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _MARK, _PLAIN = "o", "."
 
@@ -33,11 +33,15 @@ _MARK, _PLAIN = "o", "."
 def text_curve(
     dots: Points, marks: Points, width: int, height: int, label: Callable[[float], str], *, plain: bool = False
 ) -> list[str]:
-    """Return lines of a curve, with the largest and the smallest value before the first and the last line.
+    """Return lines of a curve, with the largest value before the first line and the smallest before the last.
 
     Args:
-        dots: (x, y) of the curve. marks: of points that stand out, drawn as "o". width: columns, labels included. height: lines.
-        label: returns the text of a value. plain: ASCII alone.
+        dots: (x, y) of the curve.
+        marks: (x, y) of highlighted points, drawn as "o".
+        width: number of columns, labels included.
+        height: number of lines.
+        label: callback that returns the text of a value.
+        plain: whether to use ASCII characters only.
     """
     points = [(x, y) for x, y in (*dots, *marks) if math.isfinite(y)]
     if not points:
@@ -66,7 +70,7 @@ def text_curve(
 
 
 def _joined(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the dots of the straight lines from each place to the next one."""
+    """Yield the dots of the straight lines between consecutive places."""
     for (column, row), (next_column, next_row) in pairwise(path):
         length = max(abs(next_column - column), abs(next_row - row), 1)
         for k in range(1, length + 1):
@@ -79,10 +83,10 @@ def _sign(cell: int, *, plain: bool) -> str:
     return _PLAIN if plain else chr(cell)
 
 
-#: columns without a terminal
+#: width without a terminal
 COLUMNS = 80
 _CURVE_LINES = 5
-_BESIDE_COLUMNS = 72  # from this width on two curves are next to each other
+_BESIDE_COLUMNS = 72  # minimum width for two curves next to each other
 _MOST_EVENTS = 6
 _MOST_RANKS = 4
 _NARROWEST_BAR = 10
@@ -148,7 +152,7 @@ def _position(state: RunState, width: int, *, plain: bool) -> RenderableType:
 
 
 def _pace(state: RunState) -> list[tuple[int, str]]:
-    """Return facts of one line, with their ranks for `fitting`."""
+    """Return the facts of one line, each with its priority for `fitting`."""
     record = state.latest("interval")
     facts = []
     if record.get("images_per_second") is not None:
@@ -202,9 +206,9 @@ def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | Non
 
 
 def _ranks(state: RunState) -> list[RenderableType]:
-    """Return when ranks last gave a sign of life: all in one line, then those that have been silent for longer."""
+    """Return lines with the last sign of life of the ranks: one line for all, then the ranks that are silent for longer."""
     if not state.ranks:
-        return [Text("ranks: nothing is known of them here")]
+        return [Text("ranks: no flight records here")]
     by_silence = sorted(state.ranks, key=state.silent_seconds, reverse=True)
     hosts = len({record.host for record in state.ranks})
     count = f"{counted(len(by_silence), 'rank')} on {counted(hosts, 'node')}"
@@ -240,7 +244,7 @@ def _event(seconds: float, text: str) -> Table:
 
 
 def news(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each record about the training, and for each event."""
+    """Yield a line for each training record and for each event."""
     for record in records:
         events = events_of([record])
         if events:

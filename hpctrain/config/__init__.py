@@ -1,6 +1,6 @@
-"""A run as data: the keys of a configuration, their values and defaults, and what can be said of them before there are ranks.
+"""The configuration of a run: its keys, values and defaults, and the checks that need no ranks.
 
-`load` reads YAML and overrides, `schema` has the keys, `options` the names and options that registries know, `checks` the rules
-between values, `grid` the model and its plan on a grid, `resume_rules` what may change when a run resumes. Modules above this
-package may import it; it communicates nothing. Read `schema` first.
+`load` reads YAML and overrides, `schema` defines the keys, `options` the names and options of the registries, `checks` the rules
+between values, `grid` the model and its plan on a grid, and `resume_rules` the changes that are allowed when a run resumes.
+Packages above this one may import it; it does not communicate. Read `schema` first.
 """

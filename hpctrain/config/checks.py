@@ -1,7 +1,7 @@
-"""Checks of a configuration that need the program's parts, but neither data nor MPI: names, options, values that must fit.
+"""Checks of a configuration that need neither data nor MPI: names, options, and values that must fit together.
 
-Those that need the number of ranks or the images are made where these are known, when a run is built. Options that backend cuda
-does not take are checked again where backend auto has taken a GPU.
+Checks that need the number of ranks or the images are made when a run is built. Options that backend cuda does not support are
+checked again if backend auto selects a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HOST_SETS = 'or backend to "onednn" or "numpy"'
 
 
 def device_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each option that the configured backend, cuda, does not take, or that others do not."""
+    """Yield (key path, sentence) of each option that the configured backend does not support."""
     if config.backend == "cuda":
         yield from _faults(config)
     elif config.backend != "auto" and config.transport != "auto":
@@ -48,10 +48,10 @@ def device_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def check_device(config: Config, kernels: KernelSet) -> None:
-    """Refuse options that these kernels do not take. Not collective, and alike on every rank.
+    """Raise if these kernels do not support an option. Not collective; the result is the same on every rank.
 
     Raises:
-        ConfigError: the first of them.
+        ConfigError: the message names the first such option.
     """
     if not kernels.arithmetic.on_host:
         for _, sentence in _faults(config):
@@ -74,8 +74,8 @@ def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def transport_fault(transport: str) -> str:
-    """Return the sentence that refuses a way between GPUs where none compute."""
-    return f'transport is {transport}, which is a way between GPUs; set it to auto, or backend to "cuda".'
+    """Return the error message for `transport` with a backend that does not run on GPUs."""
+    return f'transport is {transport}, which applies to GPUs only; set it to auto, or backend to "cuda".'
 
 
 def _chooses_on_host(averager: str) -> bool:
@@ -93,46 +93,45 @@ def host_choice_fault(averager: str) -> str:
 
 
 def shrink_fault() -> str:
-    """Return the sentence that refuses NCCL where a run is to continue without lost ranks."""
+    """Return the error message for NCCL in a run that continues without lost ranks."""
     return (
-        "transport is nccl, whose operations do not end when a rank is lost, and on_lost_rank is shrink; set transport to "
+        "transport is nccl, whose operations do not end when a rank is lost, but on_lost_rank is shrink; set transport to "
         "staged, or on_lost_rank to stop."
     )
 
 
 def mixing_fault(kernels: str) -> str:
-    """Return the sentence that refuses mixed images with a kernel set whose loss takes one label of each sample."""
+    """Return the error message for mixed images with a kernel set whose loss has one label per sample."""
     return (
-        f"data.mixing mixes the labels of images, which the loss of backend {kernels} does not take so far; set "
+        f"data.mixing mixes labels, but the loss of backend {kernels} does not support mixed labels yet; set "
         f"data.mixing.mixup and data.mixing.cutmix to 0, {_HOST_SETS}."
     )
 
 
 def progress_fault(mode: str) -> str:
-    """Return the sentence that refuses a thread for messages with a device, whose work one thread enqueues."""
+    """Return the error message for a progress thread with a device, whose work a single thread enqueues."""
     return (
-        f"progress is {mode}, but one thread enqueues the work of backend cuda, copies of what travels included, and its kernels "
-        f"need no core; set progress to auto or test, {_HOST_SETS}."
+        f"progress is {mode}, but backend cuda enqueues kernels and copies of messages from a single thread; set progress to "
+        f"auto or test, {_HOST_SETS}."
     )
 
 
 def wire_fault(wire: str) -> str:
-    """Return the sentence that refuses parameters in 16 bits with a device."""
+    """Return the error message for parameters in 16 bits with a device."""
     return (
-        f"averager.wire_parameters is {wire}, but on backend cuda parameters travel as they are so far; set it to float32, "
+        f"averager.wire_parameters is {wire}, but backend cuda does not convert parameters for messages yet; set it to float32, "
         f"{_HOST_SETS}."
     )
 
 
 _THREADS_FAULT = (
-    "threads is auto, which shares out a node's cores among its ranks, but with exact all runs need the same number of threads "
-    "per rank, as kernels may add in another order on another number; set threads to the number that a rank has in every run, "
-    "such as 1."
+    "threads is auto, which depends on the cores and ranks of a node, but exact needs the same number of threads per rank in all "
+    "runs, because the order of sums in kernels may depend on it; set threads to a number that every run can use, such as 1."
 )
 
 
 def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each value that `exact` does not take; those of averagers are found where these are made."""
+    """Yield (key path, sentence) of each value that `exact` does not support; averagers check theirs when they are made."""
     if config.exact.shards is None:
         return
     for section in config.automatic:
@@ -152,15 +151,15 @@ def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _open_fault(section: str) -> str:
-    """Return the sentence that refuses a section whose values would follow from the number of ranks."""
-    return f"{section} is auto, which chooses by the ranks, but exact.shards asks for the same bits on any; write {section} out."
+    """Return the error message for a section that is `auto` although the result must not depend on the ranks."""
+    return f"{section} is auto, which depends on the ranks, but exact.shards needs the same {section} in all runs; write it out."
 
 
 def check_names(config: Config, source: Source) -> None:
-    """Check every name and option that a registry knows, and the values that must fit together.
+    """Check every name and option of a registry, and the values that must fit together.
 
     Raises:
-        ConfigError: one sentence for each fault, each with its place.
+        ConfigError: one sentence for each fault, each with its position.
     """
     faults = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config))]
     if faults:
@@ -168,7 +167,7 @@ def check_names(config: Config, source: Source) -> None:
 
 
 def refusal(path: KeyPath, name: str) -> str | None:
-    """Return the sentence that refuses the name of a section; None if its registry has it."""
+    """Return the error message for the name of a section; None if its registry has the name."""
     try:
         choice(kind_of(path), name)
     except ConfigError as error:
@@ -204,14 +203,17 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each measure that no evaluation gives."""
+    """Yield (key path, sentence) of each key that needs an evaluation or metric that the run does not compute."""
     stop = config.early_stop
     if stop.patience is not None and config.data.test is None:
-        yield ("early_stop", "patience"), "early_stop.patience needs evaluations, but data.test is not set; give it, or set null."
+        yield (
+            ("early_stop", "patience"),
+            "early_stop.patience needs evaluations, but data.test is not set; set data.test, or patience to null.",
+        )
     if stop.patience is not None and not config.evaluate.every_epochs:
         yield (
             ("early_stop", "patience"),
-            "early_stop.patience needs evaluations, but evaluate.every_epochs is 0; the smallest value is 1.",
+            "early_stop.patience needs evaluations, but evaluate.every_epochs is 0; set it to at least 1.",
         )
     measures = {("checkpoint", "best"): config.checkpoint.best, ("early_stop", "metric"): stop.metric}
     for path, measure in measures.items():
@@ -224,7 +226,7 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of patterns that have nothing to work on."""
+    """Yield (key path, sentence) of each key of `init` that has no effect."""
     init = config.init
     if init.weights is not None and Path(init.weights).suffix.lower() not in SUFFIXES:
         yield (
@@ -233,10 +235,13 @@ def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             "`hpctrain weights export RUN --out weights.safetensors`.",
         )
     if init.ignore and init.weights is None:
-        yield ("init", "ignore"), "init.ignore is given, but init.weights names no file of which something could be left out."
+        yield (
+            ("init", "ignore"),
+            "init.ignore needs a file of weights, but init.weights is not set; set init.weights, or leave init.ignore out.",
+        )
     try:
         model = catalogue.build(config.model.name, config.model.options)
-    except HpctrainError:  # which has its own sentence
+    except HpctrainError:  # reported as a fault of the model
         return
     idle = False
     for index, pattern in enumerate(init.freeze):
@@ -253,7 +258,7 @@ def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of what is wrong with the grid and its plan, whatever the number of ranks."""
+    """Yield (key path, sentence) of each fault of the grid and its plan that does not depend on the number of ranks."""
     cols = config.grid.cols or 1
     for path, attempt in (
         (("batch",), partial(grid.check_batch, config.batch, config.grid.rows, cols)),
@@ -277,10 +282,10 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of patterns of `grid.overlap` that serve no layer, whatever the images' size."""
+    """Yield (key path, sentence) of patterns of `grid.overlap` that fit no layer for any size of images."""
     try:
         faults = tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
-    except HpctrainError:  # what is wrong with the grid has its own sentence
+    except HpctrainError:  # reported as a fault of the grid
         return
     for number, sentence, by_size in faults:
         if not by_size:
@@ -298,7 +303,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     else:
         yield from _fault(("averager",), config.averager, lambda: _make_strategy(config))
     for path, kind in LISTS.items():
-        # A reporter may open files or connections when it is made.
+        # A reporter is not constructed: its constructor may open files or connections.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
             yield from _fault((*path, index), item, partial(make, item.name, item.options))
@@ -306,11 +311,11 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _order_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each list of augmentations of which one cannot stand at its place."""
+    """Yield (key path, sentence) of each list of augmentations with an illegal order."""
     for key in ("augment", "evaluate_augment"):
         try:
             steps = [AUGMENTATIONS.create(step.name, step.options) for step in getattr(config.data, key)]
-        except HpctrainError:  # which has its own sentence
+        except HpctrainError:  # reported as a fault of the augmentation
             continue
         try:
             check_order(steps)
@@ -319,17 +324,17 @@ def _order_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _automatic_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each option of a strategy that is still to be chosen."""
+    """Yield (key path, sentence) of each option of the averager if the averager is `auto`."""
     for option in config.averager.options:
         yield (
             ("averager", option),
-            f"averager is auto, which chooses options as well, so averager.{option} cannot be set; "
-            f"leave it out, or name the averager that it belongs to.",
+            f"averager is auto, which also chooses the options, so averager.{option} cannot be set; "
+            f"leave it out, or name the averager that has this option.",
         )
 
 
 def _optimizer(config: Config) -> Optimizer:
-    """Return the configured optimiser; any other if that has a fault, which is reported at its own place."""
+    """Return the configured optimiser, or SGD if it has a fault, which is reported elsewhere."""
     try:
         return OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
     except HpctrainError:
@@ -337,7 +342,7 @@ def _optimizer(config: Config) -> Optimizer:
 
 
 def _make_strategy(config: Config) -> None:
-    """Make the strategy for no parameters on one rank: what is refused depends on neither."""
+    """Make the strategy for no parameters on one rank: its faults depend on neither."""
     group = PlannedGroup(
         GroupLayout({}, config.dtype),
         1,
@@ -359,12 +364,12 @@ def _make_schedule(config: Config) -> None:
         base_lr=config.optimizer.lr,
         epochs=epochs,
         steps_per_epoch=1,
-        warmup_epochs=min(schedule.warmup_epochs, epochs),  # a warm-up longer than the run has its own sentence above
+        warmup_epochs=min(schedule.warmup_epochs, epochs),  # a warm-up longer than the run is reported by `_value_faults`
     )
 
 
 def _fault(path: KeyPath, section: Named, make: Callable[[], object]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the fault that making what a section names finds, at the option that causes it or else at the name."""
+    """Yield the fault in making a named object: at the option that causes it, or else at the name."""
     try:
         choice(kind_of(path), section.name)
         make()

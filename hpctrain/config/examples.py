@@ -1,4 +1,4 @@
-"""The configurations, machines and job scripts that are installed with hpctrain, for users without a copy of its repository."""
+"""The configurations, machine models and job scripts that are installed with hpctrain, for users without its repository."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import read_bytes
 from hpctrain.core.text import choices
 
-# Links to the folders of these names at the top of the repository; a wheel holds the files themselves.
+# Links to the folders of these names at the top of the repository; a wheel contains the files themselves.
 _ROOT = Path(__file__).parents[1] / "examples"
 _PATTERNS = ("configs/*.yaml", "configs/machines/*.yaml", "jobs/*.sbatch", "jobs/*.pbs", "jobs/*.sh", "jobs/*.def")
 
 
 def names() -> list[str]:
-    """Return all examples, as paths below the repository's top, such as "configs/quickstart.yaml"."""
+    """Return the paths of all examples below the top of the repository, such as "configs/quickstart.yaml"."""
     return sorted(path.relative_to(_ROOT).as_posix() for pattern in _PATTERNS for path in _ROOT.glob(pattern))
 
 
@@ -25,7 +25,7 @@ def path_of(name: str) -> Path:
     """Return the file of an example.
 
     Args:
-        name: as `names` gives it, or its last part with or without the ending.
+        name: path as `names` returns it, or its last part with or without the suffix.
 
     Raises:
         ConfigError: there is no such example; the message names the nearest one.
@@ -48,19 +48,19 @@ def _is_text(line: str) -> bool:
 
 
 def copy(wanted: Sequence[str], directory: Path) -> list[Path]:
-    """Copy examples to the same places below `directory`; a file that is there already and is the same stays. None wanted: all.
+    """Copy examples to the same relative paths below `directory`. Identical files are left alone. Without names, copy all.
 
     Raises:
-        ConfigError: no such example, or another file in its place (then none is copied).
+        ConfigError: an example does not exist, or another file is in its place. No file is copied then.
     """
     sources = [path_of(name) for name in wanted] or [_ROOT / name for name in names()]
     targets = [directory / source.relative_to(_ROOT) for source in sources]
     for source, target in zip(sources, targets, strict=True):
         if target.exists() and read_bytes(target) != source.read_bytes():
-            raise ConfigError(f"{target} is there already and differs from the example; rename it, or copy to another directory.")
+            raise ConfigError(f"{target} already exists and differs from the example; rename it, or copy to another directory.")
     for source, target in zip(sources, targets, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            with open(target, "xb") as file:  # never overwrites a file that was created meanwhile
+            with open(target, "xb") as file:  # does not overwrite a file that was created in the meantime
                 file.write(source.read_bytes())
     return targets

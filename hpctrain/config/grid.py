@@ -1,11 +1,11 @@
-"""The model and its plan on a process grid that a configuration describes, before there are data or ranks."""
+"""The model of a configuration and its plan on a process grid, independent of data and ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.specs import TensorSpec
@@ -17,14 +17,13 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.sharding_rules import NoInterior
 
-if TYPE_CHECKING:
-    pass
-
 
 def model_options(config: Config, classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
     """Return the options of the configured model, completed by the data and the section batch_norm.
 
-    classes, image_shape: of the data, (H, W, C).
+    Args:
+        classes: number of classes of the data.
+        image_shape: shape (H, W, C) of the images.
     """
     following = {
         "classes": classes,
@@ -39,15 +38,15 @@ def model_options(config: Config, classes: int, image_shape: tuple[int, int, int
 
 
 def columns(config: Config, ranks: int) -> int:
-    """Return Pc in a world of `ranks` ranks."""
+    """Return the number of columns Pc of the grid in a world of `ranks` ranks."""
     return config.grid.cols if config.grid.cols is not None else max(1, ranks // config.grid.rows)
 
 
 def parallel_plan(config: Config, cols: int) -> ParallelPlan:
-    """Return the parallelism of each layer.
+    """Return the parallelism of each layer on `cols` columns.
 
     Raises:
-        ConfigError: tiles that do not multiply to `grid.rows`.
+        ConfigError: the product of the tiles is not `grid.rows`.
     """
     use = {pattern: Parallelism(use) for pattern, use in config.plan.patterns.items()}
     patterns = config.grid.overlap
@@ -57,18 +56,18 @@ def parallel_plan(config: Config, cols: int) -> ParallelPlan:
 
 
 def layer_names(config: Config) -> tuple[str, ...]:
-    """Return the dotted names of the model's layers, which image sizes do not change; none if the model has a fault."""
+    """Return the dotted names of the model's layers, which do not depend on image sizes; empty if the model has a fault."""
     graph = model_graph(config)
     return () if graph is None else tuple(node.name for node in graph.nodes)
 
 
 def splits_parameters(config: Config) -> bool:
-    """Return whether each rank of a split group holds a part of some parameters; False if model or plan have a fault."""
+    """Return whether ranks of a split group hold parts of some parameters; False if the model or the plan has a fault."""
     if config.grid.rows == 1 or (graph := model_graph(config)) is None:
         return False
     try:
         plan = parallel_plan(config, config.grid.cols or 1)
-        # Two ranks split the same layers as any larger group, in no time.
+        # Two ranks split the same layers as any larger group, and their plan is made quickly.
         partitioned = partition_graph(graph, replace(plan, rows=2, tiles=None, overlapped=frozenset()), (1, 0))
     except HpctrainError:
         return False
@@ -77,10 +76,13 @@ def splits_parameters(config: Config) -> bool:
 
 
 def model_graph(config: Config, side: int | None = None, *, refuses: bool = False) -> Graph | None:
-    """Return the model for one image of its usual size, or of side x side; None if the model has a fault.
+    """Return the graph of the model for one image of its default size, or of side x side; None if the model has a fault.
+
+    Args:
+        refuses: whether to raise the fault instead.
 
     Raises:
-        HpctrainError: the fault, where `refuses`.
+        HpctrainError: the model has a fault, and `refuses` is set.
     """
     name, options = config.model.name, config.model.options
     try:
@@ -98,14 +100,23 @@ def model_graph(config: Config, side: int | None = None, *, refuses: bool = Fals
 
 @dataclass(frozen=True)
 class OverlapOutcome:
-    """The outcome of `grid.overlap`. in_parts: layers that are, in order. undivided: those that are not, with the reason."""
+    """The result of `grid.overlap`.
+
+    Attributes:
+        in_parts: names of layers that are computed in parts, in order.
+        undivided: names of layers that are not, with the reason.
+    """
 
     in_parts: tuple[str, ...]
     undivided: Mapping[str, NoInterior]
 
 
 def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
-    """Return layers that the plan wants in parts: those that can be, and why others cannot. graph: the model for one image."""
+    """Return which of the plan's overlapped layers can be computed in parts, and why the others cannot.
+
+    Args:
+        graph: graph of the model for one image.
+    """
     if plan.rows == 1:
         return OverlapOutcome((), {})
     undivided = partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).undivided
@@ -114,31 +125,34 @@ def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
 
 
 def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator[tuple[int, str, bool]]:
-    """Yield (number, sentence, whether other images could change it) of each pattern of `grid.overlap` that matches in vain."""
+    """Yield (number, sentence, whether other images could change it) of each pattern of `grid.overlap` without effect."""
     if plan.rows == 1:
         for number, pattern in enumerate(config.grid.overlap):
-            sentence = f"grid.overlap names {pattern!r}, but grid.rows is 1, so that no image is split and no halo travels; "
+            sentence = f"grid.overlap names {pattern!r}, but grid.rows is 1, so no image is split and there are no halos; "
             yield number, sentence + "set grid.rows to 2 or more, or leave grid.overlap out.", False
         return
-    undivided = overlap(graph, plan).undivided if config.grid.overlap else {}  # a large split group takes long
+    undivided = overlap(graph, plan).undivided if config.grid.overlap else {}  # `overlap` is slow for a large split group
     for number, pattern in enumerate(config.grid.overlap if undivided else ()):
         matching = [node.name for node in graph.nodes if fnmatchcase(node.name, pattern)]
         if not matching or any(name not in undivided for name in matching):
             continue
-        # The reason of the layer that comes nearest to being served tells most.
+        # Report the layer that comes closest to being computed in parts: its reason is the most useful.
         name = min(matching, key=lambda name: (not undivided[name].by_size, undivided[name].reason == "is not a convolution"))
         sentence = (
             f"grid.overlap names {pattern!r}, but no such layer can be computed in parts: {name} {undivided[name].reason}; "
-            f"it must name a convolution under domain whose ranks have rows to compute while halos travel, or be left out."
+            f"name a convolution under domain whose ranks have rows to compute while halos are exchanged, or leave it out."
         )
         yield number, sentence, undivided[name].by_size
 
 
 def check_overlap(config: Config, graph: Graph, plan: ParallelPlan) -> None:
-    """Refuse patterns of `grid.overlap` that serve no layer. graph: the model for one image.
+    """Raise if a pattern of `grid.overlap` has no effect.
+
+    Args:
+        graph: graph of the model for one image.
 
     Raises:
-        ConfigError: a sentence for each pattern, with the layer and the rule.
+        ConfigError: one sentence for each such pattern, with the layer and the rule.
     """
     sentences = [sentence for _, sentence, _ in overlap_faults(config, graph, plan)]
     if sentences:
@@ -146,17 +160,17 @@ def check_overlap(config: Config, graph: Graph, plan: ParallelPlan) -> None:
 
 
 def check_batch(batch: int, rows: int, cols: int) -> None:
-    """Refuse a batch of which some rank would never have a sample to work on. Ranks of a split group work on each other's.
+    """Raise if a batch is so small that a rank would never have a sample. Ranks of a split group share all their samples.
 
     Raises:
-        ConfigError: naming the smallest batch.
+        ConfigError: the batch is too small; the message names the minimum.
     """
     if rows == 1 and batch < cols:
         raise ConfigError(f"batch is {batch}, but {cols} ranks (grid.cols) share it; the smallest batch is {cols}.")
 
 
 def describe(plan: ParallelPlan) -> str:
-    """Return the grid and its plan in a few words."""
+    """Return a short description of the grid and its plan."""
     grid = f"{plan.rows} x {plan.cols}"
     if plan.rows == 1:
         return grid
@@ -166,6 +180,6 @@ def describe(plan: ParallelPlan) -> str:
 
 
 def with_defaults(config: Config) -> Config:
-    """Return the configuration with the defaults in the sections that it leaves open: a run on a grid of one row."""
+    """Return the configuration with defaults in the sections that are `auto`: a run on a grid of one row."""
     defaults = {"grid": GridConfig(), "plan": PlanConfig(), "averager": AveragerConfig()}
     return config.model_copy(update={section: defaults[section] for section in config.automatic})

@@ -1,9 +1,9 @@
-"""Images that a configuration describes: files, classes and normalisation, sizes by epoch, and layers that see one value.
+"""Images of a configuration: files, classes, normalisation, sizes by epoch, and batch norms over a single value.
 
-`open_images` opens what the section `data` names; `training_images` and `evaluation_images` add the pipeline that prepares
-them. Nothing here communicates. `single_values` finds batch norms with statistics over a single value per channel, from the
-plan, before the first step: the variance of one value is 0, so such a layer outputs its bias alone, no layer before it is
-trained, and its running variance, by which evaluation divides, tends to 0.
+`open_images` opens the files of the section `data`; `training_images` and `evaluation_images` add the pipeline that prepares
+them. Nothing here communicates. `single_values` finds batch norms with statistics over a single value per channel, from the plan,
+before the first step. The variance of one value is 0, so such a layer outputs only its bias, no layer before it is trained, and
+its running variance, by which evaluation divides, tends to 0.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 
 
 def image_sizes(config: Config) -> ImageSizes | None:
-    """Return the sizes by epoch; None: training images have one size.
+    """Return the sizes by epoch; None if training images have one size.
 
     Raises:
-        ConfigError: sizes that are out of order.
+        ConfigError: the sizes are not in the order of epochs.
     """
     return ImageSizes(_steps(config)) if config.data.sizes else None
 
@@ -49,38 +49,38 @@ def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
 
 
 def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of sizes that are out of order, or that the model does not take, whatever the data."""
+    """Yield (key path, sentence) of sizes that are out of order, or that the model does not support for any data."""
     fault = first_fault(_steps(config))
     if fault is not None:
         yield ("data", "sizes", fault[0]), f"data.sizes.{fault[0]} {fault[1]}."
         return
-    if not config.data.sizes or model_graph(config) is None:  # what is wrong with the model has a sentence of its own
+    if not config.data.sizes or model_graph(config) is None:  # a fault of the model is reported elsewhere
         return
     for number, step in enumerate(config.data.sizes):
         try:
             model_graph(config, step.size, refuses=True)
         except ShapeError as error:
             least = _least(config, step.size)
-            legal = "" if least is None else f" The smallest size that is legal is {least}."
+            legal = "" if least is None else f" The smallest legal size is {least}."
             yield (
                 ("data", "sizes", number, "size"),
-                f"data.sizes.{number}.size is {step.size}, which the model {config.model.name} does not take: {error}{legal}",
+                f"data.sizes.{number}.size is {step.size}, which the model {config.model.name} does not support: {error}{legal}",
             )
 
 
 def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:
-    """Raise unless a network takes images of these shapes (H, W, C), too.
+    """Raise unless a network also supports images of these shapes (H, W, C).
 
     Raises:
-        ShapeError: it does not; the sentence names the shape and the layer.
+        ShapeError: a shape is not supported; the message names the shape and the layer.
     """
     for shape in shapes:
         try:
             network.check_shape(shape)
         except ShapeError as error:
             raise ShapeError(
-                f"The model takes images of {network.image_shape} (H, W, C), but not those of {shape}, another size of this "
-                f"training or its evaluation: {error}"
+                f"The model supports images of shape {network.image_shape} (H, W, C), but not of {shape}, which this training or "
+                f"its evaluation also uses: {error}"
             ) from None
 
 
@@ -89,7 +89,10 @@ def _steps(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 def _least(config: Config, refused: int) -> int | None:
-    """Return the smallest side above a refused one that the model takes, by halving; None if its own images are no larger."""
+    """Return the smallest side above a refused one that the model supports, by bisection; None if there is none.
+
+    The upper limit is the default image size of the model.
+    """
     least = min(catalogue.image_shape(config.model.name)[:2])
     if least <= refused:
         return None
@@ -106,15 +109,17 @@ def _least(config: Config, refused: int) -> int | None:
 CHECKPOINT = "the checkpoint"
 
 
-#: of a checkpoint's metadata: the form of the images that it was evaluated on
+#: key of a checkpoint's metadata: form of the images of its evaluation
 EVALUATION_IMAGES = "evaluation_images"
 
 
 @dataclass(frozen=True)
 class Images:
-    """A data file and what is made of its images.
+    """A data file and the preparation of its images.
 
-    notes: what a user should know of it, a sentence each. sizes: of the images by epoch, where they change.
+    Attributes:
+        notes: notes for the user, one sentence each.
+        sizes: sizes of images by epoch; None if they do not change.
     """
 
     file: ImageFile
@@ -124,23 +129,23 @@ class Images:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) as the network sees them, where they have one size."""
+        """Shape (H, W, C) of the network's input, if there is a single one."""
         return self.pipeline.output_shape(*self.file.shape)
 
     def shapes(self, epochs: int) -> tuple[tuple[int, int, int], ...]:
-        """Return (H, W, C) as the network sees them, of each size that a training of `epochs` epochs reaches, the largest first.
+        """Return the shapes (H, W, C) of the network's input that a training of `epochs` epochs reaches, the largest first.
 
         Raises:
-            ShapeError: stored images that are too small for a size.
+            ShapeError: the stored images are too small for a size.
         """
         return (self.shape,) if self.sizes is None else self.sizes.shapes(self.pipeline, self.file.shape, epochs)
 
 
 def open_images(config: Config, split: Split) -> ImageFile:
-    """Return the configured images of a split, which has some: a file, or what is made up in its place.
+    """Return the configured images of a split: a file, or generated images. The split must be configured.
 
     Raises:
-        DataError: as `ImageFile.open`.
+        DataError: as for `ImageFile.open`.
     """
     path = config.data.train if split == "train" else config.data.test
     assert path is not None, f"there are images to {split}"
@@ -152,19 +157,20 @@ def open_images(config: Config, split: Split) -> ImageFile:
 
 
 def configured_splits(config: Config) -> tuple[Split, ...]:
-    """Return the splits for which a configuration names images."""
+    """Return the splits for which the configuration has images."""
     return ("train",) if config.data.test is None else ("train", "test")
 
 
 def training_images(config: Config, opened: ImageFile, known: DataFacts | None) -> tuple[Images, DataFacts]:
-    """Return the training set, and what a checkpoint remembers of it.
+    """Return the training set, and the facts about it that a checkpoint stores.
 
     Args:
-        opened: the configured file.
-        known: what the network was trained on before: its classes keep their order, and its images their normalisation.
+        opened: configured file.
+        known: facts about the data of an earlier training, whose order of classes and normalisation are kept; None if there is
+            none.
 
     Raises:
-        DataError: other classes than the known ones, or another number of channels.
+        DataError: the file has other classes than the known ones, or another number of channels.
     """
     file = opened
     data = DataFacts.of(file)
@@ -177,10 +183,14 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
 
 
 def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place: str) -> Images:
-    """Return the test set with the classes and the normalisation of `data`. place: the origin of `data`. opened: the file.
+    """Return the test set with the classes and the normalisation of `data`.
+
+    Args:
+        opened: configured file.
+        place: origin of `data`, for messages.
 
     Raises:
-        DataError: other classes, or another number of channels.
+        DataError: the file has other classes, or another number of channels.
     """
     file = with_class_order(opened, data.class_names, place)
     _check_channels(opened, data, place)
@@ -208,13 +218,14 @@ def pictures(
     """Return pictures as evaluation images with labels 0 and the classes and normalisation of `data`.
 
     Args:
-        form: of a data file's images, that pictures are brought to first. threads: that decode them.
-        max_pixels: pixels of the largest picture that is accepted; see `decoding.decode`.
+        form: form of a data file's images to which pictures are converted first.
+        threads: number of threads that decode pictures.
+        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Raises:
-        ShapeError: a form that pictures cannot be brought to.
+        ShapeError: pictures cannot be converted to this form.
     """
-    from hpctrain.data.pictures import DecodedPictures  # loads Pillow, which trainings may do without
+    from hpctrain.data.pictures import DecodedPictures  # loads Pillow, which trainings may not need
 
     decoded = DecodedPictures(files, form, threads, max_pixels)
     moments = np.array(data.mean), np.array(data.std)
@@ -223,9 +234,10 @@ def pictures(
 
 
 def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
-    """Return (H, W, C) of training images as the network sees them, the largest if sizes change.
+    """Return the shape (H, W, C) of the network's input in training, the largest if sizes change.
 
-    config: what it was trained with.
+    Args:
+        config: configuration of the training.
     """
     height, width, channels = data.shape
     return of_largest(config, make_pipeline(config, config.data.augment, data)).output_shape(height, width, channels)
@@ -235,18 +247,18 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
     """Raise unless training and test images have one shape (H, W, C) after their pipelines, as one network reads both.
 
     Raises:
-        ShapeError: they are two shapes.
+        ShapeError: the shapes differ.
     """
     if test != train:
         raise ShapeError(
-            f"Test images come out as {test}, training images as {train} (H, W, C); "
-            f"give data.evaluate_augment a crop to {train[:2]}."
+            f"Test images have shape {test} after augmentation, but training images {train} (H, W, C); "
+            f"add a crop to {train[:2]} to data.evaluate_augment."
         )
 
 
 def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) -> Iterator[str]:
     if [*map(normal_name, opened.class_names)] != [*map(normal_name, data.class_names)]:
-        yield f"{opened.path} has its classes in another order than {place}; its labels are mapped by name"
+        yield f"{opened.path} has another order of classes than {place}; its labels are mapped by class name"
     if normalised and (tuple(opened.mean), tuple(opened.std)) != (data.mean, data.std):
         yield f"images are normalised with the mean and deviation of {place}, not with those of {opened.path}"
 
@@ -266,9 +278,11 @@ _SHARD, _RANK, _GROUP, _ALL = "a shard", "a rank", "a split group", "the step"
 
 @dataclass(frozen=True)
 class SingleValues:
-    """The outcome of the check.
+    """The result of the check for batch norms over a single value.
 
-    refusal: a sentence, if every step has such a layer; else None. warning: a sentence, if only the last step of an epoch has.
+    Attributes:
+        refusal: error message if every step has such a layer, else None.
+        warning: warning if only the last step of an epoch has such a layer, else None.
     """
 
     refusal: str | None = None
@@ -278,7 +292,7 @@ class SingleValues:
         """Raise if every step has such a layer.
 
         Raises:
-            ConfigError: the refusal.
+            ConfigError: the message is `refusal`.
         """
         if self.refusal is not None:
             raise ConfigError(self.refusal)
@@ -290,7 +304,10 @@ def single_values(
     """Check the batch norms of a training.
 
     Args:
-        shapes: (H, W, C) of all sizes of training images. samples: of an epoch. place: of the images, for messages.
+        shapes: shapes (H, W, C) of training images of all sizes.
+        classes: number of classes.
+        samples: number of samples of an epoch.
+        place: origin of the images, for messages.
     """
     if config.epochs == 0:
         return SingleValues()
@@ -298,11 +315,11 @@ def single_values(
     found = {count: _first_single(config, shapes, classes, count, plan) for count in (whole, rest) if count}
     if (one := found.get(whole)) is not None:
         few = f", as {place} has {_images(samples)}" if samples < config.batch else ""
-        return SingleValues(refusal=f"{one.sentence(f'every step, of {_images(whole)}{few}')}; {one.mend}.")
+        return SingleValues(refusal=f"{one.sentence(f'every step, of {_images(whole)}{few}')}; {one.fix}.")
     if (one := found.get(rest)) is not None:
         step = f"the last step of each epoch, of {_images(rest)}"
-        mend = f"choose a batch that divides the {samples:,} images of an epoch or leaves a larger rest"
-        return SingleValues(warning=f"{one.sentence(step)}; {mend}")
+        fix = f"choose a batch that divides the {samples:,} images of an epoch or leaves a larger remainder"
+        return SingleValues(warning=f"{one.sentence(step)}; {fix}")
     return SingleValues()
 
 
@@ -314,7 +331,7 @@ def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
     """Check the batch norms of a configuration, with the header of its training file. Finds nothing if the file is missing.
 
     Args:
-        ranks: of the job. None: those of the configured grid, or one split group.
+        ranks: number of ranks of the job; None: that of the configured grid, or one split group.
     """
     if config.automatic or (config.data.train != SYNTHETIC and not Path(config.data.train).exists()):
         return SingleValues()
@@ -329,26 +346,30 @@ def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
 
 @dataclass(frozen=True)
 class _Single:
-    """A layer with a single value.
+    """Batch norm with a single value per channel.
 
-    shape: (H, W) of the images. sharing: the images that share statistics, in words. mend: the end of the sentence.
+    Attributes:
+        layer: name of the layer.
+        shape: (H, W) of the images.
+        sharing: scope of the images that share statistics, in words.
+        fix: advice at the end of the message.
     """
 
     layer: str
     shape: tuple[int, int]
     sharing: str
-    mend: str
+    fix: str
 
     def sentence(self, step: str) -> str:
         height, width = self.shape
         return (
-            f"Batch norm {self.layer} has a single value per channel, so that it passes on its bias alone, in {step}: images of "
+            f"Batch norm {self.layer} has a single value per channel, so that it outputs only its bias, in {step}: images of "
             f"{height} x {width} are 1 x 1 there, and the statistics are those of {self.sharing}, which has 1 image"
         )
 
 
 def _first_single(config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan) -> _Single | None:
-    """Return the first layer with a single value in a step of `samples` samples; None if there is none."""
+    """Return the first batch norm over a single value in a step of `samples` samples; None if there is none."""
     sharing = {scope for scope in (_SHARD, _RANK, _GROUP, _ALL) if _fewest_samples(config, samples, plan, scope) == 1}
     if not sharing:
         return None
@@ -360,22 +381,26 @@ def _first_single(config: Config, shapes: Iterable[ImageShape], classes: int, sa
                 in_passes = (
                     f"{scope} in one of {config.micro_batches} passes" if config.micro_batches > 1 and scope != _SHARD else scope
                 )
-                return _Single(node.name, shape[:2], in_passes, _mend(config, plan, scope))
+                return _Single(node.name, shape[:2], in_passes, _fix(config, plan, scope))
     return None
 
 
 def _fewest_samples(config: Config, samples: int, plan: ParallelPlan, scope: str) -> int:
-    """Return the smallest number of samples, other than 0, that share statistics."""
+    """Return the minimum number of samples, other than 0, that share statistics."""
     if scope == _SHARD:
         return min(filter(None, even(samples, config.exact.shards or 1)))
     size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
     of_ranks = counts(samples, plan.rows * plan.cols, plan.rows)
-    teams = {of_ranks[first : first + size] for first in range(0, len(of_ranks), size)}  # most are alike
+    teams = {of_ranks[first : first + size] for first in range(0, len(of_ranks), size)}  # a set: most are equal
     return min(filter(None, (count for team in teams for count in _samples_of_passes(team, config.micro_batches))))
 
 
 def _samples_of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
-    """Return the joint samples of some ranks in each pass. team: samples of each of these ranks in the step."""
+    """Return the total number of samples of some ranks in each pass.
+
+    Args:
+        team: numbers of samples of these ranks in the step.
+    """
     shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
     return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]
 
@@ -399,12 +424,12 @@ def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
 
 
 def _norms_of_one_pixel(graph: Graph) -> list[Node]:
-    """Return the trained batch norms that have one value per image and channel."""
+    """Return the trained batch norms with one value per image and channel."""
     norms = [node for node in graph.nodes if isinstance(node.spec, BatchNormSpec) and not node.spec.fixed]
     return [node for node in norms if math.prod(graph.tensors[node.output].shape[:-1]) == 1]
 
 
-def _mend(config: Config, plan: ParallelPlan, scope: str) -> str:
+def _fix(config: Config, plan: ParallelPlan, scope: str) -> str:
     parts = {
         _SHARD: config.exact.shards or 1,
         _RANK: plan.rows * plan.cols * config.micro_batches,

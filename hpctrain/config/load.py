@@ -1,6 +1,6 @@
-"""From a YAML file and overrides to a checked, frozen configuration with the place of each value, and back to text.
+"""Read a YAML file and overrides into a checked, frozen configuration with the position of each value; write it back as text.
 
-Faults are sentences: from pydantic's errors to key paths, rules and the nearest legal values.
+Pydantic's errors become sentences with the key, the rule and the nearest legal value.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 
 def dump(config: Config) -> str:
-    """Return the whole configuration, defaults included, as YAML; `parse(dump(config))` returns an equal one."""
-    # Not allow_unicode: PyYAML would write U+0085 and its like as line breaks, which fold to spaces when read.
+    """Return the whole configuration as YAML, including defaults; `parse(dump(config))` returns an equal configuration."""
+    # No allow_unicode: PyYAML would write U+0085 and similar characters as line breaks, which become spaces when read.
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
 
 
@@ -34,12 +34,12 @@ def keys_schema() -> dict[str, Any]:
 
 _SHOWN_CHARACTERS = 60
 
-#: the keys whose values are lists of names with options
+#: keys whose values are lists of names with options
 NAMED_LISTS = (("data", "augment"), ("data", "evaluate_augment"), ("metrics", "reporters"))
 
 
 def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the schema of the mapping at a path; None if there is none."""
+    """Return the schema of the mapping at a path; None if there is no mapping."""
     kind: Any = Config
     for part in path:
         if isinstance(part, int):
@@ -51,7 +51,7 @@ def section_at(path: KeyPath) -> type[BaseModel] | None:
 
 
 def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield every key path of the schema below a mapping's, in order; list items are left out."""
+    """Yield every key path of the schema below a mapping, in order, without items of lists."""
     section = section_at(path)
     for key in section.model_fields if section is not None else ():
         yield (*path, key)
@@ -61,11 +61,10 @@ def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
 def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tuple[KeyPath, str]]:
     """Return (key path, sentence) of each fault, in the order of the schema.
 
-    A key that is missing because it is misspelt is one fault, not two. What a section lacks is not reported if its name
-    is unknown.
+    A misspelt key is one fault, not also a missing key. Missing keys of a section are not reported if its name is unknown.
 
     Args:
-        unknown: paths of the sections whose names no registry knows.
+        unknown: paths of the sections with unknown names.
     """
     items = error.errors(include_url=False)
     meant = {_meant(tuple(item["loc"])) for item in items if item["type"] == "extra_forbidden"}
@@ -75,7 +74,7 @@ def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tu
 
 
 def names_in(data: Any) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (path of a section, the registered name in it) of each in plain data that may not fit the schema."""
+    """Yield (path of a section, its registered name) for each section in plain data, which need not fit the schema."""
     if not isinstance(data, Mapping):
         return
     for key, field in Config.model_fields.items():
@@ -96,7 +95,7 @@ def _name(path: KeyPath, section: Any) -> Iterator[tuple[KeyPath, str]]:
 
 
 def show(value: Any) -> str:
-    """Return a value as YAML in one line, shortened."""
+    """Return a value as YAML in one line, shortened if it is long."""
     if isinstance(value, str):
         value = value[: 2 * _SHOWN_CHARACTERS]
     try:
@@ -113,7 +112,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def nearest_sibling(path: KeyPath) -> str:
-    """Return '; the nearest known key is "x"' for a key that its mapping lacks; empty if none is near."""
+    """Return '; the nearest known key is "x"' for an unknown key of a mapping; empty if no key is similar."""
     near = _meant(path) if path else None
     return "" if near is None or near == path else f'; the nearest known key is "{dotted(near)}"'
 
@@ -135,7 +134,7 @@ def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
 
 
 def _items(path: KeyPath) -> int:
-    """Return how many items the list at a path has."""
+    """Return the number of items of the list at a path."""
     section = section_at(path[:-1])
     assert section is not None
     kinds = (section.model_fields[str(path[-1])].annotation, *get_args(section.model_fields[str(path[-1])].annotation))
@@ -143,7 +142,7 @@ def _items(path: KeyPath) -> int:
 
 
 def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
-    """Return the rule that a value breaks, with the nearest legal one if there is one."""
+    """Return the rule that a value breaks, with the nearest legal value if there is one."""
     context, section = item.get("ctx", {}), section_at(path)
     if item["type"] == "model_type" and section is not None:
         name = "a name or " if issubclass(section, Named) else f"{AUTO} or " if issubclass(section, OpenSection) else ""
@@ -167,20 +166,20 @@ def _meaning(path: KeyPath) -> str:
 
 
 def _meant(path: KeyPath) -> KeyPath | None:
-    """Return the key of the same mapping that an unknown one is nearest to."""
+    """Return the most similar key of the same mapping; None if there is none."""
     section = section_at(path[:-1])
     near = nearest(str(path[-1]), section.model_fields if section is not None else ())
     return None if near is None else (*path[:-1], near)
 
 
 def _nearest_key(path: KeyPath) -> str:
-    """Return the nearest key of the same mapping, else one of that name elsewhere, else all keys of the mapping."""
+    """Return the most similar key of the same mapping, else a key of that name elsewhere, else all keys of the mapping."""
     section = section_at(path[:-1])
     keys = tuple(section.model_fields) if section is not None else ()
     near = _meant(path)
     if near is not None:
         return f'the nearest known key is "{dotted(near)}"'
-    # Names of different sections name different things.
+    # `name` is excluded, as it has another meaning in each section.
     elsewhere = next((known for known in known_paths() if known[-1] == path[-1] != "name"), None)
     if elsewhere is not None:
         return f'the nearest known key is "{dotted(elsewhere)}"'
@@ -188,22 +187,23 @@ def _nearest_key(path: KeyPath) -> str:
 
 
 def _digits(text: str) -> list[str]:
-    # float16 is no misspelt float64: other digits mean another thing. float46 is one.
+    # float16 is not a misspelling of float64, as its digits differ; float46 is one.
     return sorted(character for character in text if character.isdigit())
 
 
-#: (path of a section, its name) -> the sentence that refuses the name; None if a registry has it
+#: callback: (path of a section, its name) -> error message for an unknown name; None if a registry has the name
 Refusal = Callable[[KeyPath, str], str | None]
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | None = None) -> tuple[Config, Source]:
     """Return the configuration in a YAML file, with overrides such as "optimizer.lr=0.2" (each value is YAML) applied in order.
 
-    Options are not checked here, and names in registries only where the configuration is refused for another reason: `Source`
-    gives those who check them the places for their messages.
+    Options are not checked here. Names in registries are checked only if there is another fault. The returned `Source` has the
+    positions for messages of later checks.
 
     Args:
-        refusal: asked about every name once there is a fault, so that an unknown name is reported before what follows from it.
+        refusal: callback for every name, called once there is a fault, so that an unknown name is reported before the faults that
+            follow from it.
 
     Raises:
         ConfigError: one sentence for each fault, each with its file and line or its override.
@@ -211,9 +211,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     try:
         text = read_text(path, TEXT_BYTES, pipes=True)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
+        raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: The configuration cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}.") from None
     user_code.search_beside(Path(path))
     return parse(text, str(path), overrides, refusal)
 
@@ -221,7 +221,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
 def parse(
     text: str, label: str = "configuration", overrides: Sequence[str] = (), refusal: Refusal | None = None
 ) -> tuple[Config, Source]:
-    """Do the same as `load`, from text; `label` stands for the file's path in messages."""
+    """Return the configuration in a text; otherwise as `load`.
+
+    Args:
+        label: path of the file in messages.
+    """
     data, places = read_yaml(text, label)
     if data is None:
         data, places = {}, {(): label}
@@ -236,7 +240,7 @@ def parse(
 
 
 def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal | None) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each fault: names that no registry knows, then what the schema refuses."""
+    """Yield (key path, sentence) of each fault: unknown names first, then violations of the schema."""
     refused = {} if refusal is None else {path: refusal(path, name) for path, name in names_in(data)}
     unknown = {path: sentence for path, sentence in refused.items() if sentence is not None}
     yield from (((*path, "name"), sentence) for path, sentence in unknown.items())
@@ -245,25 +249,25 @@ def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal 
 
 
 def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
-    """Return how to keep the keys of a section that an override has replaced as a whole, for a key that is now missing."""
+    """Return a hint for a missing key of a section that an override has replaced as a whole; empty in other cases."""
     section = path[:-1]
     if not source.places.get(section, "").startswith("override"):
         return ""
     name = next((name for known, name in names_in(data) if known == section), None)
     if name is None or path[-1] in _at(data, section):
         return ""
-    return f" The override replaces the whole of {dotted(section)}; {dotted(section)}.name={name} replaces the name alone."
+    return f" The override replaces all of {dotted(section)}; {dotted(section)}.name={name} replaces only the name."
 
 
 def _at(data: Any, path: KeyPath) -> Mapping[str, Any]:
-    """Return the mapping at a path of plain data; an empty one if there is something else."""
+    """Return the mapping at a path of plain data; empty if there is no mapping."""
     for key in path:
         data = data[key]
     return data if isinstance(data, Mapping) else {}
 
 
 def _override(data: Any, places: dict[KeyPath, str], override: str) -> Any:
-    """Return the data with one value replaced; notes the override as its place."""
+    """Return the data with one value replaced; record the override as the position of the value."""
     label = f'override "{override}"'
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
@@ -277,7 +281,7 @@ def _override(data: Any, places: dict[KeyPath, str], override: str) -> Any:
 
 
 def _replaced(data: Any, path: KeyPath, parts: Sequence[str], value: Any, places: dict[KeyPath, str], label: str) -> Any:
-    """Return `data`, which lies at `path`, with `value` at the keys `parts` below it."""
+    """Return `data`, the value at `path`, with `value` set at the keys `parts` below it."""
     if not parts:
         for known in [known for known in places if known[: len(path)] == path]:
             del places[known]
@@ -305,13 +309,13 @@ def _index(data: Sequence[Any], path: KeyPath, key: str, label: str) -> int:
 
 
 def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any]:
-    """Return the mapping in which a key is to be set; one that is absent is empty, a name alone is written out."""
+    """Return the mapping in which a key is set: an absent section is empty, and a shorthand is expanded."""
     section = section_at(path)
     if isinstance(data, dict):
         return data
     if data is None and section is not None:
         return {}
-    if data == AUTO and section is not None and issubclass(section, OpenSection):  # a value that is given ends the choice
+    if data == AUTO and section is not None and issubclass(section, OpenSection):  # the override replaces the automatic choice
         return {}
     if isinstance(data, str) and section is not None and issubclass(section, Named):
         return {"name": data}
@@ -321,16 +325,16 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
         return DataConfig.of_synthetic()
     if data is None:
         raise ConfigError(
-            f'{label}: There is no {dotted(path)}, so its item "{key}" cannot be set{nearest_sibling(path)}; '
+            f'{label}: Cannot set item "{key}" of {dotted(path)}, which is not set{nearest_sibling(path)}; '
             f"set {dotted(path)} as a whole."
         )
     raise ConfigError(f'{label}: {dotted(path) or "The configuration"} is a single value and has no "{key}".')
 
 
-_WIDEST = 1_000_000  # an override is one line
+_WIDEST = 1_000_000  # wide enough for any value in one line
 
 
 def flow(value: Any) -> str:
-    """Return YAML in one line."""
+    """Return a value as YAML in one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=_WIDEST)
     return text.removesuffix("\n...\n").strip()

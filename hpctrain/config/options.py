@@ -1,7 +1,8 @@
-"""Every name that a configuration can choose, with its options: types, defaults and meanings, read from what is constructed.
+"""Every name that a configuration can choose, with types, defaults and descriptions of its options.
 
-Frozen dataclasses `Options` or constructors' signatures, with the "Args" of their docstrings, are the one source of what
-`config show` fills in, of `hpctrain list`, of docs/options.md, and of the JSON schema by which editors complete and check.
+They are read from the frozen dataclasses `Options` or the signatures of constructors, and the "Args" of their docstrings. These
+are the single source of the values that `config show` fills in, of `hpctrain list`, of docs/options.md, and of the JSON schema
+with which editors complete and check.
 """
 
 from __future__ import annotations
@@ -28,22 +29,26 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.train.reporters import REPORTERS
 
-#: options of models that follow from the rest of the configuration where they are left out
+#: options of models that follow from the rest of the configuration unless they are given
 FOLLOWING: Mapping[str, str] = {
-    "classes": "Number of classes; left out, it is that of the training file.",
-    "channels_in": "Channels of the images; left out, it is that of the training file.",
-    "momentum": "Momentum of the running statistics; left out, it is batch_norm.momentum.",
-    "epsilon": "Number added to variances; left out, it is batch_norm.epsilon.",
-    "synchronised": "Batch statistics are those of all ranks; left out, it follows from batch_norm.statistics.",
-    "seed": "Seed of what dropout and stochastic depth drop; left out, it is the run's.",
+    "classes": "Number of classes; default: that of the training file.",
+    "channels_in": "Number of channels of the images; default: that of the training file.",
+    "momentum": "Momentum of the running statistics; default: batch_norm.momentum.",
+    "epsilon": "Number added to variances; default: batch_norm.epsilon.",
+    "synchronised": "Whether batch statistics are computed over all ranks; default: by batch_norm.statistics.",
+    "seed": "Seed of dropout and stochastic depth; default: the seed of the run.",
 }
 
 
 @dataclass(frozen=True)
 class Option:
-    """One keyword that a configuration may give.
+    """One option of a name.
 
-    schema: the JSON schema of its type. default: as plain data; without meaning where `needed`. meaning: in a sentence.
+    Attributes:
+        schema: JSON schema of its type.
+        default: default as plain data; meaningless if `needed`.
+        needed: whether the option has no default.
+        meaning: description, one sentence.
     """
 
     name: str
@@ -55,9 +60,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """One name. sentence: what it stands for. options: in the constructor's order, those that follow from the data left out.
+    """One name of a kind.
 
-    family: the name that shares these options; `fixed`: those of the family's that this name has settled.
+    Attributes:
+        sentence: description.
+        options: options in the constructor's order, without those that follow from the data.
+        family: name that shares these options.
+        fixed: options of the family whose values this name fixes.
     """
 
     name: str
@@ -67,14 +76,14 @@ class Choice:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: in place of an averaging strategy; it has no options, and is none itself
-AUTOMATIC = Choice(AUTO, "The averaging strategy that is the fastest by prediction, chosen at the start of a run.", (), AUTO)
+#: entry for the automatic choice of an averaging strategy, which has no options
+AUTOMATIC = Choice(AUTO, "The averaging strategy with the shortest predicted step time, chosen at the start of a run.", (), AUTO)
 
-#: section of a configuration -> kind, as `hpctrain list` calls it
+#: section of a configuration -> kind, by its name in `hpctrain list`
 SECTIONS = {"model": "models", "optimizer": "optimizers", "averager": "averagers", "schedule": "schedules"}
 KINDS = (*SECTIONS.values(), "augmentations", "reporters")
 
-#: kind -> keys of its section that are no options
+#: kind -> keys of its section that are not options
 _KEYS = {"optimizers": tuple(OptimizerConfig.model_fields), "schedules": tuple(ScheduleConfig.model_fields)}
 
 #: lists of a configuration -> kind of their items
@@ -91,7 +100,7 @@ def kind_of(path: KeyPath) -> str:
 
 
 def registry(kind: str) -> Registry[Any]:
-    """Return the registry of a kind; that of models has the families."""
+    """Return the registry of a kind; for models, the registry of families."""
     registries: Mapping[str, Registry[Any]] = {
         "models": catalogue.FAMILIES,
         "optimizers": OPTIMIZERS,
@@ -109,10 +118,10 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def choice(kind: str, name: str) -> Choice:
-    """Return one name of a kind, which may be a reference to code of the user's.
+    """Return one name of a kind. The name may be a reference to user code.
 
     Raises:
-        ConfigError: there is no such name or no such code, or an option has the name of a key of the section.
+        ConfigError: the name or the code does not exist, or an option has the name of a key of the section.
     """
     if (kind, name) == ("averagers", AUTO):
         return AUTOMATIC
@@ -125,8 +134,8 @@ def choice(kind: str, name: str) -> Choice:
     for option in described.options:
         if option.name in _KEYS.get(kind, ("name",)):
             raise ConfigError(
-                f'The {known.kind} "{name}" cannot have an option "{option.name}", which is a key of its section already; '
-                f"give that keyword of its constructor another name."
+                f'The {known.kind} "{name}" cannot have an option "{option.name}", because its section has a key of that name; '
+                f"rename the keyword of its constructor."
             )
     return described
 
@@ -137,16 +146,16 @@ def choices(kind: str) -> tuple[Choice, ...]:
 
 
 def named(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of all that a configuration names."""
+    """Yield (kind, name) of all names in a configuration."""
     yield from ((kind, getattr(config, section).name) for section, kind in SECTIONS.items())
     for (outer, key), kind in LISTS.items():
         yield from ((kind, item.name) for item in getattr(getattr(config, outer), key))
 
 
 def filled(config: Config) -> Config:
-    """Return the same configuration with every option that it leaves to a default; `config` must have passed `check_names`.
+    """Return the configuration with the default of every option that it does not set; `config` must have passed `check_names`.
 
-    Options that follow from the data or from other keys stay out, and so do those that a model's name settles.
+    Options that follow from the data or from other keys stay out, and so do those that the name of a model fixes.
     """
     sections: dict[str, Any] = {section: _filled(getattr(config, section), kind) for section, kind in SECTIONS.items()}
     for (outer, key), kind in LISTS.items():
@@ -157,7 +166,7 @@ def filled(config: Config) -> Config:
 
 
 def defaults(config: Config) -> dict[str, Any]:
-    """Return the default of each option that may be left out, by dotted key ("optimizer.momentum"), for a configuration."""
+    """Return the default of each optional option for a configuration, by dotted key, such as "optimizer.momentum"."""
     return {
         f"{section}.{option}": value
         for section, kind in SECTIONS.items()
@@ -172,7 +181,7 @@ def _defaults(kind: str, name: str) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for what a configuration can hold: no default of a type of the user's."""
+    """Return whether a configuration can hold the value; it cannot hold a type of user code."""
     try:
         plain(value)
     except ValueError:
@@ -219,19 +228,21 @@ def _option(parameter: inspect.Parameter, meaning: str) -> Option:
         return unknown
     try:
         adapter = TypeAdapter(parameter.annotation)
-        default = adapter.dump_python(default, mode="json", warnings=False)  # a missing one is None, which the type may not allow
+        default = adapter.dump_python(
+            default, mode="json", warnings=False
+        )  # no warning: the type may not allow a default of None
         return Option(parameter.name, adapter.json_schema(), default, needed, meaning)
-    except PydanticUserError:  # a type of the user's, which no configuration can hold
+    except PydanticUserError:  # a type of user code that YAML cannot express
         return unknown
 
 
 def _sentence(entry: Callable[..., Any]) -> str:
-    """Return the first paragraph of a docstring, in one line."""
+    """Return the first paragraph of a docstring in one line."""
     return " ".join((inspect.getdoc(entry) or "").split("\n\n")[0].split())
 
 
 def _meanings(entry: Callable[..., Any]) -> dict[str, str]:
-    """Return option -> sentence, from "Args" of a function or of a class and its bases: an option begins its own line."""
+    """Return option -> description, from "Args" of a function, or of a class and its bases. Each option begins its own line."""
     documented = [cls.__doc__ for cls in reversed(entry.__mro__)] if inspect.isclass(entry) else [entry.__doc__]
     return dict(line for text in documented for line in _arguments(inspect.cleandoc(text or "")))
 
@@ -251,7 +262,7 @@ _KINDS = {
 _REFERENCE = {
     "type": "string",
     "pattern": "^[^:]+:[A-Za-z_][A-Za-z0-9_]*$",
-    "description": "Code of your own: module:Name or path/to/file.py:Name.",
+    "description": "Your own code: module:Name or path/to/file.py:Name.",
 }
 
 
@@ -266,12 +277,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _all_choices(kind: str) -> tuple[Choice, ...]:
-    """Return those that are listed, and the one that leaves the strategy to the start of a run."""
+    """Return the listed choices of a kind, and for averagers also the automatic one."""
     return (*choices(kind), *((AUTOMATIC,) if kind == "averagers" else ()))
 
 
 def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """Yield a reference to code of the user's or a name that an installed package offers: alone, and with any options."""
+    """Yield the schema of user code or a name offered by an installed package: as a string, and as a mapping with any options."""
     offered = list(dict.fromkeys(offer.name for offer in registry(kind).offers()))
     name = {"anyOf": [_REFERENCE, {"enum": offered}]} if offered else _REFERENCE
     yield name
@@ -279,7 +290,7 @@ def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 
 
 def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the mapping of one section, once for each set of options; names with the same ones are alternatives of one."""
+    """Yield the schema of one section for each set of options. Names with the same options share one schema."""
     by_family = sorted(_all_choices(kind), key=lambda choice: choice.family)
     for family, group in groupby(by_family, key=lambda choice: choice.family):
         members = list(group)

@@ -1,6 +1,6 @@
-"""The differences that a checkpoint and the run that resumes from it may have: one table of rules, and the comparison by it.
+"""Rules about the differences between a checkpoint's configuration and that of the run that resumes from it, and their check.
 
-Pure functions of values; nothing is read or written, and nothing communicates. `docs/checkpoint.md` shows the table to users.
+All functions are pure functions of values. `docs/checkpoint.md` shows the rules to users.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.core.errors import CheckpointError
 
 
 class When(Enum):
-    """When a value may change."""
+    """Time at which a value may change."""
 
     ALWAYS = "always"
     BETWEEN_EPOCHS = "between epochs"
@@ -32,7 +32,7 @@ class Rule:
     reason: str = ""
 
 
-#: the first rule whose pattern matches counts; every key of a configuration has one
+#: rules of all keys of a configuration; the first rule with a matching pattern decides
 RULES = (
     Rule("model", When.NEVER, "the parameters belong to the model"),
     Rule("model.*", When.NEVER, "the parameters belong to the model"),
@@ -40,7 +40,7 @@ RULES = (
     Rule("optimizer", When.NEVER, "its state belongs to that optimiser"),
     Rule("batch_norm.epsilon", When.NEVER, "it is part of the model"),
     Rule("data.normalise", When.NEVER, "the model was trained on such images"),
-    Rule("classes", When.NEVER, "the model's outputs stand for them"),
+    Rule("classes", When.NEVER, "the model's outputs belong to them"),
     Rule("seed", When.BETWEEN_EPOCHS, "the order of an epoch follows from it"),
     Rule("data.mixing.*", When.BETWEEN_EPOCHS, "an epoch sees one kind of images"),
     Rule("data.augment", When.BETWEEN_EPOCHS, "an epoch sees one kind of images"),
@@ -48,7 +48,7 @@ RULES = (
     Rule("loss.*", When.BETWEEN_EPOCHS, "the loss of an epoch is one sum"),
     Rule("images", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),
     Rule("labels", When.BETWEEN_EPOCHS, "an epoch sees each image of one file once"),
-    Rule("exact.*", When.NEVER, "each bit follows from them"),
+    Rule("exact.*", When.NEVER, "all bits depend on it"),
     Rule("init.freeze", When.NEVER, "the optimiser's state belongs to the layers that are trained"),
     Rule("init.*", When.ALWAYS),
     Rule("data.*", When.ALWAYS),
@@ -87,7 +87,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is another now; None stands for one that is not set."""
+    """A key whose value differs between checkpoint and run; None is the value of a key that is not set."""
 
     key: str
     old: Any
@@ -99,14 +99,17 @@ class Change:
 
 
 def rule_for(key: str) -> Rule:
-    """Return the rule of a dotted key. A key without one is a fault of this module."""
+    """Return the rule of a dotted key. Every key must have one."""
     rule = next((rule for rule in RULES if fnmatchcase(key, rule.pattern)), None)
-    assert rule is not None, f"no rule says whether {key} may change at a resume"
+    assert rule is not None, f"there is no rule whether {key} may change at a resume"
     return rule
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, by dotted keys. If a mapping has a key `name`, its own key has that name."""
+    """Return nested mappings as one mapping with dotted keys.
+
+    The entry `name` of a mapping becomes the value of the mapping's own key.
+    """
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(value, Mapping):
@@ -120,12 +123,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> tuple[Change, ...]:
-    """Return the keys whose values differ, in the order of `new`, then those that are gone. All three mappings are flat.
+    """Return the keys whose values differ: first those in `new`, in order, then the removed ones. All three mappings are flat.
 
-    Where something else of a kind is named (another optimiser), its options are not compared one by one.
+    If another name is chosen (such as another optimiser), its options are not compared.
 
     Args:
-        defaults: what stands for a key that one of the two does not have.
+        defaults: values of keys that `old` or `new` does not have.
     """
     absent = defaults or {}
     keys = dict.fromkeys((*new, *old))
@@ -139,10 +142,12 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
     """Raise unless the run may resume with these changes.
 
     Args:
-        between_epochs: no epoch is begun and unfinished. begun_epochs: all that are done or begun. place: of the checkpoint.
+        between_epochs: whether no epoch is unfinished.
+        begun_epochs: number of epochs that are done or begun.
+        place: path of the checkpoint.
 
     Raises:
-        CheckpointError: it may not; the message lists each change that is in the way, and why.
+        CheckpointError: a change is not allowed; the message lists each such change with the reason.
     """
     refusals = list(_refusals(differences, between_epochs, begun_epochs))
     if refusals:
@@ -153,10 +158,10 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
 
 
 def check_model(differences: Iterable[Change], place: str) -> None:
-    """Raise unless a checkpoint may be evaluated with these changes; those of optimiser and frozen layers do not matter.
+    """Raise unless a checkpoint may be evaluated with these changes. Changes of the optimiser and of `init` are ignored.
 
     Raises:
-        CheckpointError: it may not; the message lists each change that is in the way, and why.
+        CheckpointError: a change is not allowed; the message lists each such change with the reason.
     """
     of_model = [change for change in differences if change.key.partition(".")[0] not in ("optimizer", "init")]
     refusals = list(_refusals(of_model, between_epochs=True, begun_epochs=0))
@@ -170,10 +175,10 @@ def _refusals(differences: Iterable[Change], between_epochs: bool, begun_epochs:
     for change in differences:
         rule = rule_for(change.key)
         if change.key == "epochs" and change.new < begun_epochs:
-            yield f"{change} (the smallest value is {begun_epochs}: that many epochs are done or begun)"
+            yield f"{change} (the smallest value is {begun_epochs}, the number of epochs that are done or begun)"
         elif change.key == "optimizer.momentum" and 0 in (change.old, change.new):
-            yield f"{change} (may not change from or to 0: there are no velocities to continue with then)"
+            yield f"{change} (may not change from or to 0, because velocities exist only for other values)"
         elif rule.when is When.NEVER:
             yield f"{change} (may not change: {rule.reason})"
         elif rule.when is When.BETWEEN_EPOCHS and not between_epochs:
-            yield f"{change} (may change between two epochs only: {rule.reason})"
+            yield f"{change} (may change only between two epochs: {rule.reason})"

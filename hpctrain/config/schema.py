@@ -1,8 +1,7 @@
-"""A run as frozen data: every key with its unit, its meaning and its range.
+"""The configuration of a run as frozen data: every key with its unit, meaning and range.
 
-Objects made by a registry (model, optimiser, schedule, averager, augmentation) are a name and free options; the options are
-the
-constructor's keywords and are checked by the registry, which this module does not know.
+Objects of a registry (model, optimiser, schedule, averager, augmentation, reporter) are a name and free options. Options are the
+keywords of the constructor; the registry checks them, not this module.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from hpctrain.config.values import (
 )
 
 MOST_PIXELS = 65_536
-MOST_SAMPLES = 100_000_000  # two numbers of each are in memory
+MOST_SAMPLES = 100_000_000  # a rank keeps two numbers per sample in memory
 
 
 class AugmentConfig(Named):
-    """One step of image preparation."""
+    """One augmentation or preparation step of images."""
 
     name: Text = Field(
         description="Name of an augmentation, such as random_resized_crop, flip or randaugment; further keys are its options."
     )
 
 
-#: in place of a data file's path: images are made up; in place of the section `data`: those of both splits are
+#: value in place of a data file's path, for generated images; in place of the section `data`, for both splits
 SYNTHETIC = "synthetic"
 
 
 class SyntheticConfig(Section):
-    """The images that are generated if a path is `synthetic`."""
+    """The images that are generated if the path of a data file is `synthetic`."""
 
     height: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Height of a synthetic image, in pixels.")
     width: Integer = Field(default=32, ge=1, le=MOST_PIXELS, description="Width of a synthetic image, in pixels.")
@@ -59,33 +58,33 @@ class SyntheticConfig(Section):
 
 
 class MixingConfig(Section):
-    """The images of a step mixed with each other, and their labels with them."""
+    """Mixup and cutmix: mixing the images of a step with each other, and their labels alike."""
 
     mixup: Number = Field(
         default=0.0,
         ge=0,
         le=4,
-        description="Alpha of mixup, in [0, 4]: images and labels are w of their own and 1 - w of another's, w drawn from "
-        "Beta(alpha, alpha) for each step; 0 switches it off.",
+        description="Alpha of mixup, in [0, 4]: images and labels x become w x + (1 - w) x', with another sample x' of the step "
+        "and w drawn from Beta(alpha, alpha) for each step; 0 switches it off.",
     )
     cutmix: Number = Field(
         default=0.0,
         ge=0,
         le=4,
-        description="Alpha of cutmix, in [0, 4]: a box of 1 - w of the area is taken from another image of the step; 0 switches "
-        "it off.",
+        description="Alpha of cutmix, in [0, 4]: a box with the share 1 - w of the area is replaced by that of another image of "
+        "the step; 0 switches it off.",
     )
-    probability: Number = Field(default=1.0, ge=0, le=1, description="Share of steps that are mixed.")
+    probability: Number = Field(default=1.0, ge=0, le=1, description="Probability that the images of a step are mixed.")
     switch: Number = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Share of mixed steps that take cutmix, where mixup is on, too; the others take mixup.",
+        description="Share of mixed steps that use cutmix if mixup is on, too; the others use mixup.",
     )
 
     @property
     def mixes(self) -> bool:
-        """True if any step may be mixed."""
+        """Whether any step may be mixed."""
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
 
@@ -93,15 +92,15 @@ class SizeConfig(Section):
     """The size of training images from an epoch on."""
 
     from_epoch: Integer = Field(
-        default=0, ge=0, description="Number of epochs that are done when images get this size; 0 for the first size."
+        default=0, ge=0, description="Number of completed epochs from which on images have this size; 0 for the first size."
     )
     size: Integer = Field(
-        ge=1, le=MOST_PIXELS, description="Side of the images, in pixels; of images that are not square, the shorter one."
+        ge=1, le=MOST_PIXELS, description="Side of the images, in pixels; the shorter one if they are not square."
     )
 
 
 class CacheConfig(Section):
-    """The cache of samples that have been read once; true stands for the defaults, false for none."""
+    """The cache of samples that have been read once; true enables the defaults, false switches the cache off."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -113,28 +112,28 @@ class CacheConfig(Section):
 
     memory: Size = Field(
         default=AUTO_SIZE,
-        description="Memory of a node in which its ranks share samples, as a number of bytes or such as 64GB; 0 switches it off, "
-        "auto takes at most half of what is free at the start.",
+        description="Memory per node for samples that its ranks share, in bytes or such as 64GB; 0 switches it off, auto takes "
+        "at most half of the memory that is free at the start.",
     )
     fill: Literal["auto", "first_epoch", "start"] = Field(
         default="auto",
-        description="Time at which memory is filled: in the first_epoch each node reads samples as they come up; at the start "
-        "all are read before the first step, each by one rank of the job, and sent to the other nodes; auto takes start where "
-        "there are several nodes.",
+        description="Time of filling the memory. first_epoch: each node reads samples when they are first needed. start: all "
+        "samples are read before the first step, each by one rank of the job, and sent to the other nodes. auto: start if there "
+        "are several nodes, else first_epoch.",
     )
     local: Text | None = Field(
         default=None,
-        description="Directory of each node, such as $TMPDIR, for a local copy of samples that memory does not hold; null makes "
-        "none.",
+        description="Directory on each node, such as $TMPDIR, for a local copy of the samples that do not fit the memory; null "
+        "makes no copy.",
     )
     local_limit: Size = Field(
         default=AUTO_SIZE,
-        description="Largest size of the local copy of a file, as a number of bytes or such as 500GB; auto takes at most 90 % of "
-        "what is free in the directory.",
+        description="Maximum size of the local copy of a file, in bytes or such as 500GB; auto takes at most 90 % of the space "
+        "that is free in the directory.",
     )
     keep: bool = Field(
         default=False,
-        description="Leave the local copy on the node, of all samples, for a later run on the same data file; false removes it.",
+        description="Keep the local copy, of all samples, on the node for later runs on the same data file; false deletes it.",
     )
 
     @model_validator(mode="before")
@@ -145,7 +144,7 @@ class CacheConfig(Section):
 
 
 class DataConfig(Section):
-    """The images."""
+    """The data files, and the preparation of their images."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -169,34 +168,34 @@ class DataConfig(Section):
     )
     sizes: tuple[SizeConfig, ...] = Field(
         default=(),
-        description="Sizes of training images by epoch, in order: from_epoch is the number of epochs done when a size begins (0 "
-        "for the first), size the shorter side in pixels. The last augmentation that has a size takes it; where none has, images "
-        "are resized after all others. An empty list leaves images as augment makes them.",
+        description="Sizes of training images by epoch, in order: from_epoch is the number of completed epochs from which on a "
+        "size holds (0 for the first), size the shorter side in pixels. The last augmentation with a size option makes this "
+        "size; without one, images are resized after all augmentations. An empty list leaves images as augment makes them.",
     )
     mixing: MixingConfig = Field(
         default_factory=MixingConfig,
-        description="Mixup and cutmix of training images: those of a step are mixed with each other.",
+        description="Mixup and cutmix: the training images of a step are mixed with each other.",
     )
     normalise: bool = Field(
-        default=True, description="Subtract the training file's mean from images and divide them by its deviation, per channel."
+        default=True, description="Normalise images by the mean and standard deviation of the training file, per channel."
     )
     prefetch: Integer = Field(
         default=2, ge=0, description="Number of batches that a thread prepares ahead of the step; 0 uses no thread."
     )
     threads: Threads = Field(
         default="auto",
-        description="Number of threads per rank that make a batch; auto takes a quarter of the rank's cores, from 1 to 8.",
+        description="Number of threads per rank that prepare batches; auto takes a quarter of the rank's cores, from 1 to 8.",
     )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="The cache of samples that have been read once.")
     on_unreadable: Literal["stop", "skip"] = Field(
         default="stop",
-        description="Consequence of a sample that cannot be read: stop ends the job, skip trains on with another in its place.",
+        description="Action if a sample cannot be read: end the job (stop), or train with another sample in its place (skip).",
     )
     max_unreadable: Number = Field(
         default=0.01,
         ge=0,
         le=1,
-        description="Share of a file's samples, rounded up, that a rank may find unreadable under skip before the job ends.",
+        description="Maximum share of a file's samples, rounded up, that a rank skips as unreadable before the job ends.",
     )
 
     @model_validator(mode="before")
@@ -206,18 +205,16 @@ class DataConfig(Section):
 
     @staticmethod
     def of_synthetic() -> dict[str, Any]:
-        """Return the section that the one word stands for."""
+        """Return the section that the word `synthetic` abbreviates."""
         return {"train": SYNTHETIC, "test": SYNTHETIC}
 
 
 class EvaluateConfig(Section):
     """Evaluation on the test file."""
 
-    every_epochs: Integer = Field(
-        default=1, ge=0, description="Number of epochs from one evaluation to the next; 0 switches them off."
-    )
+    every_epochs: Integer = Field(default=1, ge=0, description="Number of epochs between evaluations; 0 switches evaluation off.")
     batch: Integer | None = Field(
-        default=None, ge=1, description="Global batch of the evaluation, in samples; null takes the training batch."
+        default=None, ge=1, description="Global batch size of the evaluation, in samples; null takes that of the training."
     )
 
 
@@ -228,16 +225,16 @@ class EmaConfig(Section):
         default=None,
         gt=0,
         lt=1,
-        description="Share of the average of weights that is kept in an update, in (0, 1), such as 0.999; null keeps no average.",
+        description="Decay of the average per update, in (0, 1), such as 0.999; null keeps no average.",
     )
     warm_up: bool = Field(
         default=True,
-        description="Keep less of the average at first: (1 + t) / (10 + t) in the t-th update, as long as that is below decay.",
+        description="Use a smaller decay at first: (1 + t) / (10 + t) in the t-th update, while this is below decay.",
     )
 
 
 class EarlyStopConfig(Section):
-    """The end of a training whose evaluations no longer improve."""
+    """The early end of a training whose evaluations no longer improve."""
 
     patience: Integer | None = Field(
         default=None,
@@ -246,18 +243,18 @@ class EarlyStopConfig(Section):
     )
     metric: Literal["top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss"] = Field(
         default="top1",
-        description="Measure of evaluations by which training ends early: a higher top1 or top5 is better, and a lower loss; "
-        "ema_top1 and so on are those of the average of weights.",
+        description="Metric of the evaluations that must improve: a higher top1 or top5, or a lower loss; the prefix ema_ "
+        "selects the metric of the averaged weights.",
     )
     min_delta: Number = Field(default=0.0, ge=0, description="Minimum change that counts as an improvement.")
 
 
 DEFAULT_SHARDS = 8
-MOST_SHARDS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
+MOST_SHARDS = 1_000_000  # far beyond any machine: a larger value is a typing error
 
 
 class ExactConfig(Section):
-    """The order of sums over samples; true takes 8 shards, false leaves the order to the ranks."""
+    """The order of sums over samples; true takes 8 shards, false lets the order depend on the ranks."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -271,8 +268,8 @@ class ExactConfig(Section):
         default=None,
         ge=1,
         le=MOST_SHARDS,
-        description="Number of parts of each batch whose sums are added in one fixed order, so that a run has the same bits on "
-        "any number of ranks that divides it, such as 8; null leaves the order to the ranks.",
+        description="Number of parts of each batch, such as 8. Their sums are added in one fixed order, so that a run is bitwise "
+        "the same on every number of ranks that divides the number of parts; null lets the order depend on the ranks.",
     )
 
     @model_validator(mode="before")
@@ -290,16 +287,16 @@ _MOST_NAME_BYTES = 200  # with the time and number of a run, at most the 255 byt
 def _one_component(value: Any) -> Any:
     if isinstance(value, str) and (value in {".", ".."} or "/" in value or "\0" in value):
         raise PydanticCustomError(
-            "name_type", 'must be usable as the name of a directory, so it has no "/" and is not "." or ".."'
+            "name_type", 'must be usable as the name of a directory: it must not contain "/" or be "." or ".."'
         )
     if isinstance(value, str) and len(value.encode(errors="replace")) > _MOST_NAME_BYTES:
-        sentence = "must be usable as the name of a directory, so it has at most {most} bytes"
+        sentence = "must be usable as the name of a directory: it must have at most {most} bytes"
         raise PydanticCustomError("name_type", sentence, {"most": _MOST_NAME_BYTES})
     return value
 
 
-MOST_RANKS = 1_000_000  # far beyond any machine: what is larger is a slip of the pen
-MOST_SECONDS = 1e9  # 31 years; timers of the system end somewhere beyond it
+MOST_RANKS = 1_000_000  # far beyond any machine: a larger value is a typing error
+MOST_SECONDS = 1e9  # 31 years: timers of the system have a limit not far above
 
 Part = Annotated[Integer, Field(ge=1)]
 Use = Literal["batch", "model", "domain"]
@@ -336,20 +333,23 @@ class AveragerConfig(Named):
 
     name: Text = Field(
         default="sharded",
-        description="Name of an averaging strategy, or auto (the fastest by prediction); further keys are its options.",
+        description="Name of an averaging strategy, or auto for the shortest predicted step time; further keys are its options.",
     )
 
     @property
     def automatic(self) -> bool:
-        """True if the strategy is still to be chosen."""
+        """Whether a strategy must still be chosen."""
         return self.name == AUTO
 
 
 class LossConfig(Section):
-    """Softmax cross entropy."""
+    """The loss: softmax cross entropy."""
 
     label_smoothing: Number = Field(
-        default=0.0, ge=0, lt=1, description="Share of the target probability that is spread evenly over all classes, in [0, 1)."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the target probability that is distributed evenly over all classes, in [0, 1).",
     )
 
 
@@ -359,7 +359,7 @@ class GridConfig(Section, OpenSection):
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(OPEN))
 
     rows: Integer = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Number of ranks that split one layer's weights or images (Pr)."
+        default=1, ge=1, le=MOST_RANKS, description="Number of ranks that split the weights or images of a layer (Pr)."
     )
     cols: Integer | None = Field(
         default=None,
@@ -369,17 +369,17 @@ class GridConfig(Section, OpenSection):
     )
     tiles: tuple[Part, Part] | None = Field(
         default=None,
-        description="Numbers of parts [vertical, horizontal] of an image under domain; their product is rows; null takes "
+        description="Numbers of vertical and horizontal parts of an image under domain, whose product is rows; null takes "
         "[rows, 1].",
     )
     overlap: tuple[Text, ...] = Field(
         default=(),
-        description="Patterns of the names of convolutions under domain whose interior is computed while their halos travel.",
+        description="Patterns of names of convolutions under domain that compute their interior while halos are exchanged.",
     )
 
 
 class PlanConfig(OpenSection):
-    """The parallelism of each layer: patterns of layer names, in order; the last one that matches counts."""
+    """The parallelism of each layer, by patterns of layer names, in order; the last matching pattern decides."""
 
     model_config = ConfigDict(frozen=True, extra="allow", json_schema_extra=or_shorthand(OPEN))
     __pydantic_extra__: dict[str, Use] = Field(init=False)
@@ -392,7 +392,7 @@ class PlanConfig(OpenSection):
 
     @property
     def patterns(self) -> dict[str, Use]:
-        """Pattern -> use, in order; a fresh dict."""
+        """Mapping from pattern to use, in order, as a new dict."""
         return dict(self.__pydantic_extra__)
 
 
@@ -401,42 +401,40 @@ class BatchNormConfig(Section):
 
     statistics: Literal["local", "synchronised"] = Field(
         default="local",
-        description="Samples that batch statistics are taken over: those of the ranks that share samples (local), or of all "
-        "ranks (synchronised).",
+        description="Samples over which batch statistics are computed: those of the ranks that share samples (local), or those "
+        "of all ranks (synchronised).",
     )
     momentum: Number = Field(
-        default=0.1, gt=0, le=1, description="Weight of a new batch's statistics in the running ones, in (0, 1]."
+        default=0.1, gt=0, le=1, description="Weight of a new batch's statistics in the running statistics, in (0, 1]."
     )
-    epsilon: Number = Field(default=1e-5, gt=0, description="Number added to the variance before its square root is taken.")
+    epsilon: Number = Field(default=1e-5, gt=0, description="Number added to the variance before the square root.")
 
 
 class CheckpointConfig(Section):
     """The checkpoints of a run."""
 
     every_epochs: Integer = Field(
-        default=1, ge=0, description="Number of epochs from one checkpoint to the next; 0 switches them off."
+        default=1, ge=0, description="Number of epochs between checkpoints; 0 writes none at the end of epochs."
     )
     every_steps: Integer = Field(
-        default=0, ge=0, description="Number of steps from one checkpoint to the next inside an epoch; 0 switches them off."
+        default=0, ge=0, description="Number of steps between checkpoints within an epoch; 0 writes none within epochs."
     )
-    keep: Integer = Field(
-        default=2, ge=1, description="Number of checkpoints that are kept, the newest ones; older ones are deleted."
-    )
+    keep: Integer = Field(default=2, ge=1, description="Number of newest checkpoints to keep; older ones are deleted.")
     best: Literal["top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss", "none"] = Field(
         default="top1",
-        description="Measure by which the checkpoint with the best evaluation is kept next to the newest ones: the highest top1 "
-        "or top5, or the lowest loss, the earlier one where two are equal (ema_top1 and so on are those of the average of "
-        "weights); none keeps the newest ones only.",
+        description="Metric that selects the best checkpoint, which is kept next to the newest ones: the highest top1 or top5, "
+        "or the lowest loss; the earlier checkpoint if two are equal. The prefix ema_ selects the metric of the averaged "
+        "weights; none keeps the newest ones only.",
     )
     layout: Literal["auto", "single", "sharded"] = Field(
         default="auto",
-        description="One file that rank 0 writes (single), or a directory with a file of each rank (sharded); auto takes sharded "
+        description="One file written by rank 0 (single), or a directory with one file per rank (sharded); auto takes sharded "
         "for 128 MiB of parameters or more on several nodes.",
     )
     asynchronous: bool = Field(
         default=True,
-        description="Write a checkpoint from a copy while training continues, which takes the memory of the copy meanwhile; "
-        "false makes all ranks wait until it is on the disk.",
+        description="Write a checkpoint from a copy while training continues; the copy takes memory until it is written. false "
+        "makes all ranks wait until the checkpoint is on the disk.",
     )
 
 
@@ -449,35 +447,35 @@ class InitConfig(Section):
 
     weights: PathText | None = Field(
         default=None,
-        description="File of weights in torchvision's names that training starts from: .safetensors, .pt or .pth; null draws all "
-        "weights by the seed.",
+        description="File of initial weights with torchvision's names: .safetensors, .pt or .pth; null draws all weights from "
+        "the seed.",
     )
     ignore: tuple[Text, ...] = Field(
         default=(),
-        description='Patterns of names that are not taken from the file, such as "fc.*"; these weights are drawn by the seed.',
+        description='Patterns of names that are not read from the file, such as "fc.*"; these weights are drawn from the seed.',
     )
     freeze: tuple[Text, ...] = Field(
         default=(),
-        description="Patterns of names of layers that are not trained: they have no gradients and no optimiser state, and their "
-        "batch norms compute as in evaluation.",
+        description="Patterns of names of layers that are not trained: they have no gradients and no optimiser state, and batch "
+        "normalisation uses its running statistics.",
     )
 
 
 class NonFiniteConfig(Section):
-    """The answer to a loss, gradient, parameter or batch statistic that is not finite; a plain string is its action."""
+    """The action if a loss, gradient, parameter or batch statistic is not finite; a plain string is the action."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(_action("stop", "skip", "rollback")))
 
     action: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="Answer to values that are not finite: end the run (stop), leave the step out on all ranks (skip), or go "
-        "back to the newest checkpoint of the run, and on in another order of samples (rollback).",
+        description="Action if a value is not finite: end the run (stop), skip the step on all ranks (skip), or return to the "
+        "newest checkpoint of the run and continue with another order of samples (rollback).",
     )
     most: Integer = Field(
         default=10,
         ge=1,
-        description="Largest number of steps skipped in a row, or of times that the run goes back without coming to another "
-        "checkpoint; where it is not enough, the run ends.",
+        description="Maximum number of consecutive skipped steps, or of rollbacks without a new checkpoint; the run ends if it "
+        "is exceeded.",
     )
 
     @model_validator(mode="before")
@@ -487,17 +485,17 @@ class NonFiniteConfig(Section):
 
 
 class LostRankConfig(Section):
-    """The answer to a rank that dies; a plain string is its action."""
+    """The action if a rank dies; a plain string is the action."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(_action("stop", "shrink")))
 
     action: Literal["stop", "shrink"] = Field(
         default="stop",
-        description="Answer to a rank or node that dies: end the run (stop), or continue without it from the newest checkpoint, "
-        "in the same job (shrink, experimental), which needs Open MPI 5 under mpiexec --with-ft ulfm.",
+        description="Action if a rank or node dies: end the run (stop), or continue without it from the newest checkpoint, in "
+        "the same job (shrink, experimental), which needs Open MPI 5 under mpiexec --with-ft ulfm.",
     )
     least: Integer = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Smallest number of ranks to continue with; if fewer are left, the run ends."
+        default=1, ge=1, le=MOST_RANKS, description="Minimum number of ranks to continue with; if fewer remain, the run ends."
     )
 
     @model_validator(mode="before")
@@ -507,98 +505,99 @@ class LostRankConfig(Section):
 
     @property
     def shrinks(self) -> bool:
-        """Return whether the run continues without ranks that die."""
+        """Whether the run continues without lost ranks."""
         return self.action == "shrink"
 
 
 class ChecksConfig(Section):
-    """Checks of what ranks hold in memory: parameters, running statistics and the optimiser's state."""
+    """Checks of the state in the memory of the ranks: parameters, running statistics and the optimiser state."""
 
     every_steps: Integer = Field(
         default=10,
         ge=0,
-        description="Number of steps from one check to the next, each of a part of what ranks must hold alike; 0 switches them "
-        "off, and with them the sums of what every step has read, and those that owners keep of the optimiser's state.",
+        description="Number of steps between checks, each of a part of the state that must be equal on all ranks; 0 switches "
+        "them off, and also the checksums of the parameters that each step reads and of the optimiser state that owners hold.",
     )
 
 
 class HashesConfig(Section):
-    """Hashes of the state that a run resumes from, by which two runs are compared step by step."""
+    """Hashes of the state that a run resumes from. They allow comparing two runs step by step."""
 
     every_steps: Integer = Field(
         default=0,
         ge=0,
-        description="Number of steps from one record of hashes to the next, of each parameter, its optimiser state and each "
-        "running statistic, for hpctrain compare; 0 keeps none.",
+        description="Number of steps between records of hashes, one of each parameter, its optimiser state and each running "
+        "statistic, for hpctrain compare; 0 records none.",
     )
 
 
 class ReporterConfig(Named):
-    """One receiver of what happens in a run."""
+    """One receiver of the metrics and events of a run."""
 
     name: Text = Field(description="Name of a reporter; further keys are its options.")
 
 
 class MetricsConfig(Section):
-    """The metrics that are reported."""
+    """The metrics, and where they are reported."""
 
-    tensorboard: bool = Field(default=False, description="Write TensorBoard event files, too, which needs the extra `export`.")
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard event files; requires the extra `export`.")
     interval_seconds: Number = Field(
-        default=10.0, gt=0, description="Time between records of progress, and between lines where there is no bar, in seconds."
+        default=10.0, gt=0, description="Time between records of progress, and between printed lines without a bar, in seconds."
     )
     reporters: tuple[ReporterConfig, ...] = Field(
         default=(),
-        description="Further reporters, which receive what rank 0 reports: names, or mappings of name and options.",
+        description="Further receivers of the metrics on rank 0: names, or mappings of name and options.",
     )
 
     @property
     def all_reporters(self) -> tuple[ReporterConfig, ...]:
-        """The reporters, and that of `tensorboard` if it is switched on."""
+        """All reporters, including that of `tensorboard` if it is switched on."""
         named = {reporter.name for reporter in self.reporters}
         board = (ReporterConfig(name="tensorboard"),) if self.tensorboard and "tensorboard" not in named else ()
         return (*board, *self.reporters)
 
 
 class Config(Section):
-    """One run."""
+    """The configuration of one run."""
 
     name: Annotated[Text, BeforeValidator(_one_component)] = Field(
-        default="run", description="Name of the run, after which its directory is named."
+        default="run", description="Name of the run; the name of its directory begins with it."
     )
     seed: Integer = Field(default=0, ge=0, lt=2**63, description="Seed of weights, sample order, augmentation and dropout.")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of activations, parameters and gradients.")
     backend: Literal["auto", "numpy", "onednn", "cuda"] = Field(
         default="auto",
-        description="Kernel set that computes; auto takes a GPU (cuda) where one can be used, else the fastest one on this "
-        "machine that knows the dtype.",
+        description="Kernel set; auto takes cuda if a GPU can be used, else the fastest one on this machine that supports the "
+        "dtype.",
     )
     precision: Literal["float32", "tf32", "bfloat16"] = Field(
         default="float32",
-        description="Precision of products on a GPU, with dtype float32: tf32 rounds their factors, bfloat16 all activations; "
-        "parameters stay float32.",
+        description="Precision of matrix products and convolutions on a GPU, with dtype float32: tf32 rounds their factors, "
+        "bfloat16 all activations; parameters stay float32.",
     )
     threads: Threads = Field(
         default="auto",
-        description="Number of threads per rank; auto takes OMP_NUM_THREADS where it is set, else the rank's cores.",
+        description="Number of threads per rank; auto takes OMP_NUM_THREADS if it is set, else the rank's cores.",
     )
     model: ModelConfig = Field(description="The network: a name, or a mapping of name and options.")
     init: InitConfig = Field(
         default_factory=InitConfig, description="The start of a training: weights from a file, and frozen layers."
     )
-    data: DataConfig = Field(description="The data files and what is done with their images.")
-    batch: Integer = Field(ge=1, description="Global batch: number of samples of one step over all ranks.")
+    data: DataConfig = Field(description="The data files, and the preparation of their images.")
+    batch: Integer = Field(ge=1, description="Global batch size: number of samples per step over all ranks.")
     micro_batches: Integer = Field(
-        default=1, ge=1, description="Number of passes into which a rank splits its share of the batch."
+        default=1, ge=1, description="Number of micro-batches: a rank computes its share of the batch in this number of passes."
     )
     exact: ExactConfig = Field(
         default_factory=ExactConfig,
-        description="The order of sums, the same on any number of ranks: true, false, or a mapping of shards.",
+        description="Sums in one fixed order, for bitwise equal runs on different numbers of ranks: true, false, or a mapping "
+        "with shards.",
     )
     epochs: Integer = Field(ge=0, description="Number of passes over the training file; 0 only evaluates.")
     optimizer: OptimizerConfig = Field(description="The optimiser: a name, or a mapping of name, learning rate and options.")
     schedule: ScheduleConfig = Field(description="The learning-rate schedule: a name, or a mapping of name and options.")
     ema: EmaConfig = Field(
-        default_factory=EmaConfig, description="The exponential moving average of the weights, which is evaluated, too."
+        default_factory=EmaConfig, description="The exponential moving average of the weights, which is also evaluated."
     )
     loss: LossConfig = Field(default_factory=LossConfig, description="The loss, which is softmax cross entropy.")
     averager: AveragerConfig = Field(
@@ -607,21 +606,21 @@ class Config(Section):
     )
     grid: GridConfig = Field(default_factory=GridConfig, description="The process grid, rows x columns of ranks, or auto.")
     plan: PlanConfig = Field(
-        default_factory=PlanConfig, description="The parallelism of each layer: what the ranks that share samples split; or auto."
+        default_factory=PlanConfig, description="The parallelism of each layer among the ranks that share samples, or auto."
     )
     machine: PathText | None = Field(
         default=None,
-        description="Machine file, or the name of one that comes with hpctrain, from which auto chooses and step times are "
-        "predicted; null measures the machine at the start, for a minute at most, where auto needs it.",
+        description="Machine model for auto and for predicted step times: a file, or the name of an installed one; null measures "
+        "the machine at the start, for at most a minute, if auto needs it.",
     )
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
     on_nonfinite: NonFiniteConfig = Field(
         default_factory=NonFiniteConfig,
-        description="The answer to values that are not finite: stop, skip, rollback, or a mapping of action and most.",
+        description="The action if a value is not finite: stop, skip, rollback, or a mapping of action and most.",
     )
     on_lost_rank: LostRankConfig = Field(
         default_factory=LostRankConfig,
-        description="The answer to a rank that dies: stop, shrink, or a mapping of action and least.",
+        description="The action if a rank dies: stop, shrink, or a mapping of action and least.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
     early_stop: EarlyStopConfig = Field(
@@ -630,13 +629,15 @@ class Config(Section):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
     progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
         default="auto",
-        description="Way in which messages move while kernels run: not at all (none), by tests after operators (test), by a "
-        "thread too (thread), or one that starts operations as well (posting); auto takes test, unless another is surely faster.",
+        description="Progress of messages while kernels run: not at all (none), by MPI tests after operators (test), also by a "
+        "thread (thread), or by a thread that also starts operations (posting); auto takes test unless another mode is clearly "
+        "faster.",
     )
     transport: Literal["auto", "staged", "mpi", "nccl"] = Field(
         default="auto",
-        description="Way of gradients and parameters between GPUs: through the host's memory (staged), by an MPI that reads the "
-        "GPU's (mpi), or by NCCL (nccl); auto takes mpi where a trial shows that MPI does, else staged. For backend cuda only.",
+        description="Transport of gradients and parameters between GPUs: through host memory (staged), by an MPI that reads GPU "
+        "memory (mpi), or by NCCL (nccl); auto takes mpi if a trial shows that MPI reads GPU memory, else staged. For backend "
+        "cuda only.",
     )
     trace: bool = Field(default=False, description="Record every step, write trace.json and print where the time went.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The metrics that are reported.")
@@ -644,24 +645,23 @@ class Config(Section):
         default=300.0,
         gt=0,
         le=MOST_SECONDS,
-        description="Longest time that a rank waits for the others, or makes no progress, before it ends the job, in seconds.",
+        description="Maximum time that a rank waits for other ranks, or makes no progress, before it ends the job, in seconds.",
     )
     max_time: Duration = Field(
         default=None,
-        description='Wall time from the start by which the run has ended with a checkpoint, such as "3h50m", "00:50:00" or a '
-        "number of "
+        description='Wall time by which the run must have ended with a checkpoint, such as "3h50m", "00:50:00" or a number of '
         "seconds; slurm takes the end of the Slurm job; null sets no limit.",
     )
-    checks: ChecksConfig = Field(default_factory=ChecksConfig, description="The checks of what ranks hold in memory.")
-    hashes: HashesConfig = Field(default_factory=HashesConfig, description="The hashes by which runs are compared step by step.")
+    checks: ChecksConfig = Field(default_factory=ChecksConfig, description="The checks of the state in the memory of the ranks.")
+    hashes: HashesConfig = Field(default_factory=HashesConfig, description="The hashes for the comparison of runs step by step.")
     flight: Text = Field(
         default="run",
-        description="Directory in which each rank records what it posts and waits for, for hpctrain autopsy: run takes that of "
-        "the run, none keeps nothing, any other is used as it is, such as one on the nodes' own disks.",
+        description="Directory of the flight records, in which each rank records its operations and waits for hpctrain autopsy: "
+        "run is the run's directory, none records nothing, any other value is a path, such as one on the nodes' local disks.",
     )
     output: PathText = Field(
         default="runs",
-        description="Directory in which run directories are made. As in all paths, ~ and $VARIABLE are filled in.",
+        description="Directory in which run directories are created. As in all paths, ~ and $VARIABLE are expanded.",
     )
 
     @property

@@ -1,7 +1,7 @@
-"""Values that sections of a configuration are made of: numbers, texts, sizes, durations, names with options, open sections.
+"""Types of configuration values: numbers, texts, sizes, durations, names with options, sections that may be `auto`.
 
-Sizes of memory and files are written "64GB", "16 GiB" or as a number of bytes; durations "3h50m", "00:50:00" or as a number of
-seconds. A section that may be left open has `auto` in its place: a run chooses it at its start.
+Sizes of memory and files are written as "64GB", "16 GiB" or a number of bytes; durations as "3h50m", "00:50:00" or a number of
+seconds. A section that may be `auto` is chosen at the start of a run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hpctrain.core.files import expanded
 from hpctrain.core.text import forbidden
 
 _MOST_CHARACTERS = 4096  # the limit of a path on Linux
-# A number with an exponent that YAML 1.1 takes for a string: "1e-3", "1.5E4", ".5e1".
+# Number with an exponent that YAML 1.1 reads as a string: "1e-3", "1.5E4", ".5e1".
 _EXPONENT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
-# A number with only one reading. Parsers differ about 010 (8 or 10), 0x10, 1_000 and 1:30.
+# Number that all parsers read alike. They differ for 010 (8 or 10), 0x10, 1_000 and 1:30.
 DECIMAL = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _STARTS_AS_NUMBER = re.compile(r"\s*[-+]?\.?[0-9]")
 _EXACT_IN_FLOAT = 2**53
 
 
 def _text_fault(text: str) -> str | None:
-    """Return the rule that a text breaks, to follow "must "; None if it breaks none."""
+    """Return the rule that a text breaks, as the continuation of "must "; None if it breaks none."""
     if len(text) > _MOST_CHARACTERS:
         return f"have at most {_MOST_CHARACTERS} characters, not {len(text)}"
     character = forbidden(text)
@@ -59,10 +59,10 @@ def one_line(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return an option as immutable plain data: lists become tuples, "1e-3" a float.
+    """Return an option as immutable plain data: lists become tuples, and "1e-3" becomes a float.
 
     Raises:
-        ValueError: a value that is no scalar, list or mapping with string keys, a number that is not finite, or a text that
+        ValueError: the value is not a scalar, list or mapping with string keys, it is a number that is not finite, or a text that
             `one_line` refuses.
     """
     fault = _text_fault(value) if isinstance(value, str) else None
@@ -91,7 +91,7 @@ def _number(value: Any) -> Any:
             raise PydanticCustomError("number_type", "must be a number")
         raise PydanticCustomError(
             "decimal_type",
-            "must be a number in decimal digits, without leading zeros or underscores; the nearest legal value is {near}",
+            "must be a decimal number without leading zeros or underscores; the nearest legal value is {near}",
             {"near": near},
         )
     return value
@@ -101,12 +101,12 @@ def _integer(value: Any) -> Any:
     if isinstance(value, str) and DECIMAL.fullmatch(value) and not value.lstrip("+-").isdecimal():
         value = float(value)  # 1e3, which YAML 1.1 reads as a string
     if isinstance(value, float) and _EXACT_IN_FLOAT <= abs(value) < math.inf:
-        raise PydanticCustomError("integer_type", "must be written as an integer, as a number of its size loses digits otherwise")
+        raise PydanticCustomError("integer_type", "must be written as an integer, because a float of this size loses digits")
     return _number(value)
 
 
 def expanded_path(value: str) -> str:
-    """Return `expanded(value)`, for validators: errors are raised as pydantic's."""
+    """Return `expanded(value)`; raise its errors as pydantic's, for validators."""
     try:
         return expanded(value)
     except ValueError as error:
@@ -114,7 +114,7 @@ def expanded_path(value: str) -> str:
 
 
 def switch(value: Any) -> Any:
-    """Return True or False for a boolean word of YAML 1.1, such as "yes" or "off", and any other value unchanged."""
+    """Return the boolean of a YAML 1.1 word, such as "yes" or "off"; return any other value unchanged."""
     return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -123,7 +123,7 @@ _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(one_line)]
-#: a path that all ranks share; `~` and variables are expanded when the configuration is read
+#: path that all ranks share; `~` and variables are expanded when the configuration is read
 PathText = Annotated[Text, AfterValidator(expanded_path)]
 
 
@@ -133,12 +133,16 @@ def _count_or_auto(value: Any) -> Any:
     raise PydanticCustomError("threads_type", 'must be "auto" or an integer of at least 1')
 
 
-#: a number of threads
+#: number of threads, or "auto"
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
 def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Return what adds another way of writing a section, as JSON schema, to the section's own schema."""
+    """Return a function that adds an alternative notation to the JSON schema of a section.
+
+    Args:
+        alternative: JSON schema of the notation.
+    """
 
     def add(schema: dict[str, Any]) -> None:
         whole = dict(schema)
@@ -149,13 +153,13 @@ def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None
 
 
 class Section(BaseModel):
-    """A mapping of known keys."""
+    """Mapping of known keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Named(BaseModel):
-    """A registry name and the options of what it names; a plain string is shorthand for {name: ...}."""
+    """Registry name with its options; a plain string is shorthand for {name: ...}."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -163,7 +167,7 @@ class Named(BaseModel):
         json_schema_extra=or_shorthand({"type": "string", "description": "Shorthand for {name: ...}."}),
     )
 
-    name: Text = Field(description="Name in the registry: the module or the class that is made.")
+    name: Text = Field(description="Name in the registry: a module or a class.")
 
     @model_validator(mode="before")
     @classmethod
@@ -182,11 +186,11 @@ class Named(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords other than the declared fields; a fresh dict, lists as tuples."""
+        """Keywords other than the declared fields, as a new dict with lists converted to tuples."""
         return dict(self.__pydantic_extra__ or {})
 
 
-#: in place of a size: chosen at the start
+#: value in place of a size, which is then chosen at the start of a run
 AUTO_SIZE: Literal["auto"] = "auto"
 
 _TEXT = re.compile(r"((?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e\+?[0-9]{1,2})?)(?:([kmgt])(i?)b?|b)?")
@@ -195,10 +199,10 @@ _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str) -> int:
-    """Return bytes of a text; kB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
+    """Return the number of bytes that a text denotes; kB, MB, GB and TB are powers of 1000, KiB and the like of 1024.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a size.
     """
     match = _TEXT.fullmatch("".join(text.split()).lower())
     if match is None:
@@ -221,7 +225,7 @@ def _size(value: Any) -> Any:
     return int(size)
 
 
-#: of a configuration: bytes or "auto", written in any of the ways above
+#: type of a key: bytes or "auto", in any notation above
 Size = Annotated[
     int | Literal["auto"],
     BeforeValidator(_size),
@@ -229,7 +233,7 @@ Size = Annotated[
 ]
 
 
-#: in place of a duration: until the end of the Slurm job
+#: value in place of a duration: the time until the end of the Slurm job
 SLURM: Literal["slurm"] = "slurm"
 
 _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
@@ -243,10 +247,10 @@ _SECONDS = (86_400, 3_600, 60, 1)
 
 
 def parse_duration(text: str) -> float:
-    """Return seconds of a text.
+    """Return the number of seconds that a text denotes.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a duration.
     """
     compact = "".join(text.split()).lower()
     if is_bare_number(compact):
@@ -258,7 +262,7 @@ def parse_duration(text: str) -> float:
 
 
 def is_bare_number(text: str) -> bool:
-    """Return whether a duration has no unit. A configuration means seconds by such a number, users of Slurm mean minutes."""
+    """Return whether a duration has no unit. Such a number means seconds in a configuration, but minutes for users of Slurm."""
     return DECIMAL.fullmatch("".join(text.split())) is not None
 
 
@@ -276,7 +280,7 @@ def _duration(value: Any) -> Any:
     return seconds
 
 
-#: of a configuration: seconds, "slurm" or nothing; written in any of the ways above
+#: type of a key: seconds, "slurm" or null, in any notation above
 Duration = Annotated[
     float | Literal["slurm"] | None,
     BeforeValidator(_duration),
@@ -284,25 +288,25 @@ Duration = Annotated[
 ]
 
 
-#: in place of a section: it is chosen at the start of a run
+#: value in place of a section whose values are chosen at the start of a run
 AUTO = "auto"
 
 #: sections that a run can choose at its start
 OPEN_SECTIONS = ("grid", "plan", "averager")
 
 
-#: JSON schema of what stands in place of a section that is left to the start of a run
-OPEN = {"const": AUTO, "description": "Chosen at the start of a run: the fastest by prediction."}
+#: JSON schema of `AUTO`
+OPEN = {"const": AUTO, "description": "Chosen at the start of a run for the shortest predicted step time."}
 
 
 class OpenSection(BaseModel):
-    """A section in whose place "auto" may stand: a run chooses its values at its start then; until then it has the defaults."""
+    """Section that may be "auto": a run then chooses its values at its start. Until then it has the defaults."""
 
     _automatic: bool = PrivateAttr(default=False)
 
     @property
     def automatic(self) -> bool:
-        """True if the values are still to be chosen."""
+        """Whether the values must still be chosen."""
         return self._automatic
 
     @model_validator(mode="wrap")

@@ -1,5 +1,5 @@
-"""Modules that all others may import, and that import nothing of hpctrain but each other: errors, text, files, logs, names.
+"""Modules that all other packages may import: errors, text, files, logs, registries. They import nothing else of hpctrain.
 
-`errors` has the exceptions, and `registry` the way from a name to an object. Read `errors` first. All modules but `console` are
-loaded by every rank, many before NumPy and MPI: keep their imports few.
+`errors` defines the exceptions, and `registry` finds an object by its name. Read `errors` first. Every rank loads all modules
+except `console`, many of them before NumPy and MPI; keep their imports few.
 """

@@ -1,6 +1,6 @@
-"""Print with rich: a console for untrusted texts, such as file names and classes, and tables without lines.
+"""Printing with rich: a console for untrusted texts, such as names of files and classes, and tables without lines.
 
-Texts are printed without markup and control characters. Import this module where something is printed: rich loads slowly.
+Texts are printed without markup and control characters. Import this module only to print, as rich loads slowly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpctrain.core.text import escaped
 
 
 class PlainConsole(Console):
-    """A console that escapes forbidden characters and, by default, takes no text for markup, including texts in tables."""
+    """Console that escapes forbidden characters and by default reads no text as markup, also in tables."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
@@ -26,17 +26,19 @@ class PlainConsole(Console):
 
 
 def output_console(columns: int = 80, **options: Any) -> PlainConsole:
-    """Return a console on standard output, as wide as the terminal; `columns` wide without a terminal."""
+    """Return a console on standard output, as wide as the terminal, or `columns` wide without a terminal."""
     return PlainConsole(width=None if sys.stdout.isatty() else columns, **options)
 
 
 def plain_table(*titles: str, left: int = 1, gap: int = 2, bold: bool = False, widest: int | None = None) -> Table:
-    """Return a table without lines. Without titles it has neither a header nor columns; `add_column` adds these.
+    """Return a table without lines. Without titles it has neither a header nor columns; add these with `add_column`.
 
     Args:
-        titles: of the columns. The first `left` columns hold words, which are folded; the others hold numbers, which are
-            aligned right and not folded.
-        gap: blanks between columns. bold: print titles in bold type. widest: largest width of a column of words.
+        titles: titles of the columns.
+        left: number of leading columns of words, which are folded; the other columns hold numbers, aligned right and not folded.
+        gap: number of blanks between columns.
+        bold: whether titles are bold.
+        widest: maximum width of a column of words.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=bool(titles), header_style="bold" if bold else "")
     for number, title in enumerate(titles):

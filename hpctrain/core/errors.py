@@ -1,7 +1,7 @@
-"""Errors that a user can cause and mend.
+"""Errors that a user can cause and fix.
 
-Each message is one full sentence with the value, the rule and the nearest legal value. They are raised alike on every
-rank before any communication, so that no rank is left waiting for another.
+Each message is one full sentence with the value, the rule and the nearest legal value. All ranks raise these errors alike before
+any communication, so that no rank is left waiting for another.
 """
 
 from __future__ import annotations
@@ -11,32 +11,37 @@ from typing import Self
 
 
 class HpctrainError(Exception):
-    """Base of all errors that are the user's to mend; the command line prints the sentence and no traceback.
+    """Base class of all errors that the user can fix. The command line prints the message without a traceback.
 
     Attributes:
-        ranks: those of the world at which the cause lies, where the ranks know them; empty: it is nobody's in particular.
-        said_by: the rank of the world that says it for all those that raise it alike; None: not known to be raised alike.
+        ranks: ranks of the world that caused the error; empty if unknown or if no particular rank did.
+        reported_by: rank of the world that prints the error for all ranks that raise it; None if other ranks may not raise it.
     """
 
     def __init__(self, *arguments: object, ranks: Sequence[int] = ()) -> None:
         super().__init__(*arguments)
         self.ranks = tuple(ranks)
-        self.said_by: int | None = None
+        self.reported_by: int | None = None
 
-    def of_all_ranks(self, said_by: int = 0) -> Self:
-        """Return this error, which all ranks of a group raise alike, so that one of them says it."""
-        self.said_by = said_by
+    def of_all_ranks(self, reported_by: int = 0) -> Self:
+        """Mark this error as raised by all ranks of a group, so that only one rank prints it; return the error.
+
+        Args:
+            reported_by: rank that prints the error.
+        """
+        self.reported_by = reported_by
         return self
 
 
 class ConfigError(HpctrainError):
-    """A configuration that cannot be used: unknown key, wrong type, value outside its range."""
+    """The configuration cannot be used: unknown key, wrong type, value outside its range."""
 
 
 class OptionError(ConfigError):
-    """An option that is unknown, missing, reserved, of the wrong type or outside its range.
+    """An option is unknown, missing, reserved, of the wrong type or outside its range.
 
-    `option` is its name; empty if the error was raised on another rank.
+    Attributes:
+        option: name of the option; empty if the error was raised on another rank.
     """
 
     def __init__(self, sentence: str, option: str = "", *, ranks: Sequence[int] = ()) -> None:
@@ -45,55 +50,55 @@ class OptionError(ConfigError):
 
 
 class DataError(HpctrainError):
-    """A data file that is missing, truncated, or does not hold what the configuration says."""
+    """A data file is missing, truncated, or does not contain the configured data."""
 
 
 class ShapeError(HpctrainError):
-    """Layers, images or a process grid whose sizes do not fit together."""
+    """Sizes of layers, images or the process grid do not fit together."""
 
 
 class LaunchError(HpctrainError):
-    """A job that was not started as asked for: wrong world size, oversubscribed cores. The first rank of each node says so."""
+    """The job was not started as requested: wrong world size, oversubscribed cores. The first rank of each node prints it."""
 
 
 class MissingLibraryError(LaunchError):
-    """A library that a node lacks: each of its ranks finds that out by itself, and its first rank says so for all of them."""
+    """A node lacks a library. Each of its ranks detects this without communication; the node's first rank prints the error."""
 
 
 class CheckpointError(HpctrainError):
-    """A checkpoint that is missing, damaged, or belongs to another model."""
+    """A checkpoint is missing, damaged, or belongs to another model."""
 
 
 class CheckpointRemovedError(CheckpointError):
-    """Another process removed a checkpoint's files while it was written. The disk works; the next checkpoint may succeed."""
+    """Another process removed the files of a checkpoint while it was written. The disk works; the next checkpoint may succeed."""
 
 
 class DivergedError(HpctrainError):
-    """The loss or a gradient is no longer finite."""
+    """The loss or a gradient is not finite."""
 
 
 class CorruptedStateError(HpctrainError):
-    """Parameters or other state that ranks must hold alike and do not, or that has changed while nothing wrote to it."""
+    """State differs between ranks that must hold equal copies, or has changed although nothing wrote to it."""
 
 
 class BackendError(HpctrainError):
-    """A backend or kernel set that is absent, or cannot compute what was asked for."""
+    """A backend or kernel set is not available, or does not support the requested computation."""
 
 
 class CommunicationTimeoutError(HpctrainError):
-    """An operation among ranks that did not complete before its deadline."""
+    """An operation between ranks did not complete before its deadline."""
 
 
 class DeadlockError(CommunicationTimeoutError):
-    """Ranks that wait for each other without end, found before any deadline; the message names who waits where for whom."""
+    """Ranks wait for each other forever, detected before any deadline; the message names all waiting ranks and their partners."""
 
 
 class RankLostError(HpctrainError):
-    """A rank that is gone, as its process has died or its node: its operations, and those that wait for it, cannot complete."""
+    """A rank is lost because its process or node has died; its operations, and those that wait for it, cannot complete."""
 
 
 class CollectiveMismatchError(CommunicationTimeoutError):
-    """Ranks that posted different operations where they must post the same; the message names both and their lines."""
+    """Ranks posted different collective operations in the same place; the message names both and their lines of code."""
 
 
 class RunOwnedError(HpctrainError):

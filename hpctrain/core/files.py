@@ -1,4 +1,4 @@
-"""Files that users name: paths with variables and the user's own directories, and reads that neither wait nor fill memory."""
+"""Files that users name: expansion of paths, the user's own directories, and reads that neither block nor fill the memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError
 
-#: size limit of a text that people write, such as a configuration, in bytes
+#: maximum size of a text written by people, such as a configuration, in bytes
 TEXT_BYTES = 1 << 18
-#: size limit of a record that programs write, such as metrics, in bytes
+#: maximum size of a record written by programs, such as metrics, in bytes
 RECORD_BYTES = 1 << 31
 _BLOCK = 1 << 20
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISLNK, "a link that leads back to itself"),
+    (stat.S_ISLNK, "a link that points to itself"),
 )
 
 
@@ -33,10 +33,10 @@ def kind_of(mode: int) -> str:
 
 
 def require_regular(path: str | Path, *, pipes: bool = False) -> None:
-    """Raise unless the path, with links followed, is that of a regular file.
+    """Raise unless the path is a regular file or a link to one.
 
     Args:
-        pipes: whether an unnamed pipe, such as `<(command)` or `/dev/stdin`, is accepted as well.
+        pipes: whether an unnamed pipe, such as `<(command)` or `/dev/stdin`, is also accepted.
 
     Raises:
         OSError: the path does not exist, or is another kind of file.
@@ -53,10 +53,11 @@ def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = Fals
     """Return the content of a file.
 
     Args:
-        most: size limit in bytes. pipes: see `require_regular`.
+        most: maximum size in bytes.
+        pipes: see `require_regular`.
 
     Raises:
-        OSError: the file cannot be read, is not regular, or is larger.
+        OSError: the file cannot be read, is not regular, or is too large.
     """
     require_regular(path, pipes=pipes)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -65,7 +66,7 @@ def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = Fals
         while block := os.read(descriptor, min(_BLOCK, most + 1 - count)):
             count += len(block)
             if count > most:
-                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, which no such file has", os.fspath(path))
+                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, the maximum for such a file", os.fspath(path))
             blocks.append(block)
     finally:
         os.close(descriptor)
@@ -73,16 +74,17 @@ def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = Fals
 
 
 def read_text(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = False) -> str:
-    """Return the text of a file in UTF-8, with all line ends as newlines; see `read_bytes`.
+    """Return the text of a file in UTF-8, with all line ends converted to newlines; see `read_bytes`.
 
     Raises:
-        OSError: as `read_bytes`. UnicodeDecodeError: it is no UTF-8.
+        OSError: as for `read_bytes`.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     return read_bytes(path, most, pipes=pipes).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def json_object(text: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a text; None if the text is no JSON object."""
+    """Return the JSON object in a text; None if the text is not a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -96,17 +98,18 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})")
 def expanded(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return a path with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` expanded; a `$` without a name is kept.
 
-    Applied to all paths of configurations and of the command line.
+    All paths of configurations and of the command line are expanded in this way.
 
     Raises:
-        ValueError: a variable is not set, or a home directory is unknown. The message is to follow "x is $NAME/y, but".
+        ValueError: a variable is not set, or a home directory is unknown. The message is a clause that follows "x is $NAME/y,
+            but".
     """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2] or ""
         found = environ.get(name, "")
         if not found:  # an empty value would turn $SCRATCH/runs into /runs
-            raise ValueError(f"the variable {name} in it is not set here; set it, or write the path out")
+            raise ValueError(f"the variable {name} is not set here; set it, or write the path out")
         return found
 
     path = _VARIABLE.sub(value, text)
@@ -130,7 +133,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(expanded(os.fspath(path)))
     except ValueError as error:
-        raise ConfigError(f"A path is {os.fspath(path)}, but {error}.") from None
+        raise ConfigError(f"The path is {os.fspath(path)}, but {error}.") from None
 
 
 def _home_of(user: str) -> Path | None:
@@ -141,7 +144,7 @@ def _home_of(user: str) -> Path | None:
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the user's home directory: `$HOME`, else that of the user's entry in passwd. None if neither exists."""
+    """Return the user's home directory: `$HOME`, else the directory of the user's entry in passwd; None if neither exists."""
     named = environ.get("HOME", "")
     if os.path.isabs(named):
         return Path(named)
@@ -152,10 +155,11 @@ def home(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def user_directory(variable: str, below_home: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return hpctrain's directory below `$variable`, else below `below_home` in the user's home. None if neither exists.
+    """Return hpctrain's directory below `$variable`, else below `below_home` in the user's home; None if neither exists.
 
     Args:
-        variable: of the XDG base directory specification, by which relative paths are ignored.
+        variable: variable of the XDG base directory specification; a relative path in it is ignored.
+        below_home: path relative to the home directory.
     """
     base = environ.get(variable, "")
     if os.path.isabs(base):

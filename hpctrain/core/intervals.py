@@ -1,12 +1,10 @@
-"""Index arithmetic: boxes, even splits, and the one order in which a fixed number of terms is added.
+"""Index arithmetic: boxes, even splits, and the fixed order in which a fixed number of terms is added.
 
-Sums of floating-point numbers depend on the order of the additions. In a summation tree it depends on the number of terms
-alone: a
-node of n terms adds the node of its first 2^k terms, the most below n, to that of the rest. Blocks of 2^k terms that begin at
-a
-multiple of 2^k are nodes then, so ranks that have as many neighbouring terms each have one sum. Others have a few, at most two
-for
-each doubling of their terms. A node is the interval (start, stop) of its terms.
+Sums of floating-point numbers depend on the order of the additions. In a summation tree this order depends only on the number of
+terms: a node of n terms is the sum of the node of its first 2^k terms (the largest power of 2 below n) and the node of the
+remaining terms. Blocks of 2^k terms that begin at a multiple of 2^k are therefore nodes, and ranks that have 2^k neighbouring
+terms each have one partial sum. Other ranks have a few, at most two for each doubling of their terms. A node is represented by
+the interval (start, stop) of its terms.
 """
 
 from __future__ import annotations
@@ -21,30 +19,30 @@ Box = tuple[Interval, ...]
 
 
 def even(size: int, parts: int) -> tuple[int, ...]:
-    """Return the sizes of `parts` parts of `size` things; they differ by at most 1, larger ones come first, some may be 0."""
+    """Return the sizes of `parts` parts of `size` items. Sizes differ by at most 1, larger ones come first, and some may be 0."""
     small, longer = divmod(size, parts)
     return (small + 1,) * longer + (small,) * (parts - longer)
 
 
 def even_intervals(size: int, parts: int) -> tuple[Interval, ...]:
-    """Return the parts of `even` as neighbouring intervals."""
+    """Return the parts of `even` as consecutive intervals."""
     return consecutive(even(size, parts))
 
 
 def even_interval(size: int, parts: int, index: int) -> Interval:
-    """Return one of `even_intervals`, in a time that does not depend on their number."""
+    """Return one interval of `even_intervals`, in time independent of the number of parts."""
     small, longer = divmod(size, parts)
     start = index * small + min(index, longer)
     return start, start + small + (index < longer)
 
 
 def consecutive(counts: Sequence[int]) -> tuple[Interval, ...]:
-    """Return neighbouring intervals of the given lengths, from 0."""
+    """Return consecutive intervals with the given lengths, starting at 0."""
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return all elements of a tensor."""
+    """Return the box of all elements of a tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -59,57 +57,57 @@ def size_of(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements of both boxes; None if there are none."""
+    """Return the intersection of two boxes; None if it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def clip(box: Box, shape: Sequence[int]) -> Box:
-    """Return the elements of a box that a tensor of that shape has; an empty box at the tensor's edge if there are none."""
+    """Return the part of a box within a tensor of that shape; an empty box at the tensor's edge if there is none."""
     starts = [min(max(start, 0), size) for (start, _), size in zip(box, shape, strict=True)]
     stops = [min(stop, size) for (_, stop), size in zip(box, shape, strict=True)]
     return tuple((start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
 
 
 def moved(box: Box, offsets: Sequence[int]) -> Box:
-    """Return a box of the same shape elsewhere."""
+    """Return the box shifted by offsets."""
     return tuple((start + offset, stop + offset) for (start, stop), offset in zip(box, offsets, strict=True))
 
 
 def hull(boxes: Iterable[Box]) -> Box | None:
-    """Return the smallest box that holds all of these; empty ones do not count, and None if there are no others."""
+    """Return the smallest box that contains all boxes, ignoring empty ones; None if all are empty."""
     intervals = list(zip(*(box for box in boxes if size_of(box)), strict=True))
     return tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in intervals) or None
 
 
 def replace_dim(box: Box, dim: int, interval: Interval) -> Box:
-    """Return the same box with another interval in one dimension, which may be counted from the end (-1)."""
+    """Return the box with another interval in one dimension. A negative dimension counts from the end."""
     dim %= len(box)
     return (*box[:dim], interval, *box[dim + 1 :])
 
 
 def within(box: Box, origin: Box) -> Box:
-    """Return `box` in the coordinates of an array that holds `origin`."""
+    """Return `box` in the coordinates of an array that stores the box `origin`."""
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box in an array of NumPy."""
+    """Return the NumPy index of a box."""
     return tuple(slice(*interval) for interval in box)
 
 
 def relative(box: Box, origin: Box) -> tuple[slice, ...]:
-    """Return the position of `box` in an array that holds `origin`."""
+    """Return the NumPy index of `box` in an array that stores the box `origin`."""
     return slices(within(box, origin))
 
 
 @dataclass(frozen=True)
 class TreeAddition:
-    """Two neighbouring nodes become one.
+    """Addition of two neighbouring nodes of a summation tree.
 
     Attributes:
-        left, right: positions of the nodes among those that are added up; the sum takes the place of the left one.
-        last: position of the last one that the sum needs.
+        left, right: positions of the two nodes in the list of terms; the sum replaces the left one.
+        last: position of the last term that the sum needs.
     """
 
     left: int
@@ -118,14 +116,14 @@ class TreeAddition:
 
 
 def children(node: Interval) -> tuple[Interval, Interval]:
-    """Return the two nodes that a node of at least two terms is the sum of."""
+    """Return the two nodes whose sum is a node of at least two terms."""
     start, stop = node
     middle = start + (1 << (stop - start - 1).bit_length() - 1)
     return (start, middle), (middle, stop)
 
 
 def cover(terms: Interval, size: int) -> tuple[Interval, ...]:
-    """Return the largest nodes of a tree over `size` terms that make up some neighbouring ones, in order."""
+    """Return the largest nodes of a tree over `size` terms that together are the interval `terms`, in order."""
     return tuple(_within((0, size), terms)) if size else ()
 
 
@@ -140,9 +138,9 @@ def _within(node: Interval, terms: Interval) -> Iterator[Interval]:
 
 
 def additions(nodes: Sequence[Interval], size: int) -> tuple[TreeAddition, ...]:
-    """Return the additions that neighbouring nodes allow of a tree over `size` terms, each as soon as its last node is there.
+    """Return the additions of a tree over `size` terms that some neighbouring nodes allow, each as early as possible.
 
-    The sums that are left, in the places of their first nodes, are those of `cover`.
+    The remaining sums are the nodes of `cover`. Each replaces its first node.
     """
     steps: list[TreeAddition] = []
     if nodes:
@@ -151,7 +149,7 @@ def additions(nodes: Sequence[Interval], size: int) -> tuple[TreeAddition, ...]:
 
 
 def _add_up(node: Interval, places: dict[Interval, int], terms: Interval, steps: list[TreeAddition]) -> tuple[int, int] | None:
-    """Append the additions inside of a node; give the places of its sum and of its last part, None if a part is missing."""
+    """Append the additions inside a node; return the positions of its sum and of its last part, or None if a part is missing."""
     if node in places:
         return places[node], places[node]
     if node[1] <= terms[0] or terms[1] <= node[0]:
@@ -165,10 +163,12 @@ def _add_up(node: Interval, places: dict[Interval, int], terms: Interval, steps:
 
 @dataclass(frozen=True)
 class ShardsOfRank:
-    """The shards of one rank, where `shards` of them are shared out evenly; each is a term of all sums.
+    """The shards of one rank if `shards` shards are distributed evenly. Each shard is a term of all sums.
 
     Attributes:
-        ranks: P, a divisor of `shards`.
+        rank: rank, from 0 to ranks - 1.
+        ranks: number of ranks P, a divisor of `shards`.
+        shards: number of shards.
     """
 
     rank: int
@@ -180,36 +180,36 @@ class ShardsOfRank:
 
     @property
     def count(self) -> int:
-        """Shards of each rank."""
+        """Number of shards per rank."""
         return self.shards // self.ranks
 
     @property
     def leaves(self) -> tuple[Interval, ...]:
-        """This rank's shards, each a node."""
+        """This rank's shards as nodes."""
         first = self.rank * self.count
         return tuple((shard, shard + 1) for shard in range(first, first + self.count))
 
     @property
     def additions(self) -> tuple[TreeAddition, ...]:
-        """Those that this rank makes by itself."""
+        """The additions that this rank makes without communication."""
         return additions(self.leaves, self.shards)
 
     @property
     def sums(self) -> tuple[int, ...]:
-        """The places among its shards in which sums are left, in order: one, where the rank's shards are a node."""
+        """Positions among this rank's shards that hold its sums after `additions`, in order; one if its shards are a node."""
         first = self.rank * self.count
         return tuple(node[0] - first for node in self.of_rank(self.rank))
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """Return the nodes that are left on a rank."""
+        """Return the nodes whose sums a rank has after its additions."""
         return cover((rank * self.count, (rank + 1) * self.count), self.shards)
 
     @property
     def sums_of_ranks(self) -> tuple[int, ...]:
-        """The number of sums that are left on each rank."""
+        """Number of sums that each rank has after its additions."""
         return tuple(len(self.of_rank(rank)) for rank in range(self.ranks))
 
     @property
     def additions_of_ranks(self) -> tuple[TreeAddition, ...]:
-        """Those that make one sum of what is left on all ranks, in rank order."""
+        """The additions that reduce the sums of all ranks, in rank order, to one sum."""
         return additions([node for rank in range(self.ranks) for node in self.of_rank(rank)], self.shards)

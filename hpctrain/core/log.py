@@ -1,8 +1,7 @@
-"""The log: one line per event on stderr, from rank 0 unless a message concerns one rank alone, and files of single ranks.
+"""The log: one line per event on stderr, from rank 0 unless a message concerns a single rank, and log files of single ranks.
 
-A job of many ranks keeps a file with all that a rank logs and prints, for the ranks that are asked for. A thread writes it, so
-that
-a disk that hangs, is full or gone holds up nothing: lines wait, and the run continues.
+On request, a rank writes a file with everything that it logs and prints. A thread writes the file, so that a disk that hangs, is
+full or is gone does not block the run: lines wait, and the run continues.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from pathlib import Path
 
 from hpctrain.core.text import beginning_with, colours, escaped, place
 
-#: lines that wait for the file, or for a disk that takes them; the oldest ones go first
+#: maximum number of lines that wait for the file or the disk; beyond it the oldest ones are dropped
 MOST_WAITING = 10_000
 
 _FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
-# From one attempt to the next, where a disk refuses lines.
+# Interval between attempts to write after a failure.
 _AGAIN_SECONDS = 5.0
-# What an end of the process waits for the disk.
+# Maximum time that the end of the process waits for the disk.
 _LAST_SECONDS = 1.0
 _LOOK_SECONDS = 1e-3
 
@@ -34,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class RankLog(logging.Handler):
-    """Takes records of the log and other lines from any thread, without waiting for a disk.
+    """Log file of a rank. It accepts log records and other lines from any thread, without waiting for a disk.
 
-    Lines wait until `keep_in` names the file. What cannot be written is reported once, and tried again.
+    Lines are buffered until `keep_in` sets the file. A failed write is reported once, and repeated later.
     """
 
     def __init__(self) -> None:
@@ -53,13 +52,13 @@ class RankLog(logging.Handler):
         self.add(self.format(record))
 
     def add(self, line: str) -> None:
-        """Write a formatted line, or several."""
+        """Write one or more formatted lines."""
         self._dropped += len(self._waiting) == MOST_WAITING
         self._waiting.append(escaped(line, keep="\n\t"))
         self._wake.set()
 
     def keep_in(self, path: Path) -> None:
-        """Append lines to this file from now on, and make its directory; those that wait come first."""
+        """Append lines to this file, beginning with the buffered ones. Creates the directory of the file."""
         self._path = path
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hpctrain-log", daemon=True)
@@ -67,14 +66,14 @@ class RankLog(logging.Handler):
         self._wake.set()
 
     def flush(self) -> None:
-        """Wait until all lines are written, for a second at most."""
+        """Wait until all lines are written, for at most a second."""
         if self._thread is not None and self._thread is not threading.current_thread():
             deadline = time.monotonic() + _LAST_SECONDS
             while self._waiting and not self._refused and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Write what waits, where the disk takes it; say how much it did not. May be called twice."""
+        """Write the buffered lines, and log the number of lines that could not be written. May be called twice."""
         if not self._closed:
             self.flush()
             self._closed = True
@@ -89,7 +88,9 @@ class RankLog(logging.Handler):
             self._wake.wait(_AGAIN_SECONDS if self._refused else None)
             self._wake.clear()
             if self._refused:
-                time.sleep(0.0 if self._closed else _AGAIN_SECONDS / 10)  # lines come faster than a disk is mended
+                time.sleep(
+                    0.0 if self._closed else _AGAIN_SECONDS / 10
+                )  # each line wakes this thread, but the disk recovers slowly
             try:
                 self._write()
             except OSError as error:
@@ -100,10 +101,10 @@ class RankLog(logging.Handler):
                 self._refused = False
 
     def _write(self) -> None:
-        """Append all lines that wait, in writes of whole lines.
+        """Append all buffered lines, in writes of whole lines.
 
         Raises:
-            OSError: the disk refuses one; it and those after it wait.
+            OSError: a write failed; its line and all later ones stay in the buffer.
         """
         assert self._path is not None
         if not self._waiting:
@@ -115,7 +116,7 @@ class RankLog(logging.Handler):
                 line = self._waiting[0]
                 os.write(descriptor, f"{line}\n".encode(errors="backslashreplace"))
                 with contextlib.suppress(IndexError, ValueError):
-                    self._waiting.remove(line)  # not the first one any more, where there were too many meanwhile
+                    self._waiting.remove(line)  # it may be gone: too many new lines have replaced it
         finally:
             os.close(descriptor)
 
@@ -124,27 +125,28 @@ _OF_PROCESS: list[RankLog] = []
 
 
 def begin_rank_log() -> RankLog:
-    """Return the log file of this process; it is made at the first call."""
+    """Return the log file of this process; the first call creates it."""
     if not _OF_PROCESS:
         _OF_PROCESS.append(RankLog())
     return _OF_PROCESS[-1]
 
 
 def current_rank_log() -> RankLog | None:
-    """Return the log file of this process; None if it keeps none."""
+    """Return the log file of this process; None if it has none."""
     return _OF_PROCESS[-1] if _OF_PROCESS else None
 
 
 def end_rank_log() -> None:
-    """Close the log file of this process, if there is one."""
+    """Close the log file of this process if it has one."""
     if _OF_PROCESS:
         _OF_PROCESS.pop().close()
 
 
 def tee(text: str, level: int = logging.ERROR, *, last: bool = False) -> None:
-    """Keep what was said past the log in this process's log file, too, if there is one. From any thread.
+    """Also write text that was printed without the log to this process's log file, if it has one. May be called from any thread.
 
-    last: the process is about to end; wait for the disk, for a second at most.
+    Args:
+        last: whether the process is about to end; if so, wait for the disk, for at most a second.
     """
     log = current_rank_log()
     if log is None:
@@ -160,17 +162,17 @@ _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of one module; `name` is the module's `__name__`."""
+    """Return the logger of a module; `name` is the module's `__name__`."""
     return logging.getLogger(name)
 
 
 def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) -> None:
-    """Send the package's log to stderr: everything from rank 0, warnings and worse from the others, which give their place.
+    """Send the package's log to stderr: all records of rank 0, and warnings and errors of other ranks, with their rank and host.
 
-    A rank that keeps a log file (`begin_rank_log`) writes everything there, too.
+    A rank that keeps a log file (`begin_rank_log`) also writes all records to it.
 
     Args:
-        size: ranks of the job; None: unknown.
+        size: number of ranks of the job; None if unknown.
     """
     root = logging.getLogger("hpctrain")
     for old in list(root.handlers):
@@ -186,7 +188,7 @@ def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) 
 
 
 def leave_warnings_to_rank_0(rank: int) -> None:
-    """Keep Python's own warnings, which all ranks meet alike, off the terminal on other ranks than 0, which log them to files."""
+    """Suppress Python's own warnings on the terminals of all ranks except 0, which all ranks raise; log them to files instead."""
     if rank == 0 or sys.warnoptions:
         return
     warnings_log, kept = logging.getLogger("py.warnings"), current_rank_log()
@@ -197,7 +199,7 @@ def leave_warnings_to_rank_0(rank: int) -> None:
 
 
 class _WholeLines(logging.StreamHandler):
-    """Writes each record at once, with the rank's place before every line; on a terminal warnings and errors have colours."""
+    """Handler that writes each record at once, each line beginning with the rank and host. Warnings and errors are coloured."""
 
     def __init__(self, beginning: str) -> None:
         super().__init__(sys.stderr)
@@ -205,7 +207,7 @@ class _WholeLines(logging.StreamHandler):
         self._beginning = beginning
         try:
             self._colours = colours(self.stream.fileno(), os.environ)
-        except (OSError, ValueError):  # a stream of a test or a notebook
+        except (OSError, ValueError):  # streams of tests and notebooks have no descriptor
             self._colours = False
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,11 +1,11 @@
-"""From a name in the configuration to an object: a new strategy, optimiser or model is one new file, and no list is edited.
+"""Registries, which find an object by its name in the configuration. A new strategy, optimiser or model is one new file.
 
-The name is a module's name inside a package ("resnet" is `hpctrain.models.families.resnet`), or, if all objects of a kind lie in
-one module, a class's name ("sgd" is `Sgd` of `hpctrain.optim.optimizers`). The options are the fields of the frozen dataclass
-`Options` of the class, where its constructor takes `options`, else the keywords of that constructor or of the function `build`.
-`__post_init__` of a dataclass refuses, by an `OptionError`, values that its types allow. A user's own code is found by a
-reference, `module:Name` or `file.py:Name`, or by the name of an entry point of an installed package (see
-`hpctrain.core.user_code`), and is checked alike.
+The name is the name of a module inside a package ("resnet" is `hpctrain.models.families.resnet`), or, if all objects of a kind
+are in one module, the name of a class ("sgd" is `Sgd` of `hpctrain.optim.optimizers`). There is no list to edit. The options are
+the fields of the class's frozen dataclass `Options` if its constructor has the argument `options`, else the keywords of the
+constructor or of the function `build`. `__post_init__` of the dataclass raises an `OptionError` for values that the types allow
+but the option does not. User code is found by a reference, `module:Name` or `file.py:Name`, or by the name of an entry point of
+an installed package (see `hpctrain.core.user_code`), and is checked in the same way.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The objects of one kind by name: hpctrain's own, those of installed packages, and those of the user.
+    """The objects of one kind by name: those of hpctrain, of installed packages, and of the user.
 
-    hpctrain's own lie in a package or in one module. Each module of a package defines one public class that subclasses `base`,
-    or, if `base` is None, a function `build`; "base" and modules whose name starts with "_" are helpers. A single module has all
-    of them: its public subclasses of `base` that are not abstract, each by its name in snake case.
+    The objects of hpctrain are in a package or in one module. Each module of a package defines one public subclass of `base`, or,
+    if `base` is None, a function `build`; "base" and modules whose names start with "_" are helpers. A single module defines all
+    objects: its public concrete subclasses of `base`, each by its name in snake case.
 
     Args:
         package: dotted name of the package or module, such as "hpctrain.optim.optimizers".
-        kind: what its objects are called in messages, such as "optimizer"; "hpctrain.optimizers" is the group of entry points.
-        base: the class that the objects derive from; None: they are made by functions.
-        given: keywords of their constructors that the program gives, and that are no options.
+        kind: name of the kind in messages, such as "optimizer"; "hpctrain.optimizers" is the group of entry points.
+        base: base class of the objects; None if functions make them.
+        given: keywords of the constructors that the program sets and that are not options.
     """
 
     def __init__(self, package: str, kind: str, base: type[T] | None, given: Collection[str] = ()) -> None:
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
         self.given = frozenset(given)
 
     def names(self) -> tuple[str, ...]:
-        """Return hpctrain's own names in alphabetical order; imports the package but none of its modules."""
+        """Return hpctrain's own names in alphabetical order. Imports the package but none of its modules."""
         package = importlib.import_module(self.package)
         if not hasattr(package, "__path__"):
             return tuple(sorted(self._classes()))
@@ -59,15 +59,15 @@ class Registry(Generic[T]):
         return tuple(sorted(name for name in modules if name != "base" and not name.startswith("_")))
 
     def offers(self) -> tuple[user_code.Offer, ...]:
-        """Return the names that installed packages offer; imports none of them."""
+        """Return the names that installed packages offer. Imports none of the packages."""
         return user_code.offers(f"hpctrain.{self.kind}s")
 
     def find(self, name: str) -> Callable[..., T]:
-        """Return the class or the function of that name or reference.
+        """Return the class or function of a name or reference.
 
         Raises:
-            ConfigError: no such name; a module that does not define exactly one object; code of the user's that cannot be
-                imported or is not of this kind; a name that two packages offer, or a package and hpctrain.
+            ConfigError: the name is unknown, a module does not define exactly one object, user code cannot be imported or is not
+                of this kind, or several packages define the name.
         """
         outside = self.find_outside(name, self.names())
         if outside is not None:
@@ -83,10 +83,10 @@ class Registry(Generic[T]):
         return entry
 
     def find_outside(self, name: str, names: Collection[str]) -> Callable[..., T] | None:
-        """Return the class or the function of a reference or an offered name; None for one of `names`, which are ours.
+        """Return the class or function of a reference or an offered name; None for one of `names`, which are hpctrain's own.
 
         Raises:
-            ConfigError: as `find`.
+            ConfigError: as for `find`.
         """
         if user_code.is_reference(name):
             return self._checked(name, user_code.load(name))
@@ -96,8 +96,8 @@ class Registry(Generic[T]):
         if len(offers) + (name in names) > 1:
             sources = [*(["hpctrain"] if name in names else []), *(f"the package {offer.package}" for offer in offers)]
             raise ConfigError(
-                f'{_capital(self.kind)} "{name}" is one of {" and one of ".join(sources)}; name it by its module and class, '
-                f'as in "{offers[-1].reference}".'
+                f'{_capital(self.kind)} "{name}" is defined by {" and by ".join(sources)}; write its module and class, as in '
+                f'"{offers[-1].reference}".'
             )
         return self._checked(name, user_code.load(offers[0].reference)) if offers else None
 
@@ -105,16 +105,17 @@ class Registry(Generic[T]):
         """Check options without making the object.
 
         Raises:
-            ConfigError: no such name; OptionError: as `check_options`.
+            ConfigError: the name is unknown.
+            OptionError: as for `check_options`.
         """
         with self.refusals(name):
             check_options(self.find(name), f'{self.kind} "{name}"', options, self.given)
 
     def create(self, name: str, options: Mapping[str, Any], **fixed: Any) -> T:
-        """Make the object of that name from its options and the program's own keywords.
+        """Make the object of a name from its options and the program's own keywords.
 
         Raises:
-            ConfigError: as `check`, and what the constructor raises.
+            ConfigError: as for `check`, or raised by the constructor.
         """
         entry = self.find(name)
         with self.refusals(name):
@@ -122,17 +123,17 @@ class Registry(Generic[T]):
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
-        """Turn a ValueError, by which code of the user's refuses a value, into a sentence.
+        """Convert a ValueError of user code into a ConfigError (context manager). Errors of hpctrain's own code pass unchanged.
 
         Raises:
-            ConfigError: it refuses one. Errors of hpctrain's own code pass unchanged.
+            ConfigError: user code raised a ValueError.
         """
         try:
             yield
         except ValueError as error:
             if not user_code.is_reference(name) and name not in (offer.name for offer in self.offers()):
                 raise
-            raise ConfigError(f'{_capital(self.kind)} "{name}" is refused: {str(error).rstrip(".")}.') from error
+            raise ConfigError(f'{_capital(self.kind)} "{name}" is invalid: {str(error).rstrip(".")}.') from error
 
     def _classes(self) -> dict[str, Callable[..., T]]:
         """Return the entries of a single module by name: "sgd" for `Sgd`, "two_words" for `TwoWords`."""
@@ -149,23 +150,23 @@ class Registry(Generic[T]):
         return inspect.isclass(value) and issubclass(value, self.base) and value.__name__ == key
 
     def _checked(self, name: str, entry: Any) -> Callable[..., T]:
-        """Return the user's class or function, which must be of this kind.
+        """Return the user's class or function if it is of this kind.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is not of this kind.
         """
         if self.base is None:
             if not (inspect.isfunction(entry) or inspect.isclass(entry)):
                 raise ConfigError(
-                    f'"{name}" is {entry!r}, but {_article(self.kind)} {self.kind} is a function or a class that makes it.'
+                    f'"{name}" is {entry!r}, but {_article(self.kind)} {self.kind} must be a function or a class that makes it.'
                 )
             return cast(Callable[..., T], entry)
-        wanted = f"{_article(self.kind)} {self.kind} is a class derived from {self.base.__module__}.{self.base.__name__}"
+        wanted = f"{_article(self.kind)} {self.kind} must be a class derived from {self.base.__module__}.{self.base.__name__}"
         if not (inspect.isclass(entry) and issubclass(entry, self.base)):
             raise ConfigError(f'"{name}" is {entry!r}, but {wanted}.')
         if inspect.isabstract(entry):
             missing = ", ".join(sorted(getattr(entry, "__abstractmethods__", ())))
-            raise ConfigError(f'"{name}" does not define {missing}; {wanted} that defines all that is abstract there.')
+            raise ConfigError(f'"{name}" does not define {missing}; {wanted} that defines all abstract methods.')
         return entry
 
 
@@ -174,14 +175,15 @@ def check_options(
 ) -> dict[str, Any]:
     """Return the keywords of `entry` for these options, each converted to its annotated type (1 for a float becomes 1.0).
 
-    They are the options themselves, or, where `entry` has `Options`, the one keyword `options`.
+    If `entry` has `Options`, the only keyword is `options`.
 
     Args:
-        entry: a class or a function. label: its name in messages, such as 'optimiser "sgd"'.
-        reserved: keywords that the program gives itself.
+        entry: class or function.
+        label: name of the entry in messages, such as 'optimiser "sgd"'.
+        reserved: keywords that the program sets.
 
     Raises:
-        OptionError: an option that is unknown, missing, reserved or of the wrong type, or that `Options` refuses.
+        OptionError: an option is unknown, missing, reserved, of the wrong type, or refused by `Options`.
     """
     options_type = options_of(entry)
     if options_type is entry:
@@ -191,7 +193,7 @@ def check_options(
 
 
 def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the callable whose keywords are the options: the dataclass `entry.Options`, or `entry` itself if it has none."""
+    """Return the callable whose keywords are the options: the dataclass `entry.Options`, or `entry` if it has none."""
     options: Callable[..., Any] | None = getattr(entry, "Options", None)
     return entry if options is None or "options" not in parameters_of(entry) else options
 
@@ -199,7 +201,7 @@ def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
 def _converted_options(
     entry: Callable[..., Any], label: str, options: Mapping[str, Any], reserved: Collection[str]
 ) -> dict[str, Any]:
-    """Return the options as keywords of `entry`, by its signature."""
+    """Return the options as keywords of `entry`, converted according to its signature."""
     parameters = parameters_of(entry)
     known = tuple(key for key in parameters if key not in reserved)
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(entry).parameters.values())
@@ -218,7 +220,7 @@ def _converted_options(
 
 
 def parameters_of(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return parameters that can be given by keyword, in order, annotations as types where they resolve."""
+    """Return the keyword parameters in order, with annotations as types if they can be resolved."""
     types = _types(entry)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
@@ -229,8 +231,8 @@ def parameters_of(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _types(entry: Callable[..., Any]) -> dict[str, Any]:
-    """Return annotations by parameter, as types; empty if one of them is imported for type checkers only."""
-    # The fields of a dataclass may be inherited from one in another module, whose names its own __init__ does not know.
+    """Return the annotations by parameter, as types; empty if one of them is imported only for type checkers."""
+    # A dataclass may inherit fields from another module, whose names the globals of its own __init__ do not contain.
     annotated = entry.__init__ if inspect.isclass(entry) and not is_dataclass(entry) else entry
     try:
         return get_type_hints(annotated)
@@ -243,10 +245,10 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
         return value
     try:
         adapter = TypeAdapter(annotation)
-        # JSON's strict rules are those wanted here: a list may become a tuple and a name an enumeration's member, but
-        # neither does "3" become a number nor True a 1.
+        # JSON's strict rules fit: a list may become a tuple, and a name the member of an enumeration, but "3" does not become
+        # a number, nor True a 1.
         return adapter.validate_json(json.dumps(value), strict=True)
-    except (PydanticUserError, TypeError):  # a type that no configuration can hold, or a value from a program
+    except (PydanticUserError, TypeError):  # a type that YAML cannot express, or a value from a program
         return value
     except ValidationError as error:
         reasons = joined(rule(item) for item in error.errors(include_url=False))
@@ -254,7 +256,7 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
-    """Return the error of a name that is none of `names`."""
+    """Return the error for a name that is not in `names`."""
     return ConfigError(f'There is no {kind} "{name}"; {choices(name, names)}.')
 
 

@@ -1,7 +1,7 @@
-"""Text for terminals, scripts, file names and error sentences: made safe, whole in lines of many ranks, in plain words.
+"""Text for terminals, scripts, file names and errors: escaping, whole lines of many ranks, and the wording of messages.
 
-Loaded before a process becomes a rank, so it imports little. Ends of error sentences name the known name that was probably
-meant, or the rule that a value breaks, in our own words for pydantic's types of errors.
+It is loaded before a process becomes a rank, so it imports little. Functions for the end of an error message name the most
+similar known name, or the rule that a value breaks, worded for each of pydantic's error types.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 # Control characters (C0, DEL, C1), format characters (bidirectional, zero-width), lone surrogates, and line separators.
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-# Words with a comma, which some shell tools take for a list, or with an = in front, taken for a comparison, are quoted.
+# Words with a comma, which some shell tools read as a list, or a leading =, read as a comparison, are quoted.
 _PLAIN_WORD = re.compile(r"(?!=)[\w@%+=:./-]+", re.ASCII)
 _SHOWN_CHARACTERS = 80
 _MOST_OF_A_SENTENCE = 4000
@@ -26,7 +26,7 @@ _MOST_OF_A_SENTENCE = 4000
 def forbidden(text: str) -> str | None:
     """Return the first character that may end a line, move a cursor or reverse text, such as "U+202E at position 3".
 
-    None if the text has no such character. Positions count from 0.
+    Returns None if there is no such character. Positions count from 0.
     """
     if text.isprintable():
         return None
@@ -50,7 +50,7 @@ def escaped(text: object, keep: str = "") -> str:
 
 
 def shortened(value: object, most: int = _SHOWN_CHARACTERS) -> str:
-    """Return the repr of a value for a message, cut after `most` characters."""
+    """Return the repr of a value for a message, truncated after `most` characters."""
     if isinstance(value, str) and len(value) > most:
         return f"{value[:most]!r}... ({len(value)} characters)"
     text = repr(value)
@@ -58,7 +58,7 @@ def shortened(value: object, most: int = _SHOWN_CHARACTERS) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a message as one line for a terminal: escape forbidden characters, and cut the middle out of a very long one."""
+    """Return a message as one line for a terminal: forbidden characters are escaped, and a very long message loses its middle."""
     if len(text) > _MOST_OF_A_SENTENCE:
         half = _MOST_OF_A_SENTENCE // 2
         text = f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"
@@ -66,12 +66,12 @@ def sentence(text: str) -> str:
 
 
 def echo(line: object = "", *, err: bool = False) -> None:
-    """Print one line to stdout, or to stderr. Escape all forbidden characters, including newlines."""
+    """Print one line to stdout, or to stderr. All forbidden characters are escaped, including newlines."""
     print(escaped(line), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def echo_block(text: str, *, err: bool = False) -> None:
-    """Print several lines, with or without a final newline. Escape forbidden characters other than newlines and tabs."""
+    """Print several lines, with or without a final newline. Forbidden characters other than newlines and tabs are escaped."""
     print(escaped(text.removesuffix("\n"), keep="\n\t"), file=sys.stderr if err else sys.stdout, flush=True)
 
 
@@ -82,7 +82,7 @@ def shell_word(text: str) -> str:
     return text if _PLAIN_WORD.fullmatch(text) else "'" + text.replace("'", "'\"'\"'") + "'"
 
 
-#: columns of a line about steps and epochs if there is no terminal
+#: width of lines about steps and epochs without a terminal
 LOG_COLUMNS = 80
 
 
@@ -92,7 +92,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """Return a loss with four decimals; from 1,000 on with four digits in all, such as 1.235e+26."""
+    """Return a loss with four decimals, or with four significant digits from 1,000 on, such as 1.235e+26."""
     return f"{loss:.4f}" if abs(loss) < 1000 or not math.isfinite(loss) else f"{loss:.4g}"
 
 
@@ -108,7 +108,9 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
     """Return the most important facts that fit into a line, in their order.
 
     Args:
-        facts: (rank, text); the fact with the highest rank is left out first. room: characters.
+        facts: pairs (priority, text); the fact with the largest number is left out first.
+        room: maximum number of characters.
+        between: separator.
     """
     kept = [fact for fact in facts if fact[1]]
     while kept and len(between.join(text for _, text in kept)) > room:
@@ -117,7 +119,7 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
 
 
 def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", indent: str = "  ") -> list[str]:
-    """Return lines with as many of the pieces in each as fit; all lines except the first begin with the indent."""
+    """Return lines, each with as many pieces as fit; all lines except the first begin with the indent."""
     lines = [pieces[0]]
     for piece in pieces[1:]:
         longer = f"{lines[-1]}{between}{piece}"
@@ -130,7 +132,7 @@ def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", 
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Return ranks in ascending order as people write them: (0, 1, 2, 5) -> "0-2, 5"."""
+    """Return a list of ranks as text with ranges: (0, 1, 2, 5) -> "0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
@@ -141,13 +143,13 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def ranks_of(text: str, below: int | None = None) -> tuple[int, ...]:
-    """Return the ranks that `spans` has written.
+    """Return the ranks in a text written by `spans`.
 
     Args:
         below: number of ranks of the job, to check text that may be damaged; None: no check.
 
     Raises:
-        ValueError: `spans` cannot have written the text, or a rank in it is not below `below`.
+        ValueError: the text was not written by `spans`, or a rank in it is not below `below`.
     """
     ranks: list[int] = []
     for span in text.split(", ") if text else ():
@@ -160,16 +162,17 @@ def ranks_of(text: str, below: int | None = None) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-# A pipe takes so many bytes of one write without bytes of others in between (POSIX: 512 at least; Linux: 4096).
+# Number of bytes that a pipe accepts in one write without interleaving other writes (POSIX: at least 512; Linux: 4096).
 _WHOLE_BYTES = 4096
 _TAB = "\t"
 
 
 def place(rank: int | None, size: int | None = None) -> str:
-    """Return the beginning of a rank's line where several ranks speak: "[3/64@node7] ".
+    """Return the prefix of a rank's line if several ranks print: "[3/64@node7] ".
 
     Args:
-        rank: None: unknown, for which the beginning is empty. size: ranks of the job; None: unknown, and left out.
+        rank: rank; None if unknown, for an empty prefix.
+        size: number of ranks of the job; None to leave it out.
     """
     if rank is None:
         return ""
@@ -182,12 +185,15 @@ def beginning_with(beginning: str, text: str) -> str:
 
 
 def write_lines(text: str, descriptor: int = 2) -> None:
-    """Write lines past Python's streams, in writes of whole lines, which no other rank's interrupt in a pipe.
+    """Write lines to a descriptor without Python's streams, in writes of whole lines.
 
-    Only a line of more than 4096 bytes may be. text: ends with a line's end.
+    Writes of other ranks to the same pipe can interrupt only lines of more than 4096 bytes.
+
+    Args:
+        text: text that ends with a newline.
 
     Raises:
-        OSError: the descriptor cannot be written.
+        OSError: the descriptor cannot be written to.
     """
     whole = b""
     for line in text.encode(errors="backslashreplace").splitlines(keepends=True):
@@ -204,11 +210,11 @@ def _write(data: bytes, descriptor: int) -> None:
 
 
 def colours(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Return whether lines may have colours: on a terminal that knows them, unless NO_COLOR is set (no-color.org)."""
+    """Return whether output may have colours: on a terminal that supports them, unless NO_COLOR is set (no-color.org)."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(descriptor)
 
 
-_CUTOFF = 0.5  # of difflib's similarity: one wrong letter in three still finds a word
+_CUTOFF = 0.5  # minimum of difflib's similarity: one wrong letter in three still finds a word
 
 
 _MOST_LISTED = 30
@@ -218,16 +224,16 @@ _MOST_COMPARED = 200
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the most similar of `names`; None if none is similar."""
-    if len(name) > _MOST_COMPARED:  # no name is similar to it, and the comparison would be slow
+    """Return the most similar of `names`; None if no name is similar."""
+    if len(name) > _MOST_COMPARED:  # no name is similar, and the comparison would be slow
         return None
-    import difflib  # here: few processes meet an unknown name
+    import difflib  # here, as few processes need it
 
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=_CUTOFF)), None)
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence, without its full stop: the nearest of `names`, and the others where they are not too many."""
+    """Return the end of a sentence without its full stop: the most similar name, and all names unless there are too many."""
     quoted = {known: f'"{known}"' for known in names}
     if len(quoted) < 2:
         return f"there is only {next(iter(quoted.values()))}" if quoted else "there are none"
@@ -239,7 +245,8 @@ def choices(name: str, names: Iterable[str]) -> str:
     return f"the nearest is {quoted[near]} (of {listed})" if few else f"the nearest is {quoted[near]}"
 
 
-# By pydantic's type of error; {names} are those of its context. A test holds the schema and all options to this table.
+# Rule by pydantic's type of error, with {names} of the error's context. A test checks that no error type of the schema or of
+# options is missing.
 _RULES: Mapping[str, str] = {
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
@@ -272,9 +279,9 @@ _RULES: Mapping[str, str] = {
 
 
 def rule(item: Mapping[str, Any]) -> str:
-    """Return the rule that a value breaks, such as "must be at least 1", from one of `ValidationError.errors()`.
+    """Return the rule that a value breaks, such as "must be at least 1", from an item of `ValidationError.errors()`.
 
-    Errors of types that the program has made itself are sentences already.
+    For the program's own error types, the rule is their message.
     """
     template = _RULES.get(item["type"])
     if template is None:
@@ -284,6 +291,6 @@ def rule(item: Mapping[str, Any]) -> str:
 
 
 def joined(rules: Iterable[str]) -> str:
-    """Return rules of which one must be kept as one: "must be an integer or a list"."""
+    """Return several rules, one of which must hold, as one text: "must be an integer or a list"."""
     first, *others = dict.fromkeys(rules)
     return " or ".join((first, *(other.removeprefix("must be ") for other in others)))

@@ -1,8 +1,8 @@
-"""Code of the user's own that a configuration names: `module:Name`, `path/to/file.py:Name`, or what installed packages offer.
+"""User code that a configuration names: `module:Name`, `path/to/file.py:Name`, or a name offered by an installed package.
 
-Nothing is imported but what a configuration names. A module is looked for among those that Python finds (installed packages),
-then in the working directory, then beside the configuration file; a file in the working directory, then beside the configuration
-file. So code of the user's never hides code that hpctrain imports itself.
+Only code that a configuration names is imported. A module is searched first on Python's path (installed packages), then in the
+working directory, then next to the configuration file; a file is searched in the working directory, then next to the
+configuration file. User code therefore never hides code that hpctrain imports itself.
 """
 
 from __future__ import annotations
@@ -32,25 +32,31 @@ if TYPE_CHECKING:
 
 _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_MOST_CODE_BYTES = 1 << 28  # a compiled module among them
+_MOST_CODE_BYTES = 1 << 28  # large enough for compiled modules
 _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
 _PACKAGE = Path(__file__).parents[1]
-#: prefix of the names of modules that were loaded from a file named by a reference
+#: prefix of the names of modules that were loaded from the file of a reference
 _OF_FILES = "_hpctrain_"
-#: instruments of hpctrain's own tests, which lie next to the package
+#: package of instruments of hpctrain's own tests
 _INSTRUMENTS = "hpctrain_testing"
 #: names of the program itself as a module
 _NO_NAMES = ("__main__", "__mp_main__")
 
-#: the directory of the configuration file that this process has read last
+#: directory of the configuration file that this process has read last
 _beside: list[Path] = []
-#: reference -> the file that its code came from
+#: reference -> file of its code
 _files: dict[str, Path] = {}
 
 
 @dataclass(frozen=True)
 class Offer:
-    """An entry point of an installed package: a name that it gives to a class or function. package: its name and version."""
+    """Entry point of an installed package: a name for a class or function.
+
+    Attributes:
+        name: name of the entry point.
+        reference: module and class, "module:Name".
+        package: name and version of the package.
+    """
 
     name: str
     reference: str
@@ -58,24 +64,24 @@ class Offer:
 
 
 def is_reference(name: str) -> bool:
-    """Return True for `module:Name` and `file.py:Name`, false for a registered name."""
+    """Return whether a name is a reference, `module:Name` or `file.py:Name`, and not a registered name."""
     return ":" in name
 
 
 def search_beside(file: Path) -> None:
-    """Look for modules and files next to this configuration file, too."""
+    """Also search for modules and files in the directory of this configuration file."""
     _beside[:] = [file.parent]
 
 
 def load(reference: str) -> Any:
-    """Return the object that a reference names; imports its module, once in a process.
+    """Return the object of a reference. Imports its module once per process.
 
     Raises:
-        ConfigError: no such module, file or name, or an error while the module is imported.
+        ConfigError: the module, file or name does not exist, or importing the module raised an error.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
-        raise ConfigError(f'"{reference}" names no code; write module:Name or path/to/file.py:Name.')
+        raise ConfigError(f'"{reference}" is not a reference to code; write module:Name or path/to/file.py:Name.')
     place, name = match["place"], match["name"]
     module = _from_file(reference, place) if place.endswith(".py") else _from_module(reference, place)
     if module.__file__ is not None:
@@ -90,12 +96,12 @@ def load(reference: str) -> Any:
 
 
 def is_loaded(reference: str) -> bool:
-    """Return whether this process has imported the code of a reference already."""
+    """Return whether this process has imported the code of a reference."""
     return reference in _files
 
 
 def digests() -> dict[str, str]:
-    """Return reference -> "FILE sha256 DIGEST" of the code that this process has loaded, in alphabetical order."""
+    """Return reference -> "FILE sha256 DIGEST" for the code that this process has loaded, in alphabetical order."""
     return {
         reference: f"{path.name} sha256 {hashlib.sha256(read_bytes(path, _MOST_CODE_BYTES)).hexdigest()}"
         for reference, path in sorted(_files.items())
@@ -103,10 +109,10 @@ def digests() -> dict[str, str]:
 
 
 def modules() -> dict[str, str]:
-    """Return the crc32 of the source file of each module of the user's that this process has loaded, by module name.
+    """Return the crc32 of the source file of each module of the user that this process has loaded, by module name.
 
-    Includes all modules of Python code except those of Python itself, of installed packages, of hpctrain and of its instruments
-    of tests. Omits files that a reference names, whose modules have no name of their own: see `digests`.
+    Excludes Python's own modules, installed packages, hpctrain and its test instruments. Also excludes files of references, whose
+    modules have no names of their own; see `digests`.
     """
     of_python = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     places = {*of_python, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)}
@@ -121,7 +127,7 @@ def modules() -> dict[str, str]:
 
 
 def offers(group: str) -> tuple[Offer, ...]:
-    """Return the offers of installed packages in a group of entry points, by name; imports none of them."""
+    """Return the offers of installed packages in a group of entry points, sorted by name. Imports none of the packages."""
     return tuple(
         dict.fromkeys(
             Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
@@ -132,8 +138,8 @@ def offers(group: str) -> tuple[Offer, ...]:
 
 @cache
 def _entry_points(path: tuple[str, ...]) -> EntryPoints:
-    """Return those of packages on the import path: each has a file, which is read once for all groups."""
-    from importlib.metadata import entry_points  # takes longer than all of this module
+    """Return the entry points of all packages on the import path, cached: each package has a file, which is read only once."""
+    from importlib.metadata import entry_points  # loads more slowly than the rest of this module
 
     found: EntryPoints = entry_points()  # type: ignore[assignment]  # until 3.11, the annotation has an older type, too
     return found
@@ -141,7 +147,9 @@ def _entry_points(path: tuple[str, ...]) -> EntryPoints:
 
 def _from_module(reference: str, name: str) -> ModuleType:
     if not _MODULE.fullmatch(name):
-        raise ConfigError(f'"{reference}" names no module; write module:Name, or the path of a file that ends with .py.')
+        raise ConfigError(
+            f'"{reference}" is not a reference to a module; write module:Name, or the path of a file ending in .py.'
+        )
     _extend_path(Path(), *_beside)
     try:
         return importlib.import_module(name)
@@ -150,7 +158,7 @@ def _from_module(reference: str, name: str) -> ModuleType:
             raise _failed(reference, error) from error
         raise ConfigError(
             f'There is no module "{name}" for "{reference}", neither installed nor in {_places()}; '
-            f"a file is named by its path, as in {name.replace('.', '/')}.py:{reference.rpartition(':')[2]}."
+            f"for a file, write its path, as in {name.replace('.', '/')}.py:{reference.rpartition(':')[2]}."
         ) from None
     except (Exception, SystemExit) as error:
         raise _failed(reference, error) from error
@@ -161,7 +169,7 @@ def _from_file(reference: str, place: str) -> ModuleType:
     if path is None:
         raise ConfigError(f'There is no file {place} for "{reference}" in {_places()}.')
     path = path.resolve()
-    # No name that another module could have: the file's name alone may be that of an installed package.
+    # A unique module name: the stem of the file may be the name of an installed package.
     name = f"{_OF_FILES}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -180,7 +188,7 @@ def _from_file(reference: str, place: str) -> ModuleType:
 
 
 def _extend_path(*directories: Path) -> None:
-    """Let Python look for modules in these directories last, so that they hide none that are installed."""
+    """Append directories to Python's path, at the end, so that they hide no installed modules."""
     for directory in (str(directory.resolve()) for directory in directories):
         if directory not in sys.path:
             sys.path.append(directory)
@@ -193,7 +201,7 @@ def _places() -> str:
 
 
 def _failed(reference: str, error: BaseException) -> ConfigError:
-    """Return the sentence of an error while a module is imported: its kind, its words, and the line of the user's code."""
+    """Return the error for a failed import: the kind of the error, its message, and the line of user code."""
     words = " ".join(str(error).split())
     return ConfigError(
         f'The code of "{reference}" cannot be imported: {type(error).__name__}{f": {words}" if words else ""} ({_line(error)}).'
@@ -201,7 +209,7 @@ def _failed(reference: str, error: BaseException) -> ConfigError:
 
 
 def _line(error: BaseException) -> str:
-    """Return the file and line of a syntax error, else of the innermost call in the user's code."""
+    """Return the file and line of a syntax error, else of the innermost call in user code."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]

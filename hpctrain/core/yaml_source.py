@@ -1,4 +1,4 @@
-"""YAML as plain data, with the place of every value: file and line, or the override that set it."""
+"""YAML as plain data, with the position of every value: file and line, or the override that set it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KeyPath = tuple[str | int, ...]
 _MERGE = "tag:yaml.org,2002:merge"
 _MAPPING = "tag:yaml.org,2002:map"
 _SEQUENCE = "tag:yaml.org,2002:seq"
-#: largest number of values of a text with its aliases expanded; a machine file has hundreds
+#: maximum number of values of a text with its aliases expanded; a machine file has hundreds
 _MOST_VALUES = 10_000
 _SHOWN_CHARACTERS = 80
 
@@ -30,31 +30,33 @@ def dotted(path: KeyPath) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a configuration come from.
+    """Positions of the values of a configuration.
 
-    label: what the whole is called, usually the file's path. places: key path -> "file:line" or the override.
+    Attributes:
+        label: name of the whole configuration, usually the path of its file.
+        places: key path -> "file:line" or the override.
     """
 
     label: str
     places: Mapping[KeyPath, str]
 
     def locate(self, path: KeyPath) -> str:
-        """Return the place of a value; for one that is written nowhere, the place of the nearest mapping around it."""
+        """Return the position of a value, or of the nearest enclosing mapping if the value itself is not written."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.label
 
     def error(self, path: KeyPath, sentence: str) -> ConfigError:
-        """Return an error about one value, its place first."""
+        """Return an error about one value, which begins with its position."""
         return ConfigError(f"{self.locate(path)}: {sentence}")
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Load plain scalars as in YAML 1.2, except that only decimal numbers are numbers.
+    """Loader with the plain scalars of YAML 1.2, except that only decimal numbers are numbers.
 
-    010 (8 in YAML 1.1), 0x10, 1_000, 1:30 (90), yes, off and 2026-01-31 are strings. Keys that take numbers refuse the first
-    four. Values written by `yaml.safe_dump` survive the round trip.
+    010 (8 in YAML 1.1), 0x10, 1_000, 1:30 (90), yes, off and 2026-01-31 are strings. Keys for numbers reject the first four.
+    Values written by `yaml.safe_dump` survive the round trip.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML declares it so
@@ -72,15 +74,15 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
-    """Return the one document in `text` as plain data, and the place ("label:line") of every key and item. Empty text is None.
+    """Return the document in `text` as plain data, and the position ("label:line") of every key and item. An empty text is None.
 
     Raises:
-        ConfigError: no valid YAML, a duplicate key, a key that is no string or lacks the blank after its colon, an alias that
-            contains itself, a tag of its own, more than `TEXT_BYTES` characters, or more than 10,000 values with aliases
-            expanded.
+        ConfigError: the text is not valid YAML, has a duplicate key, a key that is not a string or lacks the blank after its
+            colon, an alias that contains itself, a tag, more than `TEXT_BYTES` characters, or more than 10,000 values with
+            aliases expanded.
     """
     if len(text) > TEXT_BYTES:
-        raise ConfigError(f"{label}: It has {len(text):,} characters, and a text such as this one has at most {TEXT_BYTES:,}.")
+        raise ConfigError(f"{label}: The text has {len(text):,} characters; the maximum is {TEXT_BYTES:,}.")
     try:
         loader = _YamlLoader(text)
         try:
@@ -89,8 +91,7 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
                 return None, {}
             if _values(root, {}) > _MOST_VALUES:
                 raise ConfigError(
-                    f"{label}: It has too many values once its aliases are expanded; a text such as this one has at most "
-                    f"{_MOST_VALUES:,}."
+                    f"{label}: The text has too many values after its aliases are expanded; the maximum is {_MOST_VALUES:,}."
                 )
             return _Reader(loader, label).read(root)
         finally:
@@ -102,13 +103,11 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{label}: This is not valid YAML: {str(error).splitlines()[0]}.") from None
     except RecursionError:
-        raise ConfigError(
-            f"{label}: Its lists or mappings lie too deep in one another; no key of a configuration does."
-        ) from None
+        raise ConfigError(f"{label}: Lists or mappings are nested too deeply; no key needs more than a few levels.") from None
 
 
 class _Reader:
-    """Turns one document's nodes into data and places."""
+    """Converter of a document's nodes into data and positions."""
 
     def __init__(self, loader: _YamlLoader, label: str) -> None:
         self.loader = loader
@@ -125,7 +124,7 @@ class _Reader:
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
         if any(node is outer for outer in self.open):
             raise ConfigError(f"{self._place(node)}: The alias at {dotted(path)} contains itself; write the value out.")
-        # Overwritten by the key's line below; an item of a list and the document itself have no key.
+        # For items of lists and the document itself; the line of a key overwrites it below.
         self.places.setdefault(path, self._place(node))
         self.open.append(node)
         try:
@@ -147,7 +146,7 @@ class _Reader:
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         self._check_keys(node, path)
-        self.loader.flatten_mapping(node)  # merge keys ("<<"): merged entries first, so that own ones win
+        self.loader.flatten_mapping(node)  # puts entries merged by "<<" first, so that the mapping's own entries replace them
         result = {}
         for key_node, value_node in node.value:
             inner = (*path, key_node.value)
@@ -158,7 +157,7 @@ class _Reader:
         return result
 
     def _forget(self, path: KeyPath) -> None:
-        """Drop the places of a merged value that the mapping's own one replaces."""
+        """Remove the positions of a merged value that the mapping's own value replaces."""
         for known in [known for known in self.places if known[: len(path)] == path]:
             del self.places[known]
 
@@ -170,12 +169,12 @@ class _Reader:
             if node.flow_style and _lacks_blank(key, value):
                 name, _, rest = key.value.partition(":")
                 raise ConfigError(
-                    f'{self._place(key)}: The key "{key.value}" has no value, as a blank is missing after the colon; '
+                    f'{self._place(key)}: The key "{key.value}" has no value, because the blank after the colon is missing; '
                     f"write {name}: {rest}."
                 )
             if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):
                 shown = key.value[:_SHOWN_CHARACTERS] if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-                raise ConfigError(f"{self._place(key)}: The key {shown} is no string; put it in quotes.")
+                raise ConfigError(f"{self._place(key)}: The key {shown} is not a string; put it in quotes.")
             if key.value in first:
                 line = first[key.value].start_mark.line + 1
                 raise ConfigError(
@@ -189,10 +188,10 @@ class _Reader:
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values in a node with its aliases expanded; an alias to an enclosing node counts 0.
+    """Return the number of values in a node with its aliases expanded; an alias to an enclosing node counts as 0.
 
     Args:
-        known: the counts of nodes by identity; 0 while a node is being counted.
+        known: counts of nodes by identity; 0 while a node is being counted.
     """
     if id(node) in known:
         return known[id(node)]
@@ -205,6 +204,6 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _lacks_blank(key: yaml.Node, value: yaml.Node) -> bool:
-    """Return whether an entry was meant to be `key: value`: without the blank all of it is the key, and nothing the value."""
+    """Return whether an entry was meant to be `key: value` but lacks the blank, so that all of it is the key, without a value."""
     plain = isinstance(key, yaml.ScalarNode) and key.style is None and not key.value.endswith(":")
     return plain and ":" in key.value and isinstance(value, yaml.ScalarNode) and value.start_mark.index == value.end_mark.index

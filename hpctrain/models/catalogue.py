@@ -18,7 +18,9 @@ from hpctrain.nn.layers import Layer
 
 FAMILIES: Registry[Layer] = Registry("hpctrain.models.families", "model", None)
 
-_A_MODEL = "a model is a class derived from hpctrain.nn.layers.Layer, or a function that returns a layer, such as a Sequential"
+_A_MODEL = (
+    "a model must be a class derived from hpctrain.nn.layers.Layer, or a function that returns a layer (such as Sequential)"
+)
 
 #: values for options that normally follow from the data or from other keys, to build a model without these
 _PLACEHOLDERS: Mapping[str, object] = {

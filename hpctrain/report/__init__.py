@@ -1,4 +1,4 @@
-"""Reports of runs that people look at: one page with curves, where the time went, what happened, and what was configured.
+"""Reports on runs: an HTML page with curves, the time of a step, events, checkpoints and the configuration.
 
-What a run's directory tells is read by `hpctrain.runs`. Read `page.py` first.
+`hpctrain.runs` reads the run directories. Read `page.py` first.
 """

@@ -1,8 +1,8 @@
-"""Figures, drawn by matplotlib: as SVG for a page, with the page's colours, or as PNG files on white.
+"""Figures drawn with matplotlib: as SVG with the colours of a page, or as PNG files on white.
 
 Colours are names, for which a page defines values in light and dark. Figures of curves distinguish runs by colour; training is a
-thin line, evaluations are a strong line with marks. Figures of traced runs show the time of a step by layer, and the last step of
-every rank on one time line.
+thin line, and evaluations are a thick line with marks. Figures of traced runs show the time of a step by layer, and the last step
+of every rank on one time line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: colours of pictures on white, by the name of the page's variable
+#: colours on a light background, by the name of the page's CSS variable
 LIGHT = {
     "ink": "#1f2933",
     "faint": "#d5dbe1",
@@ -49,7 +49,7 @@ LIGHT = {
     "run6": "#1d8a99",
     "run7": "#7a5230",
 }
-#: the same on a dark background
+#: colours on a dark background
 DARK = LIGHT | {
     "ink": "#e4e9ee",
     "faint": "#3a444e",
@@ -69,13 +69,13 @@ DARK = LIGHT | {
     "run7": "#c99a70",
 }
 RUN_COLOURS = 8
-#: colours that stand for the names in a figure until it is written; nothing else has them
+#: unique placeholder colours, one per name, in a figure until it is written
 _MARKERS = {name: f"#0f{number:02x}f0" for number, name in enumerate(LIGHT)}
 _HEX = re.compile(r"#0f[0-9a-f]{2}f0")
 
 
 def colour_marker(name: str) -> str:
-    """Return the colour that stands for a name in a figure."""
+    """Return the placeholder colour of a name."""
     return _MARKERS[name]
 
 
@@ -85,17 +85,17 @@ def run_colour(run: int) -> str:
 
 
 def with_variables(svg: str) -> str:
-    """Return an SVG whose markers are the page's variables."""
+    """Return an SVG in which placeholder colours are replaced by the page's CSS variables."""
     names = {colour: name for name, colour in _MARKERS.items()}
     return _HEX.sub(lambda match: f"var(--{names[match[0]]})", svg)
 
 
 def css_variables(values: dict[str, str]) -> str:
-    """Return the declarations of the variables."""
+    """Return the CSS declarations of variables."""
     return " ".join(f"--{name}: {value};" for name, value in values.items())
 
 
-#: letters of a figure of this width are readable on a page of 400 pixels
+#: width of figures, in inches: their text is readable on a page of 400 pixels
 WIDTH_INCHES = 4.8
 _DOTS_PER_INCH = 200
 _POINTS_PER_INCH = 72
@@ -105,10 +105,11 @@ _REFERENCE = re.compile(r'(url\(#|href="#)([^)"]+)')
 
 @dataclass(frozen=True)
 class Style:
-    """How a figure is drawn.
+    """Style of a figure.
 
     Attributes:
-        colour: returns the colour of a name of the theme. alone: whether there is no page that tells which run is which.
+        colour: callback that returns the colour of a name.
+        alone: whether the figure is not on a page, so that it needs a legend of the runs.
     """
 
     colour: Callable[[str], str]
@@ -117,11 +118,13 @@ class Style:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure.
+    """A figure that can be drawn.
 
-    Args:
-        key: a word that no other figure of the page has. title, words: above it, and for readers who cannot see it.
-        draw: draws it onto an empty figure; returns what a page needs to show values, or None.
+    Attributes:
+        key: word that identifies the figure on the page.
+        title: title above the figure.
+        words: description for readers who cannot see the figure.
+        draw: callback that draws it onto an empty figure and returns the values that a page shows on hovering, or None.
         inches: width and height.
     """
 
@@ -137,7 +140,11 @@ class PageFigure:
     """A figure on a page.
 
     Attributes:
-        svg: with the page's variables as colours. values: for the page's program; None: none.
+        key: word that identifies the figure on the page.
+        title: title above the figure.
+        words: description for readers who cannot see the figure.
+        svg: SVG text with the page's CSS variables as colours.
+        values: values for the page's script; None if there are none.
     """
 
     key: str
@@ -153,12 +160,12 @@ def check_matplotlib() -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:  # not imported yet: it loads NumPy, before which threads are set
-        raise ConfigError('Reports are drawn by matplotlib, which is not installed; pip install "hpctrain[export]".')
+    if importlib.util.find_spec("matplotlib") is None:  # no import: it would load NumPy before the threads are set
+        raise ConfigError('Reports need matplotlib, which is not installed; run pip install "hpctrain[export]".')
 
 
 def for_page(drawing: Drawing) -> PageFigure:
-    """Return the figure with its names prefixed by its key, so that a page may have many."""
+    """Return the figure for a page. All its SVG names begin with its key, so that a page may have many figures."""
     buffer = io.StringIO()
     with _drawn(drawing, Style(colour_marker, alone=False)) as (figure, values):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -173,13 +180,13 @@ def for_page(drawing: Drawing) -> PageFigure:
 
 
 def _class(name: str) -> str:
-    """Return the class of a part, by which a page hides it: a run's, or that of everything that matplotlib named."""
+    """Return the CSS class by which a page hides a part: that of a run, or "part" for parts named by matplotlib."""
     match = re.match(r"run\d+", name)
     return match[0] if match else "part"
 
 
 def write_png(drawing: Drawing, path: Path) -> None:
-    """Write the figure on white.
+    """Write the figure on white as a PNG file.
 
     Raises:
         OSError: the file cannot be written.
@@ -192,7 +199,7 @@ def write_png(drawing: Drawing, path: Path) -> None:
 
 @contextmanager
 def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str, Any] | None]]:
-    """Yield the figure, and what a page needs of it. matplotlib's settings also hold while it is written."""
+    """Yield the figure and its values for a page. matplotlib's settings remain in effect during the block."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -205,7 +212,7 @@ def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str
         "axes.edgecolor": faint,
         "axes.labelcolor": ink,
         "text.color": ink,
-        "text.parse_math": False,  # else matplotlib would read a $ in a name as a formula
+        "text.parse_math": False,  # a $ in a name is not a formula
         "xtick.color": ink,
         "ytick.color": ink,
         "grid.color": faint,
@@ -217,10 +224,10 @@ def _drawn(drawing: Drawing, style: Style) -> Iterator[tuple[Figure, Mapping[str
     with rc_context(settings):
         figure = Figure(figsize=drawing.inches, layout="constrained")
         values = drawing.draw(figure, style)
-        figure.draw_without_rendering()  # which lays it out
+        figure.draw_without_rendering()  # computes the layout
         if values is not None:
             values = {**values, **_place(figure.axes[0])}
-        figure.set_layout_engine("none")  # the page knows the place of the axes, so it must not change
+        figure.set_layout_engine("none")  # the page uses the position of the axes, so it must not change
         yield figure, values
 
 
@@ -242,7 +249,7 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
     TEST: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
     AVERAGED: {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
 }
-#: largest number of evaluations with marks
+#: maximum number of evaluations for which curves have marks
 _MOST_MARKS = 40
 _DIGITS = 5
 
@@ -251,7 +258,7 @@ def panel_drawing(panel: Panel, names: Sequence[str]) -> Drawing:
     """Return the figure of a panel.
 
     Args:
-        names: of the runs.
+        names: names of the runs.
     """
     return Drawing(panel.key, panel.title, _words(panel, names), partial(_draw, panel, names))
 
@@ -280,7 +287,7 @@ def _draw(panel: Panel, names: Sequence[str], figure: Figure, style: Style) -> M
 
 
 def _explain_lines(figure: Figure, panel: Panel, style: Style) -> None:
-    """Add a legend of lines above the axes if there is more than one kind of line."""
+    """Add a legend of line styles above the axes if there are several."""
     from matplotlib.lines import Line2D
 
     parts = [part for part in _STYLES if any(curve.part == part for curve in panel.curves)]
@@ -290,7 +297,7 @@ def _explain_lines(figure: Figure, panel: Panel, style: Style) -> None:
 
 
 def _name_runs(figure: Figure, names: Sequence[str], style: Style) -> None:
-    """Add a legend of colours below the axes."""
+    """Add a legend of the runs' colours below the axes."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=style.colour(run_colour(run)), label=name) for run, name in enumerate(names)]
@@ -307,7 +314,7 @@ def _values(curve: Curve) -> dict[str, Any]:
 
 
 def _words(panel: Panel, names: Sequence[str]) -> str:
-    """Return the last value of each curve."""
+    """Return a description with the last value of each curve."""
     ends = []
     for curve in panel.curves:
         value = f"{curve.ys[-1]:.2%}" if panel.percent else f"{curve.ys[-1]:.4g}"
@@ -318,14 +325,14 @@ def _words(panel: Panel, names: Sequence[str]) -> str:
 _MOST_LAYERS = 20
 _MOST_RANKS = 16
 _LANE_INCHES = 0.32
-#: largest trace that is read for a picture
+#: maximum size of a trace that is read for a figure, in bytes
 LARGEST_TRACE_BYTES = 300 << 20
-#: share of a step; shorter pieces are invisible
+#: share of a step below which pieces are invisible
 _SHORTEST = 1 / 1500
 
 
 def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
-    """Return a figure of the time computed and waited, in milliseconds per step, of the layers and operations that took most."""
+    """Return a figure of the longest layers and operations, with computing and waiting time in milliseconds per step."""
     rows = sorted(table.rows, key=lambda row: row.compute_seconds + row.messages_seconds + row.exposed_seconds, reverse=True)[
         :_MOST_LAYERS
     ]
@@ -352,7 +359,7 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
 
 
 def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing:
-    """Return a figure of the last step: for each rank a lane of its program, and below it a lane of its messages."""
+    """Return a figure of the last step, with a lane of the program and a lane of the messages for each rank."""
     shown = steps[:_MOST_RANKS]
     left = len(steps) - len(shown)
     more = f" The first {len(shown)} of {len(steps)} ranks." if left else ""
@@ -383,25 +390,25 @@ def read_steps(path: Path) -> tuple[StepLanes, ...]:
     """Return the last step of every rank in a trace file.
 
     Raises:
-        DataError: the file cannot be read, or is too long.
+        DataError: the file cannot be read, or is too large.
     """
     try:
         size = path.stat().st_size
         if size > LARGEST_TRACE_BYTES:
             raise DataError(
-                f"{path} has {size / 1e6:,.0f} MB, of which at most {LARGEST_TRACE_BYTES / 1e6:,.0f} are read for a picture; "
-                f"trace fewer steps (--steps), or look at it with Perfetto."
+                f"{path} has {size / 1e6:,.0f} MB, but figures are drawn from at most {LARGEST_TRACE_BYTES / 1e6:,.0f} MB; "
+                f"trace fewer steps (--steps), or open it with Perfetto."
             )
         content = json_object(read_bytes(path, LARGEST_TRACE_BYTES))
         if content is None:
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         return last_steps(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no trace that can be read ({error}); trace the run again.") from error
+        raise DataError(f"Cannot read the trace {path} ({error}); trace the run again.") from error
 
 
 def _coarse(intervals: Sequence[tuple[float, float]], shortest: float) -> list[tuple[float, float]]:
-    """Return the intervals with gaps and pieces that are too short to see joined to what is before them, or left out."""
+    """Return the intervals without details too short to be visible: small gaps are closed, and small pieces are left out."""
     joined: list[tuple[float, float]] = []
     for first, last in intervals:
         if joined and first - joined[-1][1] < shortest:

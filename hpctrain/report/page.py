@@ -1,6 +1,6 @@
-"""A report on runs as one HTML file that needs nothing else: tables, figures, styles and a small program.
+"""A report on runs as one self-contained HTML file: tables, figures, styles and a small script.
 
-`report_page` decides the content of each part, `result_of` turns the judgement of a test set into a table of confusions and
+`report_page` builds the content of each part, `result_of` converts the evaluation of a test set into a table of confusions and
 pictures, and `html` renders the page.
 """
 
@@ -27,22 +27,24 @@ from hpctrain.runs.results import UNKNOWN, RunRecord, panels, summary, summary_t
 from hpctrain.runs.state import means_text
 from hpctrain.version import __version__
 
-#: a table of more classes is unreadable; the largest confusions replace it
+#: maximum number of classes of a readable confusion matrix; for more, the largest confusions are listed
 MOST_CLASSES = 40
 _MOST_CONFUSIONS = 30
 _STRONGEST_PERCENT = 70
-#: side of a picture on the page; larger images are reduced
+#: maximum side of a picture on the page, in pixels; larger images are reduced
 _PIXELS = 160
-#: larger pictures are JPEG files, of which a hundred weigh half a megabyte; smaller ones are kept to the last bit
+#: maximum side of a picture that is stored losslessly; larger ones are JPEG files (half a megabyte per hundred)
 _MOST_EXACT = 64
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A count of the table.
+    """A cell of the confusion matrix.
 
     Attributes:
-        percent: of its class's samples, for its colour. right: whether the class was recognised.
+        count: number of samples.
+        percent: strength of the colour: share of the class's samples, scaled.
+        right: whether the cell is on the diagonal.
     """
 
     count: int
@@ -52,7 +54,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ConfusionLine:
-    """A class, and how often it was predicted as each class."""
+    """A row of the confusion matrix: a class, and the number of its samples predicted as each class."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -63,7 +65,7 @@ class ClassLine:
     """A class with its accuracy, as texts.
 
     Attributes:
-        rival: the class that it was most often confused with, and how often.
+        rival: class that it was most often confused with, and the number of times.
     """
 
     name: str
@@ -74,10 +76,13 @@ class ClassLine:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image.
+    """An image with its prediction.
 
     Attributes:
-        data: as a URL. words: what it was predicted as.
+        number: index of the image.
+        label: name of its class.
+        words: predicted class with its probability.
+        data: image as a data URL.
     """
 
     number: int
@@ -88,7 +93,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A group of images."""
+    """A group of images with a title."""
 
     title: str
     pictures: tuple[Picture, ...]
@@ -99,7 +104,8 @@ class JudgedSet:
     """The result of one run on its test set.
 
     Attributes:
-        headings: above the table of `confusion`, which is () for too many classes.
+        headings: titles of the columns of `confusion`.
+        confusion: rows of the confusion matrix; empty for too many classes.
     """
 
     name: str
@@ -111,7 +117,7 @@ class JudgedSet:
 
 
 def result_of(name: str, judgement: Judgement) -> JudgedSet:
-    """Return the result of a run of that name."""
+    """Return the result of the run `name`."""
     names = judgement.class_names
     whole = len(names) <= MOST_CLASSES
     groups = (
@@ -151,7 +157,7 @@ def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
 
 
 def _classes(judgement: Judgement) -> Iterator[ClassLine]:
-    """Yield all classes, the lowest accuracy first; those without images last."""
+    """Yield all classes in order of accuracy, the lowest first, and classes without images last."""
     names = judgement.class_names
     for score in judgement.confusion.worst_first():
         rival = "-" if score.rival is None else f"{names[score.rival]}, {score.rival_count:,} times"
@@ -164,7 +170,7 @@ def _picture(image: JudgedImage, names: tuple[str, ...]) -> Picture:
 
 
 def _url(pixels: np.ndarray) -> str:
-    """Return a picture of (H, W, C) uint8 with one or three channels as a URL; of other numbers of channels, the first one."""
+    """Return a picture (H, W, C) uint8 as a data URL; if C is neither 1 nor 3, only the first channel is shown."""
     from PIL import Image
 
     picture = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
@@ -177,10 +183,10 @@ def _url(pixels: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: its heading, then its cells.
+    """A row of a table: its heading, then its cells.
 
     Attributes:
-        differs: whether runs differ in it.
+        differs: whether the row differs between runs.
     """
 
     cells: tuple[str, ...]
@@ -192,7 +198,8 @@ class Table:
     """A table.
 
     Attributes:
-        numbers: the columns of numbers. folded: whether it is shown only on request.
+        numbers: indices of the columns of numbers.
+        folded: whether the table is collapsed at first.
     """
 
     title: str
@@ -207,7 +214,8 @@ class PagePart:
     """A part of a page.
 
     Attributes:
-        key: a word that no other part has. sentences: printed at its end.
+        key: word that identifies the part.
+        sentences: sentences at the end of the part.
     """
 
     key: str
@@ -219,7 +227,7 @@ class PagePart:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing to show."""
+        """Whether there is nothing to show."""
         return not (self.drawings or self.tables or self.results or self.sentences)
 
 
@@ -240,7 +248,7 @@ class Page:
     """A report.
 
     Attributes:
-        names: of its runs, in the order of their numbers.
+        names: names of its runs, in the order of their numbers.
     """
 
     title: str
@@ -249,18 +257,18 @@ class Page:
 
     @property
     def drawings(self) -> tuple[Drawing, ...]:
-        """Return all figures."""
+        """All figures of the page."""
         return tuple(drawing for part in self.parts for drawing in part.drawings)
 
 
 def html(page: Page) -> str:
-    """Return the text of the file."""
+    """Return the HTML text of a page."""
     templates = files("hpctrain.report") / "templates"
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     names = page.names
 
     def plain(values: dict[str, object]) -> Markup:
-        """JSON that ends no element of the page."""
+        """Return values as JSON that is safe within a script element."""
         return Markup(json.dumps({**values, "names": names}, separators=(",", ":")).replace("<", "\\u003c"))
 
     style = (templates / "report.css").read_text(encoding="utf-8")
@@ -294,7 +302,7 @@ def _shown(parts: Sequence[PagePart]) -> list[_ShownPart]:
 
 
 def _safe(figure: PageFigure) -> PageFigure:
-    """Return the figure with its SVG marked as safe: matplotlib has escaped all text in it."""
+    """Return the figure with its SVG marked as safe; matplotlib has escaped all text in it."""
     return PageFigure(figure.key, figure.title, figure.words, Markup(figure.svg), figure.values)
 
 
@@ -302,7 +310,7 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
     """Return the report on runs.
 
     Args:
-        results: of test sets, if they were computed.
+        results: results on test sets, if they were computed.
     """
     names = tuple(record.name for record in records)
     title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
@@ -319,13 +327,13 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
 
 
 def _summary(records: Sequence[RunRecord]) -> PagePart:
-    """Return a table with a line for each figure and a column for each run."""
+    """Return a table with a row for each quantity and a column for each run."""
     lines = tuple(Line((heading, *values)) for heading, values in summary_texts([summary(record) for record in records]))
     return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines),))
 
 
 def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
-    """Return figures, and the values of evaluations for readers who cannot see them, or have no pointer."""
+    """Return the figures, and the values of evaluations as tables for readers who cannot see or hover over figures."""
     tables = []
     for record in records:
         evaluations = record.state.of_kind("evaluation")
@@ -339,7 +347,7 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
 
 
 def _time(records: Sequence[RunRecord]) -> PagePart:
-    """Return figures of the runs that were traced."""
+    """Return the figures of traced runs."""
     drawings, sentences = [], []
     for number, record in enumerate(records):
         key = str(number)
@@ -386,7 +394,7 @@ def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
 
 
 def _settings(records: Sequence[RunRecord]) -> PagePart:
-    """Return configuration and versions: first the differences between several runs, then all."""
+    """Return configuration and versions: first the differences between runs, then all values."""
     headings = ("key", *(record.name for record in records))
     tables = []
     for title, of_runs in (

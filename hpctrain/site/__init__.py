@@ -1,4 +1,4 @@
-"""Job scripts for machines: what is known of a site, and a job on it as a script that its scheduler takes.
+"""Job scripts for machines: the profile of a site, and the script of a job for its scheduler.
 
-`hpctrain submit` and `hpctrain sites` are the only callers. Read `profile.py` first.
+Only `hpctrain submit` and `hpctrain sites` call this package. Read `profile.py` first.
 """

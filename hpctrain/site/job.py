@@ -1,8 +1,8 @@
 """Plan a job on a site, render its script, and submit it.
 
-The request (sizes, account, queue) is checked against the site's profile before anything is written. The script is made from
-templates, the profile and the job. It is written next to the runs and passed to the scheduler; without a scheduler it is started
-in the background.
+The request (sizes, account, queue) is checked against the site's profile before anything is written. The script is rendered from
+templates, the profile and the job. It is written to the output directory and passed to the scheduler; without a scheduler it is
+started in the background.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from hpctrain.core.text import escaped, forbidden, shell_word, shortened
 from hpctrain.site.profile import Site
 from hpctrain.storage.atomic_write import write_text
 
-#: time limit of the doctor before a training; it ends itself within a minute unless its launcher hangs
+#: time limit of the doctor before a training, in case its launcher hangs; usually it ends within a minute
 DOCTOR_SECONDS = 80
-#: time that a script without a scheduler's signal reserves for a training to end, see templates/forwarded.j2
+#: time before the limit at which a script without a scheduler's signal stops a training; see templates/forwarded.j2
 _LEAST_SECONDS = 60
 _HOSTFILE_BYTES = 1 << 24
 _PLAIN = re.compile(r"(?!-)[\w@%+=:.,/~^-]+")
@@ -42,13 +42,19 @@ _PLAIN = re.compile(r"(?!-)[\w@%+=:.,/~^-]+")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a user asks for. None: as in the site's profile.
+    """The job that a user requests; None selects the default of the site's profile.
 
     Attributes:
-        nodes: number of nodes. ranks_per_node, cores_per_rank: numbers; cores, not hardware threads.
-        time: limit, as HH:MM:SS or 5h30m. account, queue: by the scheduler's names. hostfile: with a host on each line, for sites
-            without a scheduler. stage: a tar of the environment to unpack on each node. restarts: how often a stopped job is
-            requeued. doctor: whether to examine the nodes before the training.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks per node.
+        cores_per_rank: number of physical cores per rank, not hardware threads.
+        time: time limit, as HH:MM:SS or 5h30m.
+        account: account, as named by the scheduler.
+        queue: queue, as named by the scheduler.
+        hostfile: file with one host per line, for sites without a scheduler.
+        stage: tar archive of the environment to unpack on each node.
+        restarts: maximum number of times that a stopped job is requeued.
+        doctor: whether to run the doctor before the training.
     """
 
     nodes: int
@@ -65,11 +71,14 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The paths of a job's files, as its script names them, and what it trains.
+    """The paths of a job's files as they appear in its script, and the training.
 
     Attributes:
-        name: of the job, as queues show it. script: the script's own path. logs: directory of its logs. log: the log itself;
-            empty: as the scheduler names it. train: configuration and overrides; None: the script gets them as arguments.
+        name: name of the job in queues.
+        script: path of the script.
+        logs: directory of the logs.
+        log: path of the log; empty: the scheduler's default.
+        train: configuration and overrides; None: the script receives them as arguments.
         environment: directory of Python's environment; empty: python is on PATH.
     """
 
@@ -83,11 +92,15 @@ class JobFiles:
 
 @dataclass(frozen=True)
 class SiteJob:
-    """Everything that a template needs besides the profile.
+    """The values that a template needs in addition to the profile; see also `JobFiles`.
 
     Attributes:
-        ranks: on each node. cpus: of a rank, as the scheduler counts them. directives: (option, reason) of the scheduler.
-        limits: whether to tell the training its time limit, because no signal comes before the end.
+        nodes: number of nodes.
+        ranks: number of ranks per node.
+        cpus: number of CPUs per rank, as the scheduler counts.
+        time: time limit, as HH:MM:SS.
+        limits: whether the training gets its time limit as an option, because it receives no signal before the end.
+        directives: pairs (option, reason) of the scheduler.
     """
 
     name: str
@@ -109,18 +122,18 @@ class SiteJob:
 
     @property
     def time_seconds(self) -> int:
-        """Return the time limit in seconds."""
+        """Time limit in seconds."""
         return int(parse_duration(self.time))
 
 
 def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit: bool = False) -> SiteJob:
-    """Return the job that a request makes on a site.
+    """Return the job that a request describes on a site.
 
     Args:
         own_limit: whether the configuration has its own max_time.
 
     Raises:
-        ConfigError: the request does not fit the site; the sentence has the nearest legal value.
+        ConfigError: the request does not fit the site; the message has the nearest legal value.
     """
     profile = site.profile
     batch = profile.scheduler in ("slurm", "pbs")
@@ -144,13 +157,13 @@ def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit:
 
 
 def _time(site: Site, requested: str | None, *, least: int) -> str:
-    """Return a time limit as HH:MM:SS, which all schedulers read.
+    """Return a time limit as HH:MM:SS, which all schedulers accept.
 
     Args:
-        least: seconds before the end at which ranks are signalled; the limit must be longer.
+        least: time before the limit at which ranks are signalled, in seconds; the limit must be longer.
 
     Raises:
-        ConfigError: not a time, a time without a unit, or one that is too short.
+        ConfigError: the text is not a time, lacks a unit, or the time is too short.
     """
     label, text = (f"time of site {site.name}", site.profile.time) if requested is None else ("--time", requested)
     try:
@@ -161,7 +174,7 @@ def _time(site: Site, requested: str | None, *, least: int) -> str:
         raise ConfigError(f"{label} is {text!r}, but must be a time such as 06:00:00 or 5h30m.")
     if is_bare_number(text):
         raise ConfigError(
-            f"{label} is {text!r}, but a number alone means minutes to some schedulers and seconds to others; write "
+            f"{label} is {text!r}, but schedulers differ whether a number without a unit means minutes or seconds; write "
             f"{text.strip()}m or {text.strip()}s, or a time such as 1h30m or 01:30:00."
         )
     if seconds <= least:
@@ -177,26 +190,26 @@ def _clock(seconds: int) -> str:
 
 
 def _stage(site: Site, request: JobRequest) -> str:
-    """Return the tar to unpack on each node."""
+    """Return the tar archive to unpack on each node; empty if there is none."""
     if request.stage is None:
         return ""
     if site.profile.container is not None:
-        raise ConfigError(f"--stage is {request.stage}, but site {site.name} runs Python in an image; leave it out.")
+        raise ConfigError(f"--stage is {request.stage}, but site {site.name} runs Python in a container; leave --stage out.")
     if site.profile.scratch is None:
-        raise ConfigError(f"--stage is {request.stage}, but site {site.name} names no disk of its nodes; leave it out.")
+        raise ConfigError(f"--stage is {request.stage}, but site {site.name} has no node-local disk; leave --stage out.")
     if not request.stage.is_file():
-        raise ConfigError(f"--stage {request.stage} is no file; give a tar of the environment.")
+        raise ConfigError(f"--stage {request.stage} is not a file; give a tar archive of the environment.")
     return str(request.stage)
 
 
 def _check_nodes(site: Site, request: JobRequest) -> None:
-    """Raise unless the nodes exist, as far as that is known here."""
+    """Raise unless the requested nodes exist, as far as this can be checked here."""
     scheduler = site.profile.scheduler
     if scheduler == "local" and request.nodes != 1:
         raise ConfigError(f"--nodes is {request.nodes}, but site {site.name} is one machine; the nearest legal value is 1.")
     if scheduler != "hostfile":
         if request.hostfile is not None:
-            raise ConfigError(f"--hostfile is {request.hostfile}, but site {site.name} takes no such file; leave it out.")
+            raise ConfigError(f"--hostfile is {request.hostfile}, but site {site.name} uses no hostfile; leave --hostfile out.")
         return
     if request.hostfile is None:
         return
@@ -204,7 +217,7 @@ def _check_nodes(site: Site, request: JobRequest) -> None:
     hosts = len({line.partition(":")[0] for line in lines if line})
     if hosts < request.nodes:
         raise ConfigError(
-            f"--nodes is {request.nodes}, but {request.hostfile} names {hosts} hosts; the nearest legal value is {hosts}."
+            f"--nodes is {request.nodes}, but {request.hostfile} lists {hosts} hosts; the nearest legal value is {hosts}."
         )
 
 
@@ -212,14 +225,15 @@ def _read(path: Path) -> str:
     try:
         return read_text(path, _HOSTFILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}.") from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"Cannot read --hostfile {path}: {reason}; give a readable text file in UTF-8.") from None
 
 
 def _ranks(site: Site, request: JobRequest) -> int:
     node, requested = site.profile.node, request.ranks_per_node
     if requested is not None and requested > node.limit:
         raise ConfigError(
-            f"--ranks-per-node is {requested}, but a node of site {site.name} takes at most {node.limit}; "
+            f"--ranks-per-node is {requested}, but a node of site {site.name} has at most {node.limit}; "
             f"the nearest legal value is {node.limit}."
         )
     return node.ranks if requested is None else requested
@@ -237,12 +251,12 @@ def _cores(site: Site, request: JobRequest, ranks: int) -> int:
 
 
 def _directives(site: Site, request: JobRequest) -> Sequence[tuple[str, str]]:
-    """Return account, queue and the profile's own options. Refuse what was asked for and has no option."""
+    """Return account, queue and the profile's own options; raise if the request has a value for an option that the site lacks."""
     profile = site.profile
     directives = []
     for word, field, requested in (("--account", profile.account, request.account), ("--queue", profile.queue, request.queue)):
         if requested is not None and field is None:
-            raise ConfigError(f"{word} is {requested}, but site {site.name} has none; leave it out.")
+            raise ConfigError(f"{word} is {requested}, but site {site.name} has no such option; leave it out.")
     if profile.account is not None and profile.account.needed and request.account is None:
         raise ConfigError(f"Site {site.name} refuses jobs without an account; give --account.")
     if profile.account is not None and request.account is not None:
@@ -259,11 +273,11 @@ def _word(option: str, text: str) -> str:
     """Return an account or a queue if it is safe in a scheduler's line of options.
 
     Raises:
-        ConfigError: it has blanks, quotes or other characters that would change the line.
+        ConfigError: the text has blanks, quotes or other characters that would change the line.
     """
     if not _PLAIN.fullmatch(text):
         raise ConfigError(
-            f"{option} is {shortened(text)}, but must have letters, digits and @ % + = : . , / ~ ^ _ - alone, and no - in front."
+            f"{option} is {shortened(text)}, but may have only letters, digits and @ % + = : . , / ~ ^ _ -, and no leading -."
         )
     return text
 
@@ -276,18 +290,18 @@ def check_backend(site: Site, backend: str, request: JobRequest) -> None:
     """Raise if the job needs GPUs that the site does not have.
 
     Raises:
-        ConfigError: the sentence names them.
+        ConfigError: the site has no such GPUs, or fewer than ranks per node.
     """
     gpu = site.profile.gpu
     if backend != "cuda":
         return
     if gpu is None or gpu.vendor != "nvidia":
         has = "no GPUs" if gpu is None else f"GPUs of {gpu.vendor.upper()}"
-        raise ConfigError(f"backend is cuda, which computes on NVIDIA's GPUs, and site {site.name} has {has}; set it to onednn.")
+        raise ConfigError(f"backend is cuda, which needs NVIDIA GPUs, but site {site.name} has {has}; set it to onednn.")
     ranks = _ranks(site, request)
     if ranks > len(gpu.order):
         raise ConfigError(
-            f"backend is cuda, which gives each rank a GPU of its own, and a node of site {site.name} has {len(gpu.order)} GPUs "
+            f"backend is cuda, which needs one GPU per rank, but a node of site {site.name} has {len(gpu.order)} GPUs "
             f"for {ranks} ranks; give --ranks-per-node {len(gpu.order)}, or set backend to onednn."
         )
 
@@ -319,12 +333,12 @@ def _is_installed(distribution: str) -> bool:
     return any(importlib.metadata.distributions(name=distribution))
 
 
-#: placeholder in installed scripts, for people to replace
+#: placeholder for the account in installed scripts
 ACCOUNT = "PROJECT"
 
 
 def render(site: Site, job: SiteJob) -> str:
-    """Return the script, for bash, without trailing blanks and with a newline at its end.
+    """Return the bash script, without trailing blanks and with a final newline.
 
     Raises:
         ConfigError: a text of the site or the job has a forbidden character, which may end or reverse a line.
@@ -332,13 +346,11 @@ def render(site: Site, job: SiteJob) -> str:
     for name, text in (("site", site.name), *_texts("", vars(job)), *_texts("profile.", site.profile.model_dump())):
         character = forbidden(text)
         if character is not None:
-            raise ConfigError(
-                f"{name} is {shortened(text)}, which has {character} and is not allowed in a job script; remove it."
-            )
+            raise ConfigError(f"{name} is {shortened(text)}, but {character} is not allowed in a job script; remove it.")
     template = _environment().get_template(_TEMPLATES[site.profile.scheduler])
 
     def line(setting: str, comment: str, edit: bool = True) -> str:
-        """Return a setting followed by its comment, or below it if both are too long. Mark settings that a person is to edit."""
+        """Return a setting with its comment after it, or above it if the line is too long. Settings to be edited are marked."""
         words = " ".join(word for word in ("<--" if edit and job.train is None else "", comment) if word)
         text = f"{setting:{_COMMENT_AT}}  # {words}" if words else setting
         return text if len(text) <= _COLUMNS else f"{_comment(words)}\n{setting}"
@@ -363,7 +375,7 @@ def _environment() -> Environment:
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of all texts inside a value, including keys."""
+    """Yield (name, text) for all texts inside a value, including keys."""
     if isinstance(value, str):
         yield name.removesuffix("."), value
     elif isinstance(value, Mapping):
@@ -379,7 +391,7 @@ def _directive(text: str) -> str:
     """Return a text quoted as one word of an #SBATCH line. Slurm reads quotes as a shell does, but removes backslashes in them.
 
     Raises:
-        ConfigError: the text has a backslash, which in a path also disables Slurm's replacements, such as that of %j.
+        ConfigError: the text has a backslash, which in a path also disables Slurm's replacements such as %j.
     """
     if "\\" in text:
         raise ConfigError(f"output is {shortened(text)}, but Slurm removes backslashes; choose a directory without one.")
@@ -387,7 +399,7 @@ def _directive(text: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """Return lines of comment."""
+    """Return a text as lines of comment."""
     return "\n".join(
         textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False)
     )
@@ -404,7 +416,9 @@ class Submission:
     """An accepted job.
 
     Attributes:
-        number: of the job, or of the process. lines: how to follow and stop it. script: path of its script.
+        number: number of the job, or ID of the process.
+        lines: instructions for following and stopping the job.
+        script: path of its script.
     """
 
     number: str
@@ -413,10 +427,12 @@ class Submission:
 
 
 def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
-    """Return the paths of a job's files: next to the runs, below `output`, named after the run and the time in UTC.
+    """Return the paths of a job's files: in jobs/ below `output`, named after the run and the time in UTC.
 
     Args:
-        name: of the run. train: configuration and overrides.
+        name: name of the run.
+        output: output directory.
+        train: configuration and overrides.
     """
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.") or "run"
     logs, ending = output / _FOLDER, ENDINGS[site.profile.scheduler]
@@ -424,7 +440,7 @@ def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobF
     stems = (begun if number == 1 else f"{begun}-{number}" for number in count(1))
     stem = next(stem for stem in stems if not os.path.lexists(logs / f"{stem}{ending}"))
     log = str(logs / f"{stem}.log")
-    if site.profile.scheduler == "slurm":  # a requeued job keeps its number; other scripts write their log themselves
+    if site.profile.scheduler == "slurm":  # %j: the job number, which stays when the job is requeued
         log = f"{str(logs).replace('%', '%%')}/{stem}-%j.log"
     return JobFiles(
         name=plain,
@@ -437,16 +453,17 @@ def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobF
 
 
 def _python_environment() -> str:
-    """Return the virtual or conda environment of this Python; empty for the system's Python."""
+    """Return the directory of this Python's virtual or conda environment; empty for the system's Python."""
     isolated = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
     return sys.prefix if isolated else ""
 
 
 def submit(site: Site, job: SiteJob) -> Submission:
-    """Write the script, and submit it.
+    """Write the script and submit it.
 
     Raises:
-        LaunchError: the scheduler's command is missing or refuses the job. OSError: the script cannot be written.
+        LaunchError: the scheduler's command is missing or rejects the job.
+        OSError: the script cannot be written.
     """
     job = _reserved(job)
     try:
@@ -462,9 +479,9 @@ def submit(site: Site, job: SiteJob) -> Submission:
 
 
 def _reserved(job: SiteJob) -> SiteJob:
-    """Return the job with a script and a log of its own, even if another job is submitted in the same second.
+    """Return the job with unique paths of script and log, even if another job is submitted in the same second.
 
-    Creates the script as an empty file, which reserves its name.
+    Creates the script as an empty file to reserve its name.
     """
     script = Path(job.script)
     script.parent.mkdir(parents=True, exist_ok=True)
@@ -479,20 +496,20 @@ def _reserved(job: SiteJob) -> SiteJob:
 
 
 def _number(command: Sequence[str]) -> str:
-    """Return the number that the scheduler assigns to a job."""
+    """Submit a job; return the number that the scheduler assigns to it."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS, check=False)
     except FileNotFoundError:
         raise LaunchError(
-            f"There is no {command[0]} on PATH; submit on a login node of the site, or print the script with --dry-run."
+            f"{command[0]} is not on PATH; submit on a login node of the site, or print the script with --dry-run."
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"{command[0]} did not answer within {_SUBMIT_SECONDS} s; look whether it has taken {command[-1]}."
+            f"{command[0]} did not answer within {_SUBMIT_SECONDS} s; check whether it has accepted {command[-1]}."
         ) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise LaunchError(f"{command[0]} refuses {command[-1]}: {words.rstrip('.')}.")
+        raise LaunchError(f"{command[0]} has rejected {command[-1]}: {words.rstrip('.')}.")
     # Slurm appends the cluster's name after a semicolon.
     return done.stdout.strip().partition(";")[0]
 
@@ -507,16 +524,16 @@ def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
         follow = f"squeue --jobs={number}"
         stop = f"scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}"
     following = _with_commands("follow it:", follow, f"tail -F {shell_word(log)}")
-    return (*following, *_with_commands("stop it with a checkpoint, for good:", stop))
+    return (*following, *_with_commands("stop it with a checkpoint, without a restart:", stop))
 
 
 def _with_commands(title: str, *commands: str) -> tuple[str, ...]:
-    """Return a title, and commands to copy on lines of their own."""
+    """Return a title, and commands to copy, one per line."""
     return (title, *(f"  {command}" for command in commands))
 
 
 def _started(job: SiteJob) -> Submission:
-    """Start the script as a process of its own session, which outlives this process and its terminal."""
+    """Start the script in a new session, so that it outlives this process and its terminal."""
     start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
     done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
     number = done.stdout.strip()

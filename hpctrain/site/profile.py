@@ -1,7 +1,7 @@
-"""Site profiles: everything a job script must know of a machine, as frozen data, each setting with its reason and its source.
+"""Site profiles: the facts about a machine that a job script needs, as frozen data, each setting with its reason and source.
 
-Profiles are YAML files, installed with hpctrain or written by users, and may extend each other. `read_site` finds one by name,
-and turns pydantic's errors into key paths and full sentences.
+Profiles are YAML files, installed with hpctrain or written by users, and may extend each other. `read_site` finds a profile by
+name, and converts pydantic's errors into key paths and full sentences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _quotable(text: str) -> str:
     if not _QUOTED.fullmatch(text):
         raise PydanticCustomError(
             "quoted_type",
-            "must be text without quotes, backticks, backslashes, a ~ in front, and $ other than in variables such as $USER or "
+            "must be text without quotes, backticks, backslashes, a leading ~, and $ except in variables such as $USER or "
             "${TMPDIR:-/tmp}",
         )
     return text
@@ -43,25 +43,25 @@ def _quotable(text: str) -> str:
 
 def _identifier(text: str) -> str:
     if not _IDENTIFIER.fullmatch(text):
-        raise PydanticCustomError("identifier_type", "must be the name of a variable, of letters, digits and underscores")
+        raise PydanticCustomError("identifier_type", "must be the name of a variable: letters, digits and underscores")
     return text
 
 
-#: text that stays in its line of a script
+#: text in one line of a script
 Line = Annotated[str, StringConstraints(min_length=1), AfterValidator(one_line)]
-#: text within double quotes of a shell: variables such as $USER are expanded, no command is run, and ~ is not expanded
+#: text for double quotes in a shell: variables such as $USER are expanded, ~ is not, and no command runs
 Quoted = Annotated[str, AfterValidator(one_line), AfterValidator(_quotable)]
 Identifier = Annotated[str, AfterValidator(_identifier)]
 Time = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,3}:\d\d:\d\d$")]
 
-NOT_SAID = "not said"
+UNKNOWN_SOURCE = "not stated"
 
 
 class Sourced(Section):
-    """One setting or several, with the public text that they follow."""
+    """One or more settings, with the public text that they follow."""
 
     source: Line = Field(
-        default=NOT_SAID, description='Address of the guide with this setting, or "unverified" and the reason for it.'
+        default=UNKNOWN_SOURCE, description='URL of the guide with this setting, or "unverified" and the reason for the value.'
     )
 
 
@@ -69,26 +69,26 @@ class NodeFields(Sourced):
     """The cores of a node."""
 
     cores: Integer = Field(ge=1, description="Number of physical cores of a node that jobs may use.")
-    cpus_per_core: Integer = Field(default=1, ge=1, description="Number of CPUs that the scheduler counts for a core.")
-    ranks: Integer = Field(ge=1, description="Default number of ranks on each node.")
-    most_ranks: Integer | None = Field(default=None, ge=1, description="Largest number of ranks on a node; null for its cores.")
+    cpus_per_core: Integer = Field(default=1, ge=1, description="Number of CPUs per core, as the scheduler counts.")
+    ranks: Integer = Field(ge=1, description="Default number of ranks per node.")
+    most_ranks: Integer | None = Field(default=None, ge=1, description="Maximum number of ranks per node; null: its cores.")
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> NodeFields:
         if self.ranks > self.limit:
             raise PydanticCustomError(
-                "ranks", "must have ranks of at most {limit}; the nearest legal value is {limit}", {"limit": self.limit}
+                "ranks", "must have at most {limit} ranks; the nearest legal value is {limit}", {"limit": self.limit}
             )
         return self
 
     @property
     def limit(self) -> int:
-        """The largest number of ranks on a node."""
+        """Maximum number of ranks per node."""
         return self.cores if self.most_ranks is None else min(self.cores, self.most_ranks)
 
 
 class QueueFields(Sourced):
-    """The queue that jobs are put into; partition and quality of service are queues, too."""
+    """The queue of jobs. Partitions and qualities of service are also queues."""
 
     option: Line = Field(description="Option that names the queue, such as --partition.")
     value: Line | None = Field(default=None, description="Default queue; null leaves it to the scheduler.")
@@ -102,21 +102,21 @@ class AccountFields(Sourced):
 
 
 class ChunkFields(Sourced):
-    """A node in PBS's terms."""
+    """The kind of node in PBS's terms."""
 
-    value: Line = Field(description="Rest of a chunk after -l select=NODES:, such as system=polaris.")
+    value: Line = Field(description="Text of a chunk after -l select=NODES:, such as system=polaris.")
 
 
 class DirectiveFields(Sourced):
-    """An option of the scheduler in the head of the script."""
+    """An option of the scheduler at the head of the script."""
 
-    why: Line = Field(description="Reason, for people who read the script.")
+    why: Line = Field(description="Reason, printed as a comment in the script.")
 
 
 class LaunchFields(Sourced):
-    """How ranks are started."""
+    """Options for starting ranks."""
 
-    options: tuple[Line, ...] = Field(default=(), description="List of options of srun or mpiexec, binding among them.")
+    options: tuple[Line, ...] = Field(default=(), description="List of options of srun or mpiexec, such as those for binding.")
     mpi: Line | None = Field(default=None, description="Value of srun's --mpi; null keeps the site's default.")
 
 
@@ -124,77 +124,79 @@ class VariableFields(Sourced):
     """An environment variable of all ranks."""
 
     value: Quoted = Field(description="Value; variables such as $USER are expanded when the job runs.")
-    why: Line = Field(description="Reason, for people who read the script.")
+    why: Line = Field(description="Reason, printed as a comment in the script.")
 
 
 class SetupFields(Sourced):
-    """A command that prepares the job's shell."""
+    """A command that sets up the job's shell."""
 
     command: Line = Field(description="Command, such as module load cray-mpich.")
-    why: Line = Field(description="Reason, for people who read the script.")
+    why: Line = Field(description="Reason, printed as a comment in the script.")
 
 
 class GpuFields(Sourced):
-    """The GPU that each rank of a node sees, chosen before Python starts."""
+    """The GPU that each rank of a node uses, selected before Python starts."""
 
     vendor: Literal["nvidia", "amd"] = Field(description="Maker of the GPUs.")
-    variable: Identifier = Field(description="Environment variable with the GPU that a rank may see.")
+    variable: Identifier = Field(description="Environment variable that selects the GPU of a rank.")
     order: tuple[Integer, ...] = Field(
-        min_length=1, description="List of GPUs, first the one near the cores of the node's first rank."
+        min_length=1, description="List of GPUs by local rank: first the GPU near the cores of the node's first rank."
     )
 
 
 class ScratchFields(Sourced):
-    """The nodes' own disks."""
+    """The local disks of the nodes."""
 
-    directory: Quoted = Field(min_length=1, description="Directory on a node's own disk, or in its memory.")
+    directory: Quoted = Field(min_length=1, description="Directory on the local disk of a node, or in its memory.")
 
 
 class ContainerFields(Sourced):
-    """An image in which Python runs. The launcher stays outside, and starts a container for each rank."""
+    """A container image in which Python runs. The launcher runs outside and starts a container for each rank."""
 
     image: Quoted = Field(min_length=1, description="Path of the image, such as $HOME/hpctrain.sif.")
     command: tuple[Line, ...] = Field(
-        default=("apptainer", "exec"), min_length=1, description="List of words before the image, with options such as --bind."
+        default=("apptainer", "exec"),
+        min_length=1,
+        description="Command before the image, as a list of words, with options such as --bind.",
     )
 
 
 class SiteProfile(Section):
-    """A machine on which jobs run, and how to start them there."""
+    """A machine on which jobs run, and the way to start them."""
 
-    description: Line = Field(description="Description of the machine and its nodes, for people.")
-    tested: Line = Field(description="Where the rendered script has been run.")
-    scheduler: Scheduler = Field(description="Program that takes the job.")
-    guide: Line = Field(default=NOT_SAID, description="Address of the site's guide to running jobs.")
+    description: Line = Field(description="Description of the machine and its nodes.")
+    tested: Line = Field(description="Machines on which the rendered script has been run.")
+    scheduler: Scheduler = Field(description="Scheduler that runs the job.")
+    guide: Line = Field(default=UNKNOWN_SOURCE, description="URL of the site's guide to running jobs.")
     time: Time = Field(default="01:00:00", description="Default time limit, as HH:MM:SS.")
     signal_seconds: Integer = Field(
-        default=120, ge=1, description="Number of seconds before the time limit at which ranks get a signal."
+        default=120, ge=1, description="Time before the time limit at which ranks receive a signal, in seconds."
     )
-    restarts: Integer = Field(default=20, ge=0, description="Number of times that a stopped job is requeued.")
+    restarts: Integer = Field(default=20, ge=0, description="Maximum number of times that a stopped job is requeued.")
     node: NodeFields = Field(description="Cores of a node.")
     queue: QueueFields | None = Field(default=None, description="Queue.")
     account: AccountFields | None = Field(default=None, description="Account.")
     chunk: ChunkFields | None = Field(default=None, description="Kind of node, for PBS.")
     directives: dict[Line, DirectiveFields] = Field(default={}, description="Options of the scheduler, such as --constraint=cpu.")
     launch: LaunchFields = Field(default=LaunchFields(), description="Options of srun or mpiexec.")
-    setup: tuple[SetupFields, ...] = Field(default=(), description="List of commands before all others.")
+    setup: tuple[SetupFields, ...] = Field(default=(), description="List of commands that run before all others.")
     environment: dict[Identifier, VariableFields] = Field(default={}, description="Environment variables by name.")
-    gpu: GpuFields | None = Field(default=None, description="Choice of GPUs; null without GPUs.")
-    container: ContainerFields | None = Field(default=None, description="Image in which Python runs; null for none.")
+    gpu: GpuFields | None = Field(default=None, description="Selection of GPUs; null without GPUs.")
+    container: ContainerFields | None = Field(default=None, description="Container in which Python runs; null: none.")
     scratch: ScratchFields | None = Field(default=None, description="Node-local disk to unpack an environment on.")
 
     @property
     def stages(self) -> bool:
-        """Return whether an environment can be unpacked on the nodes. One in an image cannot."""
+        """Whether an environment can be unpacked on the nodes, which is not possible with a container."""
         return self.scratch is not None and self.container is None
 
 
-# The patterns of the schema in words.
+# Patterns of the schema in words.
 _PATTERNS = {"time": "a time such as 06:00:00"}
 
 
 def faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each fault. A key that is missing because it is misspelt in the same mapping is one fault."""
+    """Yield (key path, sentence) of each fault. A misspelt key is one fault, not also a missing key."""
     items = error.errors(include_url=False)
     paths = [tuple(item["loc"]) for item in items]
     meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
@@ -246,19 +248,19 @@ def _is_section(kind: Any) -> bool:
 
 
 def _meant(path: KeyPath) -> KeyPath | None:
-    """Return the key of the same mapping that is nearest to an unknown one."""
+    """Return the most similar key of the same mapping; None if no key is similar."""
     near = nearest(str(path[-1]), _fields(path[:-1]))
     return None if near is None else (*path[:-1], near)
 
 
-# A link to the folder at the top of the repository; a wheel holds the files themselves.
+# Link to the folder at the top of the repository; a wheel contains the files themselves.
 INSTALLED = Path(__file__).parents[1] / "examples" / "jobs" / "sites"
 _EXTENDS = "extends"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A profile with its name and its file."""
+    """A profile with its name and file."""
 
     name: str
     path: Path
@@ -266,38 +268,40 @@ class Site:
 
     @property
     def is_installed(self) -> bool:
-        """Return whether it was installed with hpctrain."""
+        """Whether the profile was installed with hpctrain."""
         return self.path.parent == INSTALLED
 
 
 def own_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the directory of a user's own profiles, hpctrain/sites in $XDG_CONFIG_HOME or ~/.config. None without a home."""
+    """Return the directory of the user's own profiles, hpctrain/sites in $XDG_CONFIG_HOME or ~/.config; None without a home."""
     directory = user_directory("XDG_CONFIG_HOME", ".config", environ)
     return None if directory is None else directory / "sites"
 
 
 def where_own(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the directory of a user's own profiles, for messages."""
+    """Return the directory of the user's own profiles, for messages."""
     directory = own_directory(environ)
     return "$XDG_CONFIG_HOME/hpctrain/sites" if directory is None else str(directory)
 
 
 def profile_paths(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return the file of each profile by its name, in the order of names. A user's own profile hides an installed one."""
+    """Return the file of each profile by name, in alphabetical order. A user's own profile hides an installed one."""
     folders = [folder for folder in (INSTALLED, own_directory(environ)) if folder is not None]
     by_name = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     return {name: by_name[name] for name in sorted(by_name)}
 
 
 def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
-    """Return the profile of that name, with what it extends.
+    """Return the profile of a name, merged with the profiles that it extends.
 
     Raises:
-        ConfigError: there is none; else one sentence for each fault, with its file and line.
+        ConfigError: there is no such profile, or it has faults; one sentence for each, with file and line.
     """
     known = profile_paths(environ)
     if name not in known:
-        raise ConfigError(f"There is no site {name!r}; {choices(name, known)}. Profiles of your own lie in {where_own(environ)}.")
+        raise ConfigError(
+            f"There is no site {name!r}; {choices(name, known)}. Your own profiles are read from {where_own(environ)}."
+        )
     data, places = _extended(known[name], environ, ())
     source = Source(str(known[name]), places)
     try:
@@ -308,12 +312,12 @@ def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
 
 
 def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -> tuple[Any, dict[KeyPath, str]]:
-    """Return the data of a file laid over that of the profile it extends, and the places of both."""
+    """Return the data of a file merged over the profile that it extends, and the positions of both."""
     data, places = _data(path)
     if not isinstance(data, dict) or _EXTENDS not in data:
         return data, places
     base = data.pop(_EXTENDS)
-    # A profile that extends its own name means the installed one, which it hides.
+    # A profile that extends its own name extends the installed profile that it hides.
     known = {**profile_paths(environ), **({path.stem: INSTALLED / path.name} if path.parent != INSTALLED else {})}
     known = {name: file for name, file in known.items() if file != path and file.exists()}
     place = places.get((_EXTENDS,), str(path))
@@ -329,13 +333,13 @@ def _data(path: Path) -> tuple[Any, dict[KeyPath, str]]:
     try:
         return read_yaml(read_text(path, TEXT_BYTES), str(path))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: The byte at {error.start} is not UTF-8; save the file as UTF-8.") from None
+        raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: The site profile cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"{path}: Cannot read the site profile: {error.strerror}.") from None
 
 
 def _merged(base: Any, over: Any) -> Any:
-    """Merge mappings key by key. null removes an entry; everything else replaces what was there."""
+    """Merge mappings key by key. null removes an entry; any other value replaces the old one."""
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
     merged = {**base, **{key: _merged(base.get(key), value) for key, value in over.items()}}

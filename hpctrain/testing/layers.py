@@ -1,7 +1,7 @@
-"""Checks of layers and models: a layer's gradients against central differences in float64, and a model's declarations.
+"""Checks of layers and models: gradients of a layer against central differences in float64, and declarations of a model.
 
-`check_gradients` puts a layer into a small network and compares the network's backward with differences of its forward.
-`parameter_count` and `exported_shapes` read what a model declares, without the memory that a network of it would take.
+`check_gradients` puts a layer into a small network and compares the network's backward pass with differences of its forward pass.
+`parameter_count` and `exported_shapes` read the declarations of a model without allocating its parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.nn.network import Network
 
 
 def parameter_count(model: Layer) -> int:
-    """Return the number of trained values of the model."""
+    """Return the number of trained values of a model."""
     return sum(math.prod(spec.shape) for _, layer in model.walk() for spec in layer.parameters().values())
 
 
@@ -44,17 +44,19 @@ def check_gradients(
     elements: int = 24,
     kernels: KernelSet | None = None,
 ) -> None:
-    """Check the gradients of all of `layer`'s parameters and of its input, in a network of it, a linear head and cross entropy.
+    """Check the gradients of a layer's parameters and input, in a network of the layer, a linear head and cross entropy.
 
-    Each tensor's gradient is compared along a random direction and at random elements, relative to its largest element.
+    The gradient of each tensor is compared along a random direction and at random elements, relative to its largest element.
 
     Args:
-        layer: under test. image_shape: (H, W, C) of its input. kernels: a float64 kernel set; NumPy's by default.
-        step: of the differences; smaller for deep networks, where a larger one may cross a corner of some ReLU.
-        elements: how many of each tensor are checked one by one, at most.
+        layer: layer under test.
+        image_shape: shape (H, W, C) of its input.
+        step: step of the differences. Deep networks need a smaller one, as a larger one may cross the kink of a ReLU.
+        elements: maximum number of elements of each tensor that are checked.
+        kernels: float64 kernel set; default: NumPy's.
 
     Raises:
-        AssertionError: a gradient that differs; the message names the tensor and both values.
+        AssertionError: a gradient differs; the message names the tensor and both values.
     """
     random = np.random.default_rng(seed)
     network = head_network(layer, image_shape, kernels=kernels, seed=seed)
@@ -84,7 +86,7 @@ def check_gradients(
 def head_network(
     layer: Layer, image_shape: tuple[int, int, int], *, kernels: KernelSet | None = None, dtype: str = "float64", seed: int = 0
 ) -> Network:
-    """Return a network of `layer`, named "layer", and a linear classifier of three classes."""
+    """Return a network of the layer, named "layer", and a linear classifier with three classes."""
     features = Sequential({"layer": layer, "flatten": Flatten()}).output(TensorSpec((1, *image_shape), dtype)).shape[1]
     model = Sequential({"layer": layer, "flatten": Flatten(), "head": Linear(features, _CLASSES)})
     return Network(model, image_shape, kernels or NumpyKernelSet(), dtype=dtype, seed=seed)
@@ -92,7 +94,7 @@ def head_network(
 
 @dataclass(frozen=True)
 class _GradientCheck:
-    """Compares derivatives of `loss`: absolute `tolerance`, central differences of half-width `step`."""
+    """Comparison of derivatives of `loss` with central differences of half-width `step`, to an absolute `tolerance`."""
 
     loss: Callable[[], float]
     step: float

@@ -1,9 +1,9 @@
-"""Checks of one operator: its buffers, its reorders, memory that it must not rely on, and its gradients.
+"""Checks of a single operator: its buffers, its reorders, the memory that it must not rely on, and its gradients.
 
-Buffers that an operator must not read hold NaN bytes: the output and the saved memory before forward, the scratch before every
-call, and before backward whatever the operator says that backward does not need. An operator that relies on zeroed memory, on
-scratch surviving, or on an undeclared input therefore fails its test. Values go in and come out as arrays of the host, wherever
-the kernel set's memory is.
+Buffers that an operator must not read are filled with NaN bytes: the output and the saved memory before forward, the scratch
+memory before every call, and before backward all buffers that the operator declares unnecessary for it. An operator that relies
+on zeroed memory, on the contents of scratch memory, or on an undeclared input therefore fails its test. Values are host arrays,
+wherever the memory of the kernel set is.
 
 `check_gradient` compares an operator's vector-Jacobian products with central differences, in float64.
 """
@@ -32,31 +32,31 @@ from hpctrain.backend.specs import NHWC, BatchNormSpec, Conv2dSpec, LinearSpec, 
 
 
 def empty(kernels: KernelSet, shape: tuple[int, ...], dtype: str) -> Array:
-    """Return a poisoned array in the set's memory."""
+    """Return a poisoned array in the memory of the kernel set."""
     array = kernels.allocate(int(np.prod(shape)) * item_bytes(dtype)).view(dtype).reshape(shape)
     poison(kernels, array)
     return array
 
 
 def poison(kernels: KernelSet, array: Array) -> None:
-    """Fill with bytes 0xFF: NaN in every float dtype, True-ish rubbish in masks."""
+    """Fill an array with bytes 0xFF: NaN in every float dtype, neither 0 nor 1 in masks."""
     raw = array.reshape(-1).view("uint8")
     kernels.arithmetic.from_host(raw, np.full(raw.size, 0xFF, np.uint8))
 
 
 def put(kernels: KernelSet, array: Array, values: np.ndarray) -> None:
-    """Write values to an array, rounded to the array's dtype."""
+    """Write values to an array, rounded to its dtype."""
     kernels.arithmetic.from_host(array, values)
 
 
 def take(kernels: KernelSet, array: Array) -> np.ndarray:
-    """Return a copy of the elements; bfloat16 as float32."""
+    """Return a copy of the elements on the host; bfloat16 is converted to float32."""
     return np.array(kernels.arithmetic.to_host(array))
 
 
 @dataclass
 class Gradients:
-    """The results of a backward pass: per input (None where not asked for) and per parameter role. Copies."""
+    """The results of a backward pass, as copies: per input (None if not requested) and per parameter role."""
 
     inputs: tuple[np.ndarray | None, ...]
     parameters: dict[str, np.ndarray]
@@ -64,17 +64,18 @@ class Gradients:
 
 @dataclass
 class OperatorBench:
-    """An operator of `kernels` for `spec` on `inputs` (plain arrays), bound once; run it as often as you like.
+    """An operator of `kernels` for `spec` on `inputs` (plain arrays), bound once. It can be run any number of times.
 
     Args:
-        parameters, statistics: by role; `default_parameters` makes some. Arrays of the host are used as they are; to other memory
-            they are copied before each forward, and statistics back after it.
-        training: also passed to the operator's context unless `context` is given.
-        wanted: per input, whether its gradient is asked for (all by default).
-        accumulate: gradients of the inputs are added to what `backward` is given; where the operator cannot, by the bench.
-        in_place: where the operator allows it, the output shares the buffer of input 0 (unless backward needs that input), and
-            the gradient of input 0 that of the output (unless it accumulates).
-        dtype: of activations; the inputs' unless it is given. Values of bfloat16 are float32 on the host.
+        parameters, statistics: arrays by role, such as those of `default_parameters`. Host arrays are used directly. For other
+            memory they are copied there before each forward, and statistics are copied back after it.
+        training: whether the operator runs in training mode; ignored if `context` is passed.
+        wanted: whether the gradient of each input is requested; default: all.
+        accumulate: whether gradients are added to the inputs' existing gradients. If the operator does not support this, the
+            bench adds them.
+        in_place: whether the output shares the buffer of input 0 (unless backward needs that input) and the gradient of input 0
+            that of the output (unless it accumulates), if the operator supports this.
+        dtype: dtype of activations; default: that of the inputs. Values of bfloat16 are float32 on the host.
     """
 
     kernels: KernelSet
@@ -131,7 +132,7 @@ class OperatorBench:
         )
 
     def forward(self, context: StepContext | None = None) -> np.ndarray:
-        """Return a copy of the output, plain."""
+        """Return a copy of the output in plain layout."""
         if context is None:
             context = StepContext(training=self.training, sample_ids=np.arange(self.inputs[0].shape[0]))
         if not self._overwrites:
@@ -151,7 +152,8 @@ class OperatorBench:
     def backward(self, output_grad: np.ndarray, start: Sequence[np.ndarray] | None = None) -> Gradients:
         """Return the gradients after the latest `forward`.
 
-        start: what the inputs' gradients hold before, if they accumulate.
+        Args:
+            start: initial gradients of the inputs if they accumulate.
         """
         operator = self.operator
         plain_output = self.spec.output(*self._plain)
@@ -183,12 +185,12 @@ class OperatorBench:
         return Gradients(tuple(grads), {role: take(self.kernels, grad) for role, grad in self.gradients.items()})
 
     def _placed(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Return these very arrays, or memory of the set for them."""
+        """Return host arrays unchanged, or new arrays in the memory of the kernel set."""
         kept = parameter_dtype(self._plain[0].dtype)
         return {role: x if self._on_host else empty(self.kernels, x.shape, kept) for role, x in arrays.items()}
 
     def _put_in(self) -> None:
-        """Copy parameters and statistics to the set's memory."""
+        """Copy parameters and statistics to the memory of the kernel set."""
         for role, shadow in self._shadows.items():
             put(self.kernels, shadow, self.parameters[role])
         if not self._on_host:
@@ -219,14 +221,14 @@ class OperatorBench:
         return self._buffer(spec)
 
     def _reordered(self, array: np.ndarray, plain: TensorSpec, spec: TensorSpec, buffer: Array) -> None:
-        """Write a plain array to a buffer of the operator's layout."""
+        """Write a plain array to a buffer in the operator's layout."""
         if spec.layout == NHWC:
             put(self.kernels, buffer, array)
             return
         self._run_reorder(plain, spec, np.ascontiguousarray(array), buffer)
 
     def _to_plain(self, buffer: Array, spec: TensorSpec, plain: TensorSpec) -> np.ndarray:
-        """Return a plain copy of a buffer of the operator's layout."""
+        """Return a plain copy of a buffer in the operator's layout."""
         if spec.layout == NHWC:
             return take(self.kernels, buffer)
         array = np.empty(plain.shape, plain.dtype)
@@ -241,7 +243,7 @@ class OperatorBench:
 
 
 def default_parameters(spec: Spec, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return random parameters by role for the specs that have any: "weight" and, if there is one, "bias"."""
+    """Return random parameters of a spec by role: "weight" and, if the spec has one, "bias"."""
     random = np.random.default_rng(seed)
     match spec:
         case Conv2dSpec() | LinearSpec():
@@ -261,9 +263,9 @@ def numerical_gradient(
     """Return d <function(), cotangent> / d variable for every element, by central differences of the whole Jacobian.
 
     Args:
-        function: reads `variable` (float64), which is changed in place and restored.
-        cotangent: of the function's shape.
-        step: the error is of order step**2 and 1e-16 / step.
+        function: callback that reads `variable` (float64), which is changed in place and restored.
+        cotangent: array with the shape of the function's result.
+        step: half-width of the differences. The error is of order step**2 and 1e-16 / step.
     """
     assert variable.dtype == np.float64, "central differences need float64"
     gradient = np.zeros_like(variable)
@@ -282,7 +284,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float, wha
     """Check that shapes are equal and the largest difference is within `tolerance` of the largest expected value (or of 1).
 
     Raises:
-        AssertionError: with the name, the difference and where it is.
+        AssertionError: the arrays differ; the message has the name `what`, the difference and its position.
     """
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     if expected.size == 0:
@@ -309,13 +311,13 @@ def check_gradient(
     tolerance: float = 1e-7,
     step: float = 1e-5,
 ) -> None:
-    """Check every gradient of a training operator, of inputs and parameters, against central differences.
+    """Check all gradients of a training operator, of inputs and parameters, against central differences.
 
-    Inputs and parameters are float64, and are changed in place and restored. `step` must not carry an input over a kink (ReLU
-    at 0, ties of a maximum): keep inputs that far apart.
+    Inputs and parameters are float64; they are changed in place and restored. `step` must not move an input across a kink (ReLU
+    at 0, ties of a maximum): keep the inputs further from kinks.
 
     Raises:
-        AssertionError: a gradient that is further off than `tolerance`, relative to the largest element.
+        AssertionError: a gradient differs by more than `tolerance`, relative to its largest element.
     """
     parameters = default_parameters(spec, "float64") if parameters is None else parameters
     bench = OperatorBench(

@@ -1,7 +1,7 @@
-"""The emulated device: a CPU that runs the CUDA sources of `hpctrain.backend.cuda` as a GPU might.
+"""The emulated device: a CPU that runs the CUDA sources of `hpctrain.backend.cuda` with the freedom of order of a GPU.
 
-An instrument of tests and benchmarks: hpctrain never imports it, it imports `hpctrain.backend` alone. Read `device.py` first,
-then `streams.py`, which decides in which order work is done.
+It is an instrument of tests and benchmarks. hpctrain never imports it; it imports only `hpctrain.backend`. Read `device.py`
+first, then `streams.py`, which decides the order of work.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def make_device(argument: str) -> EmulatedDevice:
-    """Make the device that `HPCTRAIN_CUDA_DEVICE=hpctrain_testing.emulator[:SEED]` names.
+    """Make the device for `HPCTRAIN_CUDA_DEVICE=hpctrain_testing.emulator[:SEED]`.
 
     Args:
-        argument: the seed of the orders in which work is done; empty: 0.
+        argument: seed of the orders of work; empty: 0.
 
     Raises:
-        ValueError: it is no seed.
+        ValueError: the argument is not a seed.
     """
     from hpctrain_testing.emulator.device import EmulatedDevice
 
     if argument and not (argument.isdecimal() and argument.isascii() and len(argument) < 10):
-        raise ValueError(f"the seed of an emulated device is a whole number of at most 9 digits, not {argument!r}.")
+        raise ValueError(f"the seed of an emulated device must be an integer of at most 9 digits, not {argument!r}.")
     return EmulatedDevice(int(argument or 0))

@@ -1,4 +1,4 @@
-"""A device that is this CPU: it runs the CUDA sources, built by g++, and makes the errors likely that can happen on a GPU."""
+"""A device that is this CPU: it runs the CUDA sources, built by g++, and makes errors likely that are possible on a GPU."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from hpctrain_testing.emulator.streams import (
     capturing,
 )
 
-#: the most arrays per piece of work that a wait checks; with more arrays, a later wait checks them
+#: maximum number of arrays per piece of work that a wait checks; later waits check the others
 _CHECKED_ARRAYS_PER_WORK = 8
 
 
 class EmulatedDevice:
-    """Implements `Device`. A program ends with `finish`.
+    """Emulated implementation of `Device`. A program must end with `finish`.
 
     Args:
         seed: seed of the orders of blocks, threads and the streams' work.
-        ignored_wait: the number of a wait of a stream or the host that is left out, see `waits`: the results of a program that
-            needs the wait are then wrong for most seeds.
+        ignored_wait: number of a wait of a stream or the host that is omitted; see `waits`. The results of a program that needs
+            the wait are then wrong for most seeds.
 
     Attributes:
-        identity: no other device has it. counters: of what was enqueued, waited for and allocated.
+        identity: unique identity of the device.
+        counters: counters of enqueued work, waits and allocations.
     """
 
     name = "emulated"
@@ -65,27 +66,27 @@ class EmulatedDevice:
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """All waits so far, in words: the possible values of `ignored_wait`."""
+        """Descriptions of all waits so far; their indices are the possible values of `ignored_wait`."""
         return tuple(self._streams.waits)
 
     def seal(self) -> None:
-        """Count allocations from here on as late: `counters.late_allocations` names them."""
+        """Count later allocations as late, in `counters.late_allocations`."""
         self.counters.sealed = True
 
     def finish(self) -> None:
         """Verify at exit that no device work is pending.
 
         Raises:
-            EmulatedDeviceError: there is work that was never waited for, or bytes next to an array were written.
+            EmulatedDeviceError: some work was never waited for, or bytes next to an array were overwritten.
         """
         self._check_memory()
         queues = [queue for queue in self._streams.scheduler.queues if queue.pending]
         if queues:
             left = "; ".join(f"{queue.name}: {', '.join(work.text for work in queue.pending)}" for queue in queues)
-            raise EmulatedDeviceError(f"Nobody has waited for work on {left}.")
+            raise EmulatedDeviceError(f"The program has not waited for the work on {left}.")
 
     def run_all(self) -> None:
-        """Do all work and check memory, unless work has failed before."""
+        """Do all work and check the memory, unless some work has failed."""
         if not self._streams.scheduler.failed:
             self._streams.scheduler.run_all()
             self._check_memory()
@@ -107,7 +108,11 @@ class EmulatedDevice:
         return self._streams.event()
 
     def kernel(self, source: str, name: str, *, text: str | None = None) -> CpuKernel:
-        """Return a kernel, as `Device.kernel`. text: of a source that is not the package's."""
+        """Return a kernel; see `Device.kernel`.
+
+        Args:
+            text: text of a source outside the package; None for a source of the package.
+        """
         key = (source, name, text)
         if key not in self._kernels:
             self._streams.refuse_in_capture(f"load the kernel {name}")
@@ -136,7 +141,11 @@ class EmulatedDevice:
         self._streams.enqueue(stream, Work(text, run, keep_alive=keep_alive, reads=reads, writes=writes, goes_on=goes_on))
 
     def _check_memory(self, *, always: bool = True) -> None:
-        """Raise if memory is damaged. always: False skips the check while there was too little work since the latest one."""
+        """Raise if memory is damaged.
+
+        Args:
+            always: whether to check even if little work was done since the last check.
+        """
         if not always and self._heap.arrays > _CHECKED_ARRAYS_PER_WORK * self._recent.total():
             return
         recent, self._recent = self._recent, Counter()
@@ -206,4 +215,6 @@ class EmulatedDevice:
 
 def _require_equal(target_bytes: int, source_bytes: int) -> None:
     if target_bytes != source_bytes:
-        raise ValueError(f"A copy is between equally many bytes, not of {source_bytes} to {target_bytes}.")
+        raise ValueError(
+            f"Source and target of a copy must have the same number of bytes, not {source_bytes} and {target_bytes}."
+        )

@@ -1,6 +1,6 @@
-"""Kernels of the emulated device: CUDA sources built for this CPU, and launches of them.
+"""Kernels of the emulated device: CUDA sources compiled for this CPU, and their launches.
 
-Each source becomes a shared library, kept in a cache by content.
+Each source becomes a shared library, cached by content.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _FLAGS = (*_LANGUAGE, *_LIBRARY)
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler; None if there is none."""
+    """Return the path of the C++ compiler; None if there is none."""
     return shutil.which("g++")
 
 
 @cache
 def library(source: str) -> ctypes.PyDLL:
-    """Return the library of <source>.cu. Calls of it hold Python's lock: it runs one kernel at a time."""
+    """Return the library of <source>.cu. Its calls hold Python's lock, as it runs one kernel at a time."""
     return build(sources.text(source))
 
 
 def build(text: str) -> ctypes.PyDLL:
-    """Return the library of a CUDA source's text, compiled unless the cache has it.
+    """Return the library of a CUDA source, compiled unless it is in the cache.
 
     Raises:
-        BackendError: there is no compiler, or it refuses the source; the message holds what it says.
+        BackendError: there is no compiler, or it rejects the source; the message has the compiler's output.
     """
     target = _target(text)
     if not target.exists():
@@ -59,10 +59,10 @@ def build(text: str) -> ctypes.PyDLL:
 
 
 def prepare(texts: Iterable[str]) -> None:
-    """Fill the cache with the libraries of many sources. Of several processes that do so, one builds and the others wait.
+    """Fill the cache with the libraries of many sources. If several processes call this, one compiles and the others wait.
 
     Raises:
-        BackendError: as `build`.
+        BackendError: as for `build`.
     """
     with _lock(), ThreadPoolExecutor(os.cpu_count()) as pool:
         missing = {target: text for text in texts if not (target := _target(text)).exists()}
@@ -77,11 +77,13 @@ def _target(text: str) -> Path:
 
 @cache
 def _folder() -> Path:
-    """Return the cache directory, which belongs to this user: no one else can have put a library there."""
+    """Return the cache directory. It must belong to this user, so that no other user can have put a library there."""
     folder = Path(tempfile.gettempdir()) / f"hpctrain-cuda-on-cpu-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise BackendError(f"{folder} belongs to another user; the emulated device keeps its kernels there: set TMPDIR.")
+        raise BackendError(
+            f"{folder}, the kernel cache of the emulated device, belongs to another user; set TMPDIR to another directory."
+        )
     return folder
 
 
@@ -95,18 +97,18 @@ def _lock() -> Iterator[None]:
 def _compile(text: str, target: Path) -> None:
     command = compiler()
     if command is None:
-        raise BackendError("The emulated device builds its kernels with g++, which is not here; install it (package g++).")
+        raise BackendError("The emulated device builds its kernels with g++, which is not installed; install the package g++.")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         source, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         source.write_text(text)
         arguments = (*_FLAGS, f"-I{Path(__file__).parent}", str(source), "-o", str(built))
         done = subprocess.run([command, *arguments], capture_output=True, text=True)
         if done.returncode:
-            raise BackendError(f"g++ refuses a CUDA source: {done.stderr[:2000]}")
+            raise BackendError(f"g++ cannot compile a CUDA source: {done.stderr[:2000]}")
         built.replace(target)
 
 
-#: of CUDA devices, by dim
+#: limits of CUDA devices, by dimension
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 MOST_THREADS = (1024, 1024, 64)
 MOST_THREADS_OF_A_BLOCK = 1024
@@ -115,7 +117,7 @@ _TEXT_BYTES = 8192
 
 
 class Enqueue(Protocol):
-    """Adds work to a stream. `keep_alive`: arrays whose memory stays in use until the work is done."""
+    """Callback that adds work to a stream. `keep_alive`: arrays whose memory stays in use until the work is done."""
 
     def __call__(
         self, stream: DeviceStream, action: Callable[[], None], text: str, keep_alive: Sequence[DeviceArray] = ()
@@ -123,7 +125,7 @@ class Enqueue(Protocol):
 
 
 class _Request(ctypes.Structure):
-    """cpu::Launch of launches.h."""
+    """The struct cpu::Launch of launches.h."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -137,10 +139,11 @@ def pack_arguments(name: str, parameters: Sequence[str], arguments: Sequence[Arg
     """Return the bytes of each argument.
 
     Args:
-        parameters: the kernel's, by type: "int32", "float64", "bool", "pointer float32", "pointer void" (any), "bytes 24".
+        parameters: types of the kernel's parameters: "int32", "float64", "bool", "pointer float32", "pointer void" (any), "bytes
+            24".
 
     Raises:
-        TypeError: a number of arguments or a type that the kernel does not have, or a place that is not aligned.
+        TypeError: the number or a type of the arguments does not fit the kernel, or an address is not aligned.
     """
     if len(parameters) != len(arguments):
         raise TypeError(f"{name} takes {len(parameters)} arguments, not {len(arguments)}.")
@@ -155,7 +158,7 @@ def _bytes(place: str, parameter: str, argument: Argument) -> bytes:
         return bytes(8) if argument is None else _address(place, dtype, argument)
     if not isinstance(argument, np.generic):
         raise TypeError(f"{place} is {type(argument).__name__}; kernels take device arrays and NumPy scalars.")
-    if kind == "pointer" and isinstance(argument, np.uint64):  # an address, as CuPy takes it
+    if kind == "pointer" and isinstance(argument, np.uint64):  # an address, as for CuPy
         return argument.tobytes()
     given = f"bytes {argument.nbytes}" if isinstance(argument, np.void) else str(argument.dtype)
     if given != parameter:
@@ -180,12 +183,12 @@ def _check_extents(name: str, grid: Extent, block: Extent) -> None:
 
 
 class CpuKernel:
-    """One kernel of a built source. Implements `DeviceKernel`.
+    """One kernel of a built source; implements `DeviceKernel`.
 
     Args:
-        library: holds Python's lock while a kernel runs: it has one machine.
-        seed: returns the seed for the orders of blocks and threads of the next launch.
-        describe: a clause about an address that a kernel must not touch.
+        library: library of the source. It holds Python's lock while a kernel runs.
+        seed: callback that returns the seed for the orders of blocks and threads of the next launch.
+        describe: callback that returns a clause about an address that a kernel must not access.
     """
 
     def __init__(

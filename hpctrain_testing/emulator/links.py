@@ -1,9 +1,9 @@
-"""Links between emulated devices: what NCCL does between GPUs, as messages of the host between their processes.
+"""Links between emulated devices: the operations of NCCL between GPUs, as host messages between their processes.
 
-A call is a piece of the stream's work: it begins when it is next, and ends once the other devices' pieces have come so far. Ranks
-may be threads of one process or processes under MPI. Devices that enqueue different calls raise an error on every rank. Where two
-groups are used in another order on another rank, each waits for the other, as on GPUs; virtual ranks tell of the deadlock, and
-processes of the deadline.
+A call is a piece of a stream's work. It begins when it is next in its stream, and ends once the pieces of the other devices have
+progressed far enough. Ranks may be threads of one process or processes under MPI. If devices enqueue different calls, every rank
+raises an error. If two groups are used in different orders on two ranks, each waits for the other, as on GPUs; virtual ranks
+report the deadlock, and processes reach their deadline.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hpctrain.backend.arithmetic import Peers
 from hpctrain.backend.cuda.device import DeviceArray, DeviceStream
 from hpctrain_testing.emulator.memory import EmulatedDeviceError, borrowed, bytes_of, on_host
 
-#: bytes of the text of a piece of work that ranks compare; the rest counts by its length
+#: number of bytes of a description that ranks compare; of longer ones they also compare the length
 _WORDS_BYTES = 256
-#: tags of messages from one device to one other; below are those of collectives
+#: first tag of messages between two devices; collectives have lower tags
 _FIRST_TAG = 1 << 12
 
 _Handles = Sequence[Any]
@@ -30,7 +30,12 @@ _Handles = Sequence[Any]
 
 @dataclass(frozen=True)
 class _Call:
-    """One call. arrays: borrowed; of a sum to one what is sent and what is received. peer: root, target or source; -1: all."""
+    """One call.
+
+    Attributes:
+        arrays: borrowed arrays; for a reduction, the sent and the received one.
+        peer: root, target or source; -1: all ranks.
+    """
 
     kind: Literal["send", "receive", "broadcast", "sum to all", "sum to one"]
     arrays: tuple[DeviceArray, ...]
@@ -38,7 +43,7 @@ class _Call:
 
     @property
     def words(self) -> str:
-        """The words that have to be the same on all ranks; none for a message between two."""
+        """Text that must be equal on all ranks; empty for a message between two ranks."""
         if self.kind in ("send", "receive"):
             return ""
         array = self.arrays[0]
@@ -48,13 +53,13 @@ class _Call:
 
 @dataclass
 class LinkWork:
-    """A piece of work that is done in steps: each begins once the messages of the step before are complete."""
+    """A piece of work in steps. Each step begins once the messages of the previous step are complete."""
 
     steps: Iterator[_Handles]
     waiting: list[Any] = field(default_factory=list)
 
     def advance(self) -> bool:
-        """Do the steps that messages allow; return whether all are done."""
+        """Do the steps whose messages have arrived; return whether all steps are done."""
         while True:
             self.waiting = [handle for handle in self.waiting if not handle.test()]
             if self.waiting:
@@ -66,11 +71,13 @@ class LinkWork:
 
 
 class EmulatedLinks:
-    """Implements `DeviceLinks` of one emulated device.
+    """Links of one emulated device; implements `DeviceLinks`.
 
     Args:
-        peers: their processes. stream: of the links' work. enqueue: the device's. require: fails for arrays that do not lie in
-            memory that is in use.
+        peers: communicator of the processes.
+        stream: stream of the links' work.
+        enqueue: callback of the device that adds work to a stream.
+        require: callback that raises for arrays that are not in memory in use.
     """
 
     def __init__(self, peers: Peers, stream: DeviceStream, enqueue: Callable[..., None], require: Callable[..., None]) -> None:
@@ -103,10 +110,10 @@ class EmulatedLinks:
         self._add("sum to one", (send, recv), root)
 
     def fault(self) -> str | None:
-        return None  # errors are raised at once
+        return None  # errors are raised immediately
 
     def abort(self) -> None:
-        """Do nothing: no work goes on outside the process."""
+        """Do nothing: no work runs outside the process."""
 
     def _add(self, kind: Any, arrays: tuple[DeviceArray, ...], peer: int = -1) -> None:
         call = _Call(kind, tuple(map(borrowed, arrays)), peer)
@@ -119,11 +126,11 @@ class EmulatedLinks:
         if calls:
             keep_alive = [array for _, arrays in calls for array in arrays]
             work = LinkWork(self._steps([call for call, _ in calls]))
-            # All of it is done in steps: nothing is left to do at the end.
+            # All work is done in steps, so the piece itself does nothing.
             self._enqueue(self._stream, lambda: None, "links", keep_alive, goes_on=work.advance)
 
     def _steps(self, calls: Sequence[_Call]) -> Iterator[_Handles]:
-        """Compare what all ranks have enqueued, move arrays, add up."""
+        """Compare the calls of all ranks, move arrays, and add summands."""
         mine = self._description(calls)
         everybody = np.empty(mine.size * self._peers.size, np.uint8)
         yield [self._peers.iallgather(mine, everybody, [mine.size] * self._peers.size)]
@@ -131,7 +138,7 @@ class EmulatedLinks:
         for call in calls:
             leaves_target = call.kind == "sum to one" and call.peer != self._peers.rank
             self._require(*(call.arrays[:1] if leaves_target else call.arrays))
-        parts: list[dict[int, np.ndarray]] = [{} for _ in calls]  # of sums, by rank
+        parts: list[dict[int, np.ndarray]] = [{} for _ in calls]  # summands by rank
         yield self._messages(calls, parts)
         for call, arrived in zip(calls, parts, strict=True):
             if arrived:
@@ -141,7 +148,7 @@ class EmulatedLinks:
                 on_host(call.arrays[-1])[...] = total
 
     def _description(self, calls: Sequence[_Call]) -> np.ndarray:
-        """Return the words of collectives, and the bytes to and from each other rank."""
+        """Return the texts of collectives, and the bytes sent to and received from each other rank."""
         words = ", ".join(filter(None, (call.words for call in calls))).encode()
         text = np.zeros(_WORDS_BYTES, np.uint8)
         keep_alive = words[: _WORDS_BYTES - 8]
@@ -154,15 +161,17 @@ class EmulatedLinks:
         return np.concatenate([text, np.array(counts, np.int64).view(np.uint8)])
 
     def _check(self, everybody: np.ndarray) -> None:
-        """Raise unless all ranks have enqueued the same calls.
+        """Raise on every rank unless all ranks have enqueued the same calls.
 
         Raises:
-            EmulatedDeviceError: on every rank, if they have enqueued different calls.
+            EmulatedDeviceError: ranks have enqueued different calls.
         """
         words = [bytes(row[: _WORDS_BYTES - 8]).rstrip(b"\0").decode() or "messages alone" for row in everybody]
         for rank, row in enumerate(everybody):
             if not np.array_equal(row[:_WORDS_BYTES], everybody[0, :_WORDS_BYTES]):
-                raise EmulatedDeviceError(f"The devices of ranks 0 and {rank} do unlike things: {words[0]}; and {words[rank]}.")
+                raise EmulatedDeviceError(
+                    f"The devices of ranks 0 and {rank} have enqueued different calls: {words[0]}; and {words[rank]}."
+                )
         ranks = self._peers.size
         sent, received = (
             everybody[:, _WORDS_BYTES:].copy().view(np.int64).reshape(ranks, 2, ranks).transpose(1, 0, 2)
@@ -174,7 +183,11 @@ class EmulatedLinks:
             raise EmulatedDeviceError(f"The device of rank {source} {texts}.")
 
     def _messages(self, calls: Sequence[_Call], parts: Sequence[dict[int, np.ndarray]]) -> _Handles:
-        """Begin to move the arrays of all calls. parts: are filled with this rank's and others' summands of each."""
+        """Start moving the arrays of all calls.
+
+        Args:
+            parts: mappings, one per call, that are filled with the summands of this and other ranks.
+        """
         handles: list[Any] = []
         numbers: Counter[tuple[str, int]] = Counter()
         me, others = self._peers.rank, [rank for rank in range(self._peers.size) if rank != self._peers.rank]
@@ -196,7 +209,7 @@ class EmulatedLinks:
         return handles
 
     def _summands(self, call: _Call, tag: int, arrived: dict[int, np.ndarray], others: Sequence[int]) -> list[Any]:
-        """Send this rank's summand to the ranks that add, and receive all summands if this rank is one of them."""
+        """Send this rank's summand to the ranks that add; receive all summands if this rank is one of them."""
         me, values = self._peers.rank, on_host(call.arrays[0])
         handles = [self._peers.isend(values, other, tag) for other in others if call.peer in (-1, other)]
         if call.peer in (-1, me):

@@ -1,7 +1,7 @@
-"""Memory of the emulated device: host memory between pages that must not be touched and bytes that must not change.
+"""Memory of the emulated device: host memory between protected pages and canary bytes.
 
-Pinned memory is host memory that copies may use without waiting. `read` and `write` are device arrays as numbers of the host
-and back, rounded as kernels round. `EmulatedDeviceError` is a mistake in a kernel or in the order of work.
+Pinned memory is host memory that copies may use asynchronously. `read` and `write` convert device arrays to host values and back,
+with the rounding of kernels. `EmulatedDeviceError` reports a mistake in a kernel or in the order of work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.backend.specs import item_bytes
 
 
 class EmulatedDeviceError(AssertionError):
-    """A mistake in a kernel or in the order of work, which a GPU may not find: a defect of this package."""
+    """A mistake in a kernel or in the order of work that a GPU may not detect. It is a defect of hpctrain."""
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,9 +29,9 @@ _NO_ACCESS = 0
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PAGE = mmap.PAGESIZE
 
-#: not a number in every float dtype, and odd enough that no kernel writes it by chance
+#: NaN in every float dtype, and unlikely as a value that a kernel writes
 _CANARY = ctypes.create_string_buffer(bytes([0xF5, 0xFF]) * ((_PAGE + ALIGNMENT_BYTES) // 2))
-#: so much freed memory stays out of reach before its addresses are used again
+#: amount of freed memory that stays inaccessible before its addresses are reused
 _MOST_FREED = 256
 
 
@@ -41,9 +41,9 @@ def _protect(address: int, size_bytes: int, rights: int) -> None:
 
 
 class GuardedMemory:
-    """Zeroed bytes, aligned to ALIGNMENT_BYTES, between canaries and then pages on which every access is a fault.
+    """Zeroed bytes, aligned to ALIGNMENT_BYTES, between canaries, which are surrounded by pages on which every access faults.
 
-    In front of the bytes are at least ALIGNMENT_BYTES of canary, after them the canary continues to the next multiple of it.
+    At least ALIGNMENT_BYTES of canary precede the bytes; after them the canary extends to the next multiple of it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -62,20 +62,20 @@ class GuardedMemory:
         _protect(self.end, _PAGE, _NO_ACCESS)
 
     def damage(self) -> str:
-        """Return a clause that says which canary is damaged; empty if none is."""
+        """Return a clause that names the damaged canary; empty if none is damaged."""
         for start, size, place in self._canaries:
             if _compare(start, _CANARY, size):
                 return f"bytes {place} an array of {self.size_bytes} bytes were written"
         return ""
 
     def take_away(self) -> None:
-        """Make every access a fault, and free the memory."""
+        """Make every access fault, and free the memory."""
         self.pages.madvise(mmap.MADV_DONTNEED)
         _protect(self.begin, self.end - self.begin, _NO_ACCESS)
 
 
 class _Handle:
-    """Keeps memory in use: the owner of device arrays. Without it the memory is freed."""
+    """Owner of device arrays, which keeps their memory in use. The memory is freed with it."""
 
     __slots__ = ("__weakref__", "settle")
 
@@ -87,7 +87,7 @@ class Heap:
     """All memory of a device.
 
     Args:
-        settle: does all work of the device, before the host looks at its memory.
+        settle: callback that does all work of the device before the host reads its memory.
     """
 
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
@@ -98,7 +98,7 @@ class Heap:
         self._damages: list[str] = []
 
     def allocate(self, size_bytes: int) -> DeviceArray:
-        """Return zeroed uint8 memory, in use as long as an array or view of it exists."""
+        """Return zeroed uint8 memory. It stays in use as long as an array or view of it exists."""
         memory = GuardedMemory(size_bytes)
         handle = _Handle(self._settle)
         self._used[memory.pointer] = memory
@@ -116,34 +116,34 @@ class Heap:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all memory in use."""
+        """Total number of bytes in use."""
         return sum(memory.size_bytes for memory in list(self._used.values()))
 
     @property
     def arrays(self) -> int:
-        """The number of arrays in use."""
+        """Number of arrays in use."""
         return len(self._used)
 
     def damages(self) -> list[str]:
-        """Return clauses about all damaged canaries, also of memory freed since the latest call."""
+        """Return clauses about all damaged canaries, including those of memory freed since the last call."""
         freed, self._damages = self._damages, []
         return freed + [damage for memory in list(self._used.values()) if (damage := memory.damage())]
 
     def require(self, *arrays: DeviceArray) -> None:
-        """Raise unless each array lies in memory that is in use.
+        """Raise unless each array is in memory in use.
 
         Raises:
-            EmulatedDeviceError: an array does not lie in memory that is in use.
+            EmulatedDeviceError: an array is not in memory in use.
         """
         for array in arrays:
-            pointers = self._pointers.copy()  # other threads allocate and free meanwhile
+            pointers = self._pointers.copy()  # a copy, as other threads allocate and free at the same time
             place = bisect_right(pointers, array.pointer)
             memory = self._used.get(pointers[place - 1]) if place else None
             if array.size and (memory is None or array.pointer + array.nbytes > memory.pointer + memory.size_bytes):
-                raise EmulatedDeviceError(f"{array!r} does not lie in memory that is in use: {self.describe(array.pointer)}.")
+                raise EmulatedDeviceError(f"{array!r} is not in memory in use: {self.describe(array.pointer)}.")
 
     def describe(self, address: int) -> str:
-        """Return a clause about an address: near which array it lies."""
+        """Return a clause that names the array nearest to an address."""
         for text, memories in (("", list(self._used.values())), ("freed ", list(self._freed))):
             for memory in memories:
                 if memory.begin - _PAGE <= address < memory.end + _PAGE:
@@ -162,14 +162,14 @@ def _distance(address: int, memory: GuardedMemory, text: str) -> str:
 
 
 def borrowed(array: DeviceArray) -> DeviceArray:
-    """Return the same place without keeping its memory in use."""
+    """Return an array at the same address that does not keep its memory in use."""
     return DeviceArray(array.pointer, array.shape, array.dtype, None)
 
 
 def on_host(array: DeviceArray) -> np.ndarray:
-    """Return the elements as an ndarray over the same memory; bfloat16 as uint16. The device does all its work first.
+    """Return the elements as an ndarray over the same memory; bfloat16 as uint16. The device first does all its work.
 
-    For tests. The device itself, in the middle of its work, looks at borrowed arrays.
+    This serves tests. The device itself reads borrowed arrays in the middle of its work.
     """
     if isinstance(array.owner, _Handle):
         array.owner.settle()
@@ -182,7 +182,7 @@ def on_host(array: DeviceArray) -> np.ndarray:
 
 
 def bytes_of(array: DeviceArray) -> np.ndarray:
-    """View all bytes, uint8 (nbytes,)."""
+    """Return a uint8 view (nbytes,) of all bytes."""
     return on_host(array).reshape(-1).view(np.uint8)
 
 
@@ -197,7 +197,7 @@ class PinnedMemory:
         self._begins: list[int] = []  # sorted
 
     def allocate(self, size_bytes: int) -> np.ndarray:
-        """Return uint8 (size_bytes,), not zeroed."""
+        """Return uninitialised memory, uint8 (size_bytes,)."""
         memory = np.full(size_bytes, _NOBODY_HAS_WRITTEN, np.uint8)
         begin = memory.ctypes.data
         self._ends[begin] = begin + size_bytes
@@ -210,27 +210,27 @@ class PinnedMemory:
         del self._ends[begin]
 
     def require(self, array: np.ndarray) -> np.ndarray:
-        """View all bytes of an array, uint8.
+        """Return a uint8 view of all bytes of an array in pinned memory.
 
         Raises:
-            ValueError: it is not contiguous, or not in pinned memory.
+            ValueError: the array is not contiguous, or not in pinned memory.
         """
         if not array.flags.c_contiguous:
-            raise ValueError(f"A copy takes contiguous memory; an array of shape {array.shape} has strides {array.strides}.")
-        begin, begins = array.ctypes.data, self._begins.copy()  # others allocate meanwhile
+            raise ValueError(f"A copy needs contiguous memory, but an array of shape {array.shape} has strides {array.strides}.")
+        begin, begins = array.ctypes.data, self._begins.copy()  # a copy, as other threads allocate at the same time
         place = bisect_right(begins, begin)
         end = self._ends.get(begins[place - 1], 0) if place else 0
         if array.nbytes and begin + array.nbytes > end:
-            raise ValueError(f"A copy takes pinned memory; this array of shape {array.shape} is not in what `pinned` gave.")
+            raise ValueError(f"A copy needs pinned memory, but this array of shape {array.shape} was not allocated by `pinned`.")
         return array.reshape(-1).view(np.uint8)
 
 
 def read(array: DeviceArray) -> np.ndarray:
-    """Return the elements; bfloat16 as float32."""
+    """Return the elements on the host; bfloat16 is converted to float32."""
     values = on_host(array)
     return bfloat16_values(values) if array.dtype == "bfloat16" else values
 
 
 def write(array: DeviceArray, values: np.ndarray) -> None:
-    """Round to the array's dtype, to nearest even."""
+    """Write values to an array, rounded to nearest even in its dtype."""
     on_host(array)[...] = bfloat16_bits(values) if array.dtype == "bfloat16" else values

@@ -1,6 +1,7 @@
-"""Matrix products and convolutions of the emulated device: sums in float32 or float64, rounded where they are written.
+"""Matrix products and convolutions of the emulated device.
 
-Matrix products add up in float32, or in float64 for float64; convolutions are those of the NumPy kernel set.
+Matrix products accumulate in float32, or in float64 for float64, and round when they write results. Convolutions are those of the
+NumPy kernel set.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hpctrain.core.errors import BackendError
 from hpctrain_testing.emulator.kernels import Enqueue
 from hpctrain_testing.emulator.memory import borrowed, bytes_of, read, write
 
-#: the dtype of arrays by the precision of products
+#: dtype of arrays by the precision of products
 DTYPES: dict[Precision, str] = {"float64": "float64", "float32": "float32", "tf32": "float32", "bfloat16": "bfloat16"}
 
 
@@ -35,18 +36,18 @@ def check_product(
     """Raise unless shapes and dtypes of the operands match.
 
     Raises:
-        ValueError: shapes or dtypes for which there is no product.
+        ValueError: there is no product for these shapes or dtypes.
     """
     if (a.ndim, b.ndim, c.ndim) != (2, 2, 2):
-        raise ValueError(f"A product takes matrices, not shapes {a.shape}, {b.shape} and {c.shape}.")
+        raise ValueError(f"The operands of a product must be matrices, not have shapes {a.shape}, {b.shape} and {c.shape}.")
     left = a.shape[::-1] if transpose_a else a.shape
     right = b.shape[::-1] if transpose_b else b.shape
     if left[1] != right[0] or c.shape != (left[0], right[1]):
-        raise ValueError(f"The product of {left} and {right} has the shape ({left[0]}, {right[1]}), not {c.shape}.")
+        raise ValueError(f"The product of {left} and {right} must have the shape ({left[0]}, {right[1]}), not {c.shape}.")
     if not a.dtype == b.dtype == DTYPES[precision] or c.dtype not in (a.dtype, "float32"):
-        raise ValueError(f"A product in {precision} is not of {a.dtype} and {b.dtype} to {c.dtype}.")
+        raise ValueError(f"A product in {precision} does not support {a.dtype} and {b.dtype} to {c.dtype}.")
     if c.dtype == "float32" and a.dtype == "float64":
-        raise ValueError("A product of float64 is float64, not float32.")
+        raise ValueError("The product of float64 matrices must be float64, not float32.")
 
 
 def product(a: DeviceArray, b: DeviceArray, c: DeviceArray, *, transpose_a: bool, transpose_b: bool, accumulate: bool) -> None:
@@ -56,7 +57,7 @@ def product(a: DeviceArray, b: DeviceArray, c: DeviceArray, *, transpose_a: bool
     write(c, total + read(c) if accumulate else total)
 
 
-#: asked for although nothing needs it, so that a caller that passes none is found
+#: requested although nothing needs it, to detect callers that pass no workspace
 WORKSPACE_BYTES = 256
 _POISON = 0xFF
 
@@ -65,30 +66,30 @@ def spec_of(key: ConvolutionKey) -> Conv2dSpec:
     """Return the convolution of a key.
 
     Raises:
-        BackendError: there is none, or none that cuDNN has a plan for.
+        BackendError: the key is invalid, or cuDNN has no plan for it.
     """
     if 0 in (*key.x, *key.w, *key.y):
-        raise BackendError(f"No plan of cuDNN has an empty array: {key}.")
+        raise BackendError(f"cuDNN has no plan for empty arrays: {key}.")
     if key.x[3] != key.groups * key.w[3] or key.w[0] % key.groups:
-        raise BackendError(f"The channels of {key} do not fall into {key.groups} groups.")
+        raise BackendError(f"The channels of {key} cannot be divided into {key.groups} groups.")
     if DTYPES[key.precision] != key.dtype:
-        raise BackendError(f"A convolution in {key.precision} is of {DTYPES[key.precision]}, not of {key.dtype}.")
+        raise BackendError(f"A convolution in {key.precision} must have dtype {DTYPES[key.precision]}, not {key.dtype}.")
     if key.fused and key.kind != "forward":
-        raise BackendError(f"Only convolutions forward are fused with a bias: {key}.")
+        raise BackendError(f"Only forward convolutions can be fused with a bias: {key}.")
     if min(key.padding) < 0:
-        raise BackendError(f"Padding is 0 or more: {key}.")
+        raise BackendError(f"Padding must be at least 0: {key}.")
     window = Window((key.w[1], key.w[2]), key.stride, key.padding, key.dilation)
     spec = Conv2dSpec(key.x[3], key.w[0], window, key.groups, bias=False)
     if spec.output(TensorSpec(key.x, key.dtype)).shape != key.y:
-        raise BackendError(f"The output of {key} has another shape.")
+        raise BackendError(f"The output shape of {key} does not fit its input.")
     return spec
 
 
 class NumpyConvolution:
-    """Implements `DeviceConvolution`.
+    """Convolution with NumPy; implements `DeviceConvolution`.
 
     Args:
-        require: raises an error if an array is not in memory in use.
+        require: callback that raises for an array that is not in memory in use.
     """
 
     workspace_bytes = WORKSPACE_BYTES
@@ -140,13 +141,13 @@ class NumpyConvolution:
             _check_array(f"{name} of a convolution {kind}", array, reference.shape, key.dtype)
         _check_array(f"The result of a convolution {kind}", out, self._host_arrays[2].shape, key.dtype)
         if (bias is not None) != bool(key.fused):
-            raise ValueError(f"A bias is given if the key says so: {key}.")
+            raise ValueError(f"A bias must be passed exactly if the key has one: {key}.")
         if bias is not None and (bias.shape != (key.w[0],) or bias.dtype != key.dtype or bias.pointer % PLAN_ALIGNMENT_BYTES):
             raise ValueError(f"The bias of {key} is {bias!r}.")
         if workspace is None or workspace.nbytes < self.workspace_bytes or workspace.pointer % ALIGNMENT_BYTES:
-            raise ValueError(f"A convolution has a workspace of {self.workspace_bytes} aligned bytes, not {workspace!r}.")
+            raise ValueError(f"The workspace must have {self.workspace_bytes} aligned bytes, not be {workspace!r}.")
         if any(out.pointer < x.pointer + x.nbytes and x.pointer < out.pointer + out.nbytes for x in (a, b, workspace)):
-            raise ValueError(f"The result of a convolution {kind} lies where its inputs or its workspace are.")
+            raise ValueError(f"The result of a convolution {kind} overlaps its inputs or its workspace.")
 
     def _run(
         self, a: DeviceArray, b: DeviceArray, out: DeviceArray, workspace: DeviceArray, bias: DeviceArray | None = None

@@ -1,12 +1,11 @@
-"""Streams, events and captures of the emulated device, and the queues of work beneath them.
+"""Streams, events and captures of the emulated device, and their work queues.
 
-Work is done as late and in as odd an order as the marks between queues allow. Whenever something is enqueued, some of the
-work that may be done is done, of any queue; when somebody waits, the work that is waited for is done, alone or among other
-work. So a program that forgets to wait is likely to compute with what is not there yet, and the seed that shows it shows it
-again.
+Work is done as late and in as unusual an order as the dependencies between queues allow. Each call that enqueues work also does
+some of the work that may be done, of any queue. A wait does the work that it waits for, alone or with other work. A program that
+lacks a wait therefore probably computes with missing results, and the seed that reveals this does so again.
 
-A graph is work that was recorded with the places and values of its arguments. `DeviceCounters` count what a device was asked
-for, so that tests can assert what a step does not do.
+A graph is recorded work with the addresses and values of its arguments. `DeviceCounters` count the requests to a device, so that
+tests can assert what a step does not do.
 """
 
 from __future__ import annotations
@@ -30,10 +29,12 @@ class DeviceCounters:
     """Counts since the device was made.
 
     Attributes:
-        enqueued: by the kind of work, captured work included: names of kernels, "upload", "convolution forward", "graph", ...
-        synchronisations: of the host, by ("event" or "stream <name>", the function that waits).
-        uploaded_bytes: of all uploads.
-        allocations, late_allocations: of device and pinned memory; those after `EmulatedDevice.seal`.
+        enqueued: numbers by kind of work, including captured work: names of kernels, "upload", "convolution forward", "graph",
+            ...
+        synchronisations: numbers of host waits by ("event" or "stream <name>", function that waits).
+        uploaded_bytes: total size of all uploads.
+        allocations: number of allocations of device and pinned memory.
+        late_allocations: allocations after `EmulatedDevice.seal`.
     """
 
     enqueued: Counter[str] = field(default_factory=Counter)
@@ -50,17 +51,18 @@ class DeviceCounters:
             self.late_allocations.append(f"{size_bytes} bytes at {where}")
 
 
-#: by seed, the probability that one more piece of work is done after a call, and that a wait does only what it waits for
+#: choices by seed: probability that a call does another piece of work; probability that a wait does only the work it waits for
 _EAGERNESS, _LAZINESS = (0.02, 0.2, 0.5), (0.3, 0.9)
-#: by seed and queue, how much a queue is preferred
+#: choices of the preference of a queue, by seed
 _PREFERENCES = (1, 1, 20)
 
 
 class WorkQueue:
-    """Work in its order.
+    """Queue of work, done in order.
 
     Attributes:
-        issued, done: numbers of pieces.
+        issued: number of pieces enqueued.
+        done: number of pieces done.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,26 +72,26 @@ class WorkQueue:
 
     @property
     def mark(self) -> Mark:
-        """All work so far."""
+        """Mark after all work so far."""
         return Mark(self, self.issued)
 
     @property
     def blocked_by(self) -> Mark | None:
-        """The mark that the next piece waits for."""
+        """Mark that the next piece waits for; None if it can be done."""
         after = self.pending[0].after if self.pending else None
         return None if after is None or after.done else after
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The work of a queue up to a position."""
+    """A position in a queue; stands for all work before it."""
 
     queue: WorkQueue
     position: int
 
     @property
     def done(self) -> bool:
-        """Whether all of the work is done."""
+        """Whether all work before the mark is done."""
         return self.queue.done >= self.position
 
 
@@ -98,9 +100,11 @@ class Work:
     """A piece of work.
 
     Args:
-        after: it is done after this. keep_alive: arrays whose memory stays in use until it is done.
-        reads, writes: host memory. goes_on: polled while the piece is the next one, because it needs other devices; returns
-            whether it can be done.
+        after: mark that must be done first.
+        keep_alive: arrays whose memory stays in use until the piece is done.
+        reads, writes: host memory that the piece reads and writes.
+        goes_on: callback for a piece that depends on other devices, polled while the piece is next; returns whether it can be
+            done.
     """
 
     text: str
@@ -113,7 +117,11 @@ class Work:
 
 
 class WorkScheduler:
-    """Does the work of many queues. failed: a piece raised an error."""
+    """Scheduler of the work of many queues.
+
+    Attributes:
+        failed: whether a piece raised an error.
+    """
 
     def __init__(self, source: random.Random) -> None:
         self.queues: list[WorkQueue] = []
@@ -135,12 +143,12 @@ class WorkScheduler:
         queue.issued += 1
 
     def is_pending(self, memory: np.ndarray) -> bool:
-        """Return whether pending work reads or writes this memory of the host."""
+        """Return whether pending work reads or writes this host memory."""
         works = (work for queue in self.queues for work in queue.pending)
         return any(np.may_share_memory(memory, other) for work in works for other in (*work.reads, *work.writes))
 
     def run_until(self, mark: Mark) -> None:
-        """Do what a mark needs, and maybe other work."""
+        """Do the work before a mark, and possibly other work."""
         alone = self._random.random() < self._laziness
         while not mark.done:
             self._step_where_ready(self._needed(mark.queue) if alone else self._pick())
@@ -156,9 +164,10 @@ class WorkScheduler:
             self._step_where_ready(self._pick())
 
     def advance(self, mark: Mark, *, everything: bool = False) -> None:
-        """Poll other devices, if the next piece that a mark needs depends on them; never waits for them.
+        """Poll other devices if the next piece before a mark depends on them; never wait for them.
 
-        everything: do all that the mark needs and other devices allow.
+        Args:
+            everything: whether to do all work before the mark that other devices allow.
         """
         while not mark.done:
             queue = self._needed(mark.queue)
@@ -174,7 +183,7 @@ class WorkScheduler:
         return self._random.choices(ready, [self._preferences[queue] for queue in ready])[0]
 
     def _needed(self, queue: WorkQueue) -> WorkQueue:
-        """Return the queue whose next piece brings `queue` forward."""
+        """Return the queue whose next piece must be done next for `queue` to progress."""
         passed = []
         while mark := queue.blocked_by:
             passed.append(queue)
@@ -209,16 +218,20 @@ class WorkScheduler:
 
 def _deadlock(queues: Sequence[WorkQueue]) -> EmulatedDeviceError:
     waits = ", ".join(f"{queue.name} in {queue.pending[0].text}" for queue in queues)
-    return EmulatedDeviceError(f"Streams wait without end: {waits}.")
+    return EmulatedDeviceError(f"Streams wait for each other forever: {waits}.")
 
 
 _POISON = 0xFF
-#: polls of an event, by a host that enqueues nothing, until its work is done: time passes, also for a late device
+#: number of polls of an event, by a host that enqueues nothing, after which its work is done: a late device also progresses
 _PATIENCE = 50
 
 
 class Capture:
-    """Work of one stream, recorded instead of done. open: recording continues."""
+    """Recorded work of one stream, which is not done.
+
+    Attributes:
+        open: whether recording continues.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.open = name, True
@@ -226,11 +239,14 @@ class Capture:
 
 
 class EmulatedEvent:
-    """Implements `DeviceEvent`.
+    """Event; implements `DeviceEvent`.
 
     Attributes:
-        mark: of the latest record. asked, ignored: since then the host has polled it, and that wait is left out.
-        polls: times that the host has asked. polled_at: how much was enqueued when it did so last.
+        mark: mark of the latest record; None before it.
+        asked: whether the host has polled the latest record.
+        ignored: whether the wait for the latest record is omitted.
+        polls: number of polls by the host.
+        polled_at: number of pieces that were enqueued at the last poll.
     """
 
     def __init__(self, table: StreamTable, number: int) -> None:
@@ -257,7 +273,7 @@ def _own(event: DeviceEvent) -> EmulatedEvent:
 
 
 class EmulatedStream:
-    """Implements `DeviceStream`."""
+    """Stream; implements `DeviceStream`."""
 
     def __init__(self, table: StreamTable, queue: WorkQueue) -> None:
         self.name, self.table, self.queue = queue.name, table, queue
@@ -277,11 +293,11 @@ class StreamTable:
     """All streams and events of a device; may be used by several threads.
 
     Args:
-        check: is called after every wait of the host.
-        ignored_wait: the number of a wait that is left out, counted from 0 over all waits of streams and of the host.
+        check: callback, called after every wait of the host.
+        ignored_wait: number of the wait that is omitted, counted from 0 over all waits of streams and of the host.
 
     Attributes:
-        waits: all so far, each in words.
+        waits: descriptions of all waits so far.
     """
 
     def __init__(
@@ -304,7 +320,7 @@ class StreamTable:
         return EmulatedEvent(self, self._events)
 
     def enqueue(self, stream: EmulatedStream, work: Work) -> None:
-        """Add work to a stream, or to what is captured there."""
+        """Add work to a stream, or to its capture."""
         with self._lock:
             self._counters.enqueued[work.text] += 1
             self._enqueued += 1
@@ -319,34 +335,34 @@ class StreamTable:
             self.scheduler.run_some()
 
     def _poison(self, stream: EmulatedStream, memory: np.ndarray) -> None:
-        """Overwrite memory that will be written: now, or after earlier work with it."""
+        """Overwrite memory that will be written, now or after earlier work that uses it."""
         if self.scheduler.is_pending(memory):
             self.scheduler.append(stream.queue, Work("begin of download", lambda: memory.fill(_POISON), writes=(memory,)))
         else:
             memory.fill(_POISON)
 
     def record(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
-        """Mark the stream's work so far."""
+        """Set the event's mark after all work of the stream so far."""
         with self._lock:
             self._require_own(stream, event)
             event.mark = stream.capture or stream.queue.mark
             event.asked = event.ignored = False
 
     def wait(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
-        """Let the stream wait for the event's latest record."""
+        """Make the stream wait for the event's latest record."""
         with self._lock:
             self._require_own(stream, event)
             mark = event.mark
             if mark is None or mark is stream.capture:  # nothing to wait for, or ordered within the capture
                 return
             if isinstance(mark, Capture) or stream.capture:
-                raise EmulatedDeviceError(f"Stream {stream.name} cannot wait for {event}: one of them is captured, not both.")
+                raise EmulatedDeviceError(f"Stream {stream.name} cannot wait for {event}: only one of them is being captured.")
             if not self._ignores(f"{stream.name} waits for {event}, at {caller()}"):
                 self.scheduler.append(stream.queue, Work(f"a wait for {event}", after=mark))
                 self.scheduler.run_some()
 
     def poll(self, event: EmulatedEvent) -> bool:
-        """Return whether the event's work is done, or this wait is left out."""
+        """Return whether the event's work is done or this wait is omitted."""
         with self._lock:
             self.refuse_in_capture(f"ask for {event}")
             event.polls = event.polls + 1 if event.polled_at == self._enqueued else 1
@@ -355,12 +371,12 @@ class StreamTable:
             if self._goes_on(event) or event.mark is None:
                 return True
             mark = self._mark(event)
-            # A program that polls drives the messages between devices; if it enqueues nothing, time passes.
+            # Polling progresses the messages between devices; if the program enqueues nothing, time passes.
             self.scheduler.advance(mark, everything=event.polls > _PATIENCE)
             return mark.done
 
     def synchronize_event(self, event: EmulatedEvent) -> None:
-        """Do what the event marks."""
+        """Do all work before the event's latest record."""
         with self._lock:
             self.refuse_in_capture(f"wait for {event}")
             self._counters.synchronisations["event", caller()] += 1
@@ -380,10 +396,10 @@ class StreamTable:
     def _mark(self, event: EmulatedEvent) -> Mark:
         if isinstance(event.mark, Mark):
             return event.mark
-        raise EmulatedDeviceError(f"The host cannot ask for {event}: that was inside a capture.")
+        raise EmulatedDeviceError(f"The host cannot wait for {event}, which was recorded inside a capture.")
 
     def _goes_on(self, event: EmulatedEvent) -> bool:
-        """Return whether the host goes on without the event. All questions about one record are one wait."""
+        """Return whether the host continues without the event. All polls of one record count as one wait."""
         if not event.asked and event.mark is not None:
             event.asked, event.ignored = True, self._ignores(f"the host waits for {event}, at {caller()}")
         return event.ignored
@@ -393,21 +409,21 @@ class StreamTable:
         return len(self.waits) - 1 == self._ignored_wait
 
     def refuse_in_capture(self, deed: str) -> None:
-        """Raise if this thread captures.
+        """Raise if this thread is capturing.
 
         Raises:
-            EmulatedDeviceError: this thread captures.
+            EmulatedDeviceError: this thread is capturing.
         """
         if capture := self.captures.get(threading.get_ident()):
-            raise EmulatedDeviceError(f"Nobody can {deed} while stream {capture.name} is captured.")
+            raise EmulatedDeviceError(f"A thread cannot {deed} while it captures stream {capture.name}.")
 
     def _require_own(self, stream: EmulatedStream, event: EmulatedEvent | None = None) -> None:
         if stream.table is not self or (event and event.table is not self):
-            raise EmulatedDeviceError(f"Stream {stream.name} and what it is given are of different devices.")
+            raise EmulatedDeviceError(f"The arguments of stream {stream.name} belong to another device.")
 
 
 def caller() -> str:
-    """Return the function outside of this package that called in here, as module.function."""
+    """Return the function outside this package that called it, as module.function."""
     frame = sys._getframe(1)
     package = __name__.rpartition(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
@@ -416,17 +432,17 @@ def caller() -> str:
 
 
 class EmulatedGraph:
-    """Implements `CapturedGraph`. It keeps no memory in use: arrays have to outlive it, as on a GPU."""
+    """Graph; implements `CapturedGraph`. It does not keep memory in use: arrays must outlive it, as on a GPU."""
 
     def __init__(self, table: StreamTable, capture: Capture) -> None:
         self._table, self._capture = table, capture
 
     def launch(self, stream: DeviceStream) -> None:
-        """Enqueue all of it as one piece of work."""
+        """Enqueue the whole graph as one piece of work."""
         assert isinstance(stream, EmulatedStream), f"{stream!r} is not of this device"
         works = self._capture.works
         if self._capture.open:
-            raise EmulatedDeviceError("A graph is launched before its capture has ended.")
+            raise EmulatedDeviceError("The graph was launched before its capture ended.")
         self._table.refuse_in_capture("launch a graph")
         reads = tuple(memory for work in works for memory in work.reads)
         writes = tuple(memory for work in works for memory in work.writes)
@@ -441,14 +457,14 @@ def _do(works: Sequence[Work]) -> None:
 
 @contextmanager
 def capturing(table: StreamTable, stream: EmulatedStream) -> Iterator[EmulatedGraph]:
-    """Record what is enqueued on `stream`. The calling thread can neither wait nor allocate nor load kernels meanwhile.
+    """Record the work enqueued on `stream` (context manager). Meanwhile this thread cannot wait, allocate or load kernels.
 
     Raises:
-        EmulatedDeviceError: this thread or this stream captures already.
+        EmulatedDeviceError: this thread or this stream is already capturing.
     """
     table.refuse_in_capture("begin another capture")
     if stream.capture:
-        raise EmulatedDeviceError(f"Stream {stream.name} is captured already.")
+        raise EmulatedDeviceError(f"Stream {stream.name} is already being captured.")
     capture = Capture(stream.name)
     stream.capture = table.captures[threading.get_ident()] = capture
     try:

@@ -1,4 +1,5 @@
-"""Virtual ranks: threads of one process with MPI's meaning, scheduled promptly, adversarially or by a modelled clock.
+"""Virtual ranks: threads of one process with the semantics of MPI, scheduled promptly, adversarially or by a modelled clock.
 
-Imports `hpctrain.comm` and `hpctrain.core` only. Read `run.py` first (`run_virtual` starts ranks), then `communicator.py`.
+This package imports only `hpctrain.comm` and `hpctrain.core`. Read `run.py` first (`run_virtual` starts ranks), then
+`communicator.py`.
 """

@@ -1,8 +1,8 @@
-"""Virtual ranks: a communicator whose ranks are threads of one process (world.py runs them).
+"""Communicator of virtual ranks, which are threads of one process (run.py starts them).
 
-For tests and simulations of programs that communicate, with any number of ranks on one core. The meaning is MPI's; what MPI
-leaves open is decided by a policy (policies.py): promptly, adversarially by a seed, or by a modelled clock. Mistakes end
-the run with a sentence instead of a hang: a deadlock names every rank's call and line, mismatched collectives both postings.
+It serves tests and simulations of communicating programs with any number of ranks on one core. Its semantics are MPI's. A policy
+(scheduler.py) decides what MPI leaves open: promptly, adversarially by a seed, or by a modelled clock. Mistakes end the run with
+an error instead of a hang: a deadlock names the call and line of every rank, mismatched collectives both postings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpctrain_testing.virtual.operations import (
 )
 from hpctrain_testing.virtual.scheduler import Scheduler
 
-#: type of a buffer -> its name; NumPy makes the name again each time that it is asked
+#: dtype of a buffer -> its name, cached because NumPy builds the name at each access
 _DTYPES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64", "uint8", "uint16")}
 
 
@@ -48,7 +48,7 @@ class VirtualHandle:
         self._done = False
 
     def test(self) -> bool:
-        """Return whether it is complete. Other ranks run if it is not."""
+        """Return whether the operation is complete. If it is not, other ranks run first."""
         if not self._done:
             self._done = self._scheduler.poll(self._posting.owner, self._posting)
         return self._done
@@ -58,9 +58,12 @@ class VirtualHandle:
 
 
 class Group:
-    """State that the members of one communicator share: operations that some of them have posted.
+    """State shared by the members of a communicator: operations that some of them have posted.
 
-    Attributes: name: for messages. members: in rank order. parts: groups made by splits of this one, by (sequence, color).
+    Attributes:
+        name: name in messages.
+        members: world ranks of the members, in rank order.
+        parts: groups that result from splits of this one, by (sequence, color).
     """
 
     def __init__(self, name: str, members: Sequence[RankState]) -> None:
@@ -74,7 +77,7 @@ class Group:
         """Return counts as plain integers.
 
         Raises:
-            ValueError: not one for each member, or a negative one.
+            ValueError: the number of counts is not that of the members, or a count is negative.
         """
         parts = tuple(int(count) for count in counts)
         if len(parts) != len(self.members) or min(parts) < 0:
@@ -83,7 +86,7 @@ class Group:
         return parts
 
     def world_rank(self, rank: int) -> int:
-        """Return the number in the world of the member with this number here.
+        """Return the world rank of the member with this rank in the group.
 
         Raises:
             ValueError: there is no such member.
@@ -93,7 +96,7 @@ class Group:
         return self.members[rank].rank
 
     def collective(self, sequence: int, make: Callable[[], PostedOperation]) -> PostedOperation:
-        """Return the operation with this sequence number, made by the rank that posts it first."""
+        """Return the operation with this sequence number; the first rank that posts it creates it."""
         if sequence not in self._collectives:
             self._collectives[sequence] = make()
         operation = self._collectives[sequence]
@@ -102,7 +105,7 @@ class Group:
         return operation
 
     def message(self, source: int, dest: int, tag: int, party: int, make: Callable[[], PostedOperation]) -> PostedOperation:
-        """Return the oldest message of this channel that lacks this party (0 sender, 1 receiver): they never overtake."""
+        """Return the oldest message of this channel without this party (0 sender, 1 receiver); messages do not overtake."""
         lacking = self._messages.setdefault((source, dest, tag), (deque(), deque()))
         if lacking[party]:
             return lacking[party].popleft()
@@ -111,7 +114,7 @@ class Group:
         return operation
 
     def unmatched(self) -> list[Posting]:
-        """Return postings of operations that others have not posted, here and in all parts."""
+        """Return the postings of operations that other members have not posted, in this group and all parts."""
         messages = [operation for queues in self._messages.values() for queue in queues for operation in queue]
         operations = [*self._collectives.values(), *messages]
         own = [posting for operation in operations for posting in operation.postings if posting is not None]
@@ -119,10 +122,11 @@ class Group:
 
 
 class ThreadCommunicator:
-    """One virtual rank's end of a group. Reductions are summed in rank order, with the same bits on all ranks.
+    """One virtual rank's communicator. Reductions are summed in rank order, with the same bits on all ranks.
 
-    Beyond `Communicator`: `now` and `compute`, the rank's virtual clock. A progress engine on it takes `now` for its clock. Only
-    the rank's own thread may call it. Other ranks run in `test`. A message and its receive must have equal lengths.
+    In addition to `Communicator` it has the rank's virtual clock: `now` and `compute`. A progress engine on it uses `now` as its
+    clock. Only the rank's own thread may call it. Other ranks run during `test`. A message and its receive must have equal
+    lengths.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group, rank: int, ranks_per_node: int) -> None:
@@ -141,7 +145,7 @@ class ThreadCommunicator:
         return self._scheduler.now(self._state)
 
     def compute(self, seconds: float) -> None:
-        """Let virtual time pass, as a kernel would."""
+        """Advance the virtual time, as a kernel would."""
         self._scheduler.compute(self._state, seconds)
 
     def iallreduce(self, buffer: Array) -> VirtualHandle:
@@ -224,7 +228,7 @@ class ThreadCommunicator:
         return self._exchange_objects("broadcast_object", value if self.rank == root else None, root)[root]
 
     def abort(self, code: int) -> NoReturn:
-        """End the run, which then raises SystemExit(code), caused by the error that is being handled here, if one is."""
+        """End the run, which then raises SystemExit(code). Its cause is the exception being handled, if there is one."""
         failure = SystemExit(code)
         failure.__cause__ = sys.exception()
         self._scheduler.fail(failure, self._state)
@@ -243,7 +247,7 @@ class ThreadCommunicator:
         return Posting(kind, self._state, text, source_line(), agreed, contribution, target)
 
     def _collect(self, posting: Posting, kind: type[PostedOperation], root: int | None = None) -> VirtualHandle:
-        """Post to the collective that is next on this communicator."""
+        """Post to the next collective of this communicator."""
         sequence = self._sequence
         self._sequence += 1
 
@@ -257,7 +261,7 @@ class ThreadCommunicator:
 
     def _exchange_message(self, posting: Posting, source: int, dest: int, tag: int) -> VirtualHandle:
         if tag < 0:
-            raise ValueError(f"A tag is not negative, but this one is {tag}.")
+            raise ValueError(f"The tag is {tag}, but must not be negative.")
 
         def make() -> PostedOperation:
             members = self._group.members[source], self._group.members[dest]
@@ -269,7 +273,7 @@ class ThreadCommunicator:
         return VirtualHandle(self._scheduler, posting)
 
     def _exchange_objects(self, kind: str, value: Any, *agreed: object) -> list[Any]:
-        """Return every rank's value, copied by pickling, in rank order; waits."""
+        """Return the values of all ranks in rank order, as pickled copies. Waits for all ranks."""
         pickled = np.frombuffer(pickle.dumps(value), np.uint8)
         posting = self._posting(kind, "objects", agreed, pickled)
         self._collect(posting, ObjectExchange)
@@ -279,20 +283,20 @@ class ThreadCommunicator:
 
 
 def _flat(buffer: Array, size: int | None = None) -> Array:
-    """Return a buffer as one dim, of just `size` elements if that is given."""
+    """Return a one-dimensional view of a buffer; raise if it does not have `size` elements."""
     if not isinstance(buffer, np.ndarray) or buffer.dtype not in _DTYPES or not buffer.flags.c_contiguous:
         what = f"{buffer.dtype}, strides {buffer.strides}" if isinstance(buffer, np.ndarray) else type(buffer).__name__
-        raise ValueError(f"A buffer is a C-contiguous array of {', '.join(_DTYPES.values())}, but this one is {what}.")
+        raise ValueError(f"A buffer must be a C-contiguous array of {', '.join(_DTYPES.values())}, but this one is {what}.")
     if size is not None and buffer.size != size:
-        raise ValueError(f"A buffer has as many elements as its counts say, {size}, but this one has {buffer.size}.")
+        raise ValueError(f"The buffer must have {size} elements, the sum of its counts, but has {buffer.size}.")
     return buffer.reshape(-1)
 
 
 def _check_apart(contribution: Array, target: Array) -> None:
     if contribution.dtype != target.dtype:
-        raise ValueError(f"Both buffers have one type, but these are {contribution.dtype} and {target.dtype}.")
+        raise ValueError(f"Both buffers must have one dtype, but these are {contribution.dtype} and {target.dtype}.")
     if contribution.size and target.size and np.may_share_memory(contribution, target):
-        raise ValueError("The buffer that is sent must not overlap the one that is received into.")
+        raise ValueError("The send buffer must not overlap the receive buffer.")
 
 
 def _sizes(flat: Array) -> str:

@@ -1,4 +1,4 @@
-"""Counts what is handed to a communicator: operations and bytes, exact, per communicator name and operation."""
+"""Exact counts of the operations and bytes passed to a communicator, per communicator name and operation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hpctrain.core.intervals import even_interval
 
 @dataclass(frozen=True)
 class Count:
-    """What one rank has handed over, in integers.
+    """The totals of one rank, as integers.
 
     Attributes:
-        operations: how many were posted.
-        payload_bytes: the n of the cost formulas: the whole buffer, this rank's own part included.
-        exchanged_bytes: what this rank exchanges with others under a bandwidth-optimal algorithm. Uneven parts are counted as
-            they are; the mean over the P ranks is (P-1)/P n, for an allreduce 2 (P-1)/P n.
+        operations: number of posted operations.
+        payload_bytes: bytes n of the cost formulas: the whole buffer, including this rank's own part.
+        exchanged_bytes: bytes that this rank exchanges with others under a bandwidth-optimal algorithm. Uneven parts are counted
+            exactly; the mean over the P ranks is (P-1)/P n, for an allreduce 2 (P-1)/P n.
     """
 
     operations: int = 0
@@ -41,7 +41,7 @@ class Count:
 
 
 class Counters:
-    """The counts of one rank, by (communicator name, operation), e.g. ("data", "ireduce_scatter")."""
+    """The counts of one rank by (communicator name, operation), such as ("data", "ireduce_scatter")."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], Count] = {}
@@ -59,7 +59,7 @@ class Counters:
         return self._counts.get(key, Count())
 
     def total(self, communicator: str | None = None, operation: str | None = None) -> Count:
-        """Return the sum over what is not named."""
+        """Return the sum of the counts that match; None matches all."""
         total = Count()
         for (name, kind), count in self._counts.items():
             if communicator in (None, name) and operation in (None, kind):
@@ -67,13 +67,13 @@ class Counters:
         return total
 
     def snapshot(self) -> Counters:
-        """Return a copy that stays as it is."""
+        """Return an independent copy."""
         copy = Counters()
         copy._counts.update(self._counts)
         return copy
 
     def since(self, earlier: Counters) -> Counters:
-        """Return the counts since `earlier`, a snapshot of these counters: those of one step, say. Unchanged ones are omitted."""
+        """Return the counts since `earlier`, a snapshot of these counters. Unchanged counts are omitted."""
         difference = Counters()
         for key, count in self._counts.items():
             if count != earlier[key]:
@@ -82,10 +82,10 @@ class Counters:
 
 
 class CountingCommunicator(ForwardingCommunicator):
-    """A communicator that counts and forwards to `inner`. Its splits count into the same counters.
+    """Communicator that counts operations and forwards them to `inner`. Its splits use the same counters.
 
-    Operations are counted at posting. Object operations are counted without bytes, as are receives of messages (their
-    bytes are the sender's) and barriers.
+    Operations are counted at posting. Object operations, barriers, and receives of messages (their bytes are counted at the
+    sender) are counted without bytes.
     """
 
     def __init__(self, inner: Communicator, counters: Counters) -> None:
@@ -137,12 +137,12 @@ class CountingCommunicator(ForwardingCommunicator):
         return self.inner.broadcast_object(value, root)
 
     def _even_share(self, elements: int) -> int:
-        """Return this rank's part of an even split, the first ranks taking one element more: the parts of a ring allreduce."""
+        """Return this rank's part of an even split whose first parts have one more element, as in a ring allreduce."""
         start, stop = even_interval(elements, self.size, self.rank)
         return stop - start
 
     def _count(self, operation: str, counts: Sequence[int], itemsize: int) -> None:
-        """Count parts of `counts` elements, of which this rank keeps its own."""
+        """Count an operation with parts of `counts` elements, one of which stays on this rank."""
         elements = sum(int(count) for count in counts)
         others = elements - int(counts[self.rank])
         self.counters.add(self.name, operation, elements * itemsize, others * itemsize)

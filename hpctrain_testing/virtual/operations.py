@@ -1,8 +1,8 @@
-"""Operations among virtual ranks: who has posted, what must agree, what is moved, and how long the modelled link takes.
+"""Operations between virtual ranks: postings, their consistency, the movement of data, and the modelled duration.
 
-No time passes and no thread runs here. An operation is a collective or one message. Its parties post; when enough have posted
-its data may *move* (all contributions are taken), and then be *delivered* to each party by itself. MPI lets buffers be read and
-written at any time between posting and completion, so the moments are the caller's choice.
+Nothing here advances time or runs threads. An operation is a collective or a message. Its parties post it. Once enough have
+posted, its data may *move* (all contributions are read), and then be *delivered* to each party separately. MPI lets buffers be
+read and written at any time between posting and completion, so the caller chooses these moments.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import hpctrain.comm
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import CollectiveMismatchError
 
-#: folders whose lines say nothing about the program that communicates
+#: folders whose lines are not part of the communicating program
 _NOT_THE_PROGRAM = tuple(
     os.path.join(os.path.dirname(os.path.abspath(file)), "") for file in (__file__, str(hpctrain.comm.__file__))
 )
 
 
 class RankEnded(BaseException):
-    """Unwinds a virtual rank because the run is over: another rank has failed. Not to be caught."""
+    """Unwinds a virtual rank after another rank has failed. Must not be caught."""
 
 
 class Status(Enum):
@@ -40,8 +40,8 @@ class Status(Enum):
 
     READY = "ready"
     RUNNING = "running"
-    PARKED = "parked"  # it only polls, and nothing that it polls has completed
-    BLOCKED = "blocked"  # inside an operation that waits
+    PARKED = "parked"  # it only polls, and none of the operations has completed
+    BLOCKED = "blocked"  # inside a blocking operation
     ENDED = "ended"
 
 
@@ -58,13 +58,13 @@ class SourceLine:
 
 @cache
 def _short(file: str, folder: str) -> str:
-    """Return the path relative to a folder, or the whole path outside of it. Cached: each posted message names its line."""
+    """Return the path relative to a folder, or the whole path if it is outside. Cached, as each posted message has its line."""
     relative = os.path.relpath(file, folder)
     return file if relative.startswith("..") else relative
 
 
 def source_line(frame: FrameType | None = None) -> SourceLine:
-    """Return where the code that uses the communicator stands: this call, or the `frame` of another thread."""
+    """Return the position of the code that uses the communicator: of this call, or of the `frame` of another thread."""
     if frame is None:
         frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
@@ -77,12 +77,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Moments:
-    """When the buffers of one posting are touched.
+    """The moments at which the buffers of a posting are accessed.
 
     Attributes:
-        read_early: the contribution is taken at posting; else when the data moves.
-        write_early: the result is written when the data moves; else at completion.
-        scramble: meanwhile the buffer that is written to holds garbage (NaN where it can), as a transport may leave it.
+        read_early: whether the contribution is read at posting; otherwise when the data moves.
+        write_early: whether the result is written when the data moves; otherwise at completion.
+        scramble: whether the receive buffer contains garbage (NaN if possible) until the result is written, as with some
+            transports.
     """
 
     read_early: bool = False
@@ -92,14 +93,17 @@ class Moments:
 
 @dataclass(slots=True, eq=False)
 class RankState:
-    """One virtual rank as the scheduler sees it: whether it may run, its clock, and what it waits for.
+    """State of a virtual rank for the scheduler: whether it may run, its clock, and the operations that it waits for.
 
     Attributes:
-        baton: released by the rank that hands over to this one; the rank itself acquires it.
-        clock_seconds: this rank's virtual time. wake_seconds: heap of completion times that it may be waiting for.
-        polled: what it has tested in vain in this pass over its handles. stuck_on: the same of the last whole pass.
-        passes: how many whole passes were in vain since something last happened to this rank.
-        line: where it stood when it stopped. thread: identity of its thread.
+        baton: lock that the previous rank releases to let this rank run.
+        clock_seconds: virtual time of this rank.
+        wake_seconds: heap of completion times that it may wait for.
+        polled: postings tested without success in the current pass over its handles.
+        stuck_on: postings tested without success in the last complete pass.
+        passes: number of complete passes without success since the last progress of this rank.
+        line: position in the code at which it stopped.
+        thread: identity of its thread.
     """
 
     rank: int
@@ -114,12 +118,12 @@ class RankState:
     thread: int | None = None
 
     def resume(self) -> None:
-        """Give this rank the baton."""
-        with suppress(RuntimeError):  # a failure elsewhere has just released all ranks
+        """Hand the baton to this rank."""
+        with suppress(RuntimeError):  # a failure elsewhere has released all ranks
             self.baton.release()
 
     def polls_in_vain(self, posting: Posting) -> None:
-        """Count a test that found nothing."""
+        """Record a test without success."""
         if posting in self.polled:
             self.passes += 1
             self.stuck_on = tuple(self.polled)
@@ -127,7 +131,7 @@ class RankState:
         self.polled[posting] = None
 
     def moves_on(self) -> None:
-        """Note that something happened to this rank: what it polls is worth polling again."""
+        """Record progress of this rank, so that polling is useful again."""
         self.passes = 0
         self.polled.clear()
 
@@ -137,10 +141,16 @@ class Posting:
     """One rank's part in an operation.
 
     Attributes:
-        kind: the method's name. owner: the rank. text: sizes and peers, for messages. line: where it was posted.
-        agreed: what every party must have alike. contribution: read. target: written; both 1-D views of the caller's buffers.
-        send_counts, recv_counts: elements per party.
-        complete: the owner may know. end_seconds: the virtual time of completion, once known.
+        kind: name of the communicator's method.
+        owner: state of the rank.
+        text: sizes and peers, for messages.
+        line: position of the posting in the code.
+        agreed: values that must be equal on all parties.
+        contribution: 1-D view of the send buffer.
+        target: 1-D view of the receive buffer.
+        send_counts, recv_counts: number of elements per party.
+        complete: whether the operation is complete for the owner.
+        end_seconds: virtual time of completion; None until it is known.
     """
 
     kind: str
@@ -161,12 +171,12 @@ class Posting:
     end_seconds: float | None = None
 
     def take(self) -> None:
-        """Read the contribution, unless that has been done."""
+        """Read the contribution if it has not been read."""
         if self.taken is None and self.contribution is not None:
             self.taken = self.contribution.copy()
 
     def scramble(self) -> None:
-        """Fill the buffer to be written with garbage; what is still to be read of it stays."""
+        """Fill the receive buffer with garbage, except for elements that must still be read."""
         if self.target is None or not self.target.size:
             return
         unread = self.contribution if self.taken is None else None
@@ -184,11 +194,13 @@ class Posting:
 
 
 class PostedOperation(ABC):
-    """A collective or a message among `members`.
+    """A collective or a message between `members`.
 
     Args:
-        members: the parties, in order. label: "3 on world", or "on world". root: the party whose data all need, if there is one.
-        synchronous: the root completes only when every party has posted. Without it a root may run ahead, as MPI allows.
+        members: world ranks of the parties, in order.
+        label: description in messages, such as "3 on world" or "on world".
+        root: party whose data all others need; None if there is none.
+        synchronous: whether the root completes only after every party has posted. Otherwise it may run ahead, as MPI allows.
     """
 
     def __init__(self, members: Sequence[RankState], label: str, *, root: int | None = None, synchronous: bool = True) -> None:
@@ -199,13 +211,13 @@ class PostedOperation(ABC):
         self.postings: list[Posting | None] = [None] * len(members)
         self.missing = len(members)
         self.moved = False
-        self.announced = False  # to the policy, which chooses the moment of moving
+        self.announced = False  # whether the policy, which chooses when the data moves, knows the operation
 
     def post(self, party: int, posting: Posting, moments: Moments) -> None:
-        """Add one party.
+        """Add the posting of a party.
 
         Raises:
-            CollectiveMismatchError: it does not fit what another party has posted.
+            CollectiveMismatchError: the posting does not fit that of another party.
         """
         assert self.postings[party] is None
         posting.operation, posting.moments = self, moments
@@ -224,12 +236,12 @@ class PostedOperation(ABC):
         return first.kind == second.kind and first.agreed == second.agreed
 
     def may_move(self) -> bool:
-        """Return whether the data is there and has not moved yet."""
+        """Return whether the data is available and has not been moved."""
         root_is_there = self.root is not None and self.postings[self.root] is not None
         return not self.moved and (self.missing == 0 or (root_is_there and not self.synchronous))
 
     def move(self) -> None:
-        """Take all contributions; write the results that are written early."""
+        """Read all contributions, and write the results that are written early."""
         assert self.may_move()
         self.moved = True
         posted = [(party, posting) for party, posting in enumerate(self.postings) if posting is not None]
@@ -242,7 +254,7 @@ class PostedOperation(ABC):
                 posting.scramble()
 
     def deliver(self, party: int) -> Posting:
-        """Complete one party's posting; moves the data first where that has not been done."""
+        """Complete the posting of one party, after moving the data if necessary."""
         if not self.moved:
             self.move()
         posting = self.postings[party]
@@ -254,21 +266,21 @@ class PostedOperation(ABC):
         return posting
 
     def absent(self) -> list[int]:
-        """Return the world ranks of the parties that have not posted, as far as they hold it up."""
+        """Return the world ranks of the parties whose postings are missing and needed."""
         parties = range(len(self.members)) if self.synchronous or self.root is None else (self.root,)
         return [self.members[party].rank for party in parties if self.postings[party] is None]
 
     def parts(self) -> list[Array]:
-        """Return the contributions taken, in party order."""
+        """Return the contributions in party order."""
         return [posting.taken for posting in self.postings if posting is not None and posting.taken is not None]
 
     @abstractmethod
     def result(self, party: int) -> Array | None:
-        """Return the array that this party receives."""
+        """Return the array that a party receives."""
 
     @abstractmethod
     def seconds(self, link: LinkModel) -> float:
-        """Return the modelled time, once all have posted."""
+        """Return the modelled duration, once all parties have posted."""
 
     def _write(self, party: int, posting: Posting) -> None:
         result = self.result(party)
@@ -284,7 +296,7 @@ class PostedOperation(ABC):
 
 
 class Allreduce(PostedOperation):
-    """The sum in rank order, the same bits for all parties."""
+    """Sum in rank order, bitwise the same for all parties."""
 
     _sum: Array | None = None
 
@@ -301,7 +313,7 @@ class Allreduce(PostedOperation):
 
 
 class ReduceScatter(Allreduce):
-    """A sum of which party r receives part r."""
+    """Sum of which party r receives part r."""
 
     def result(self, party: int) -> Array:
         posting = self.postings[party]
@@ -314,7 +326,7 @@ class ReduceScatter(Allreduce):
 
 
 class Allgather(PostedOperation):
-    """A gather of all parts in rank order."""
+    """Concatenation of all parts in rank order."""
 
     _gathered: Array | None = None
 
@@ -329,7 +341,7 @@ class Allgather(PostedOperation):
 
 
 class Alltoall(PostedOperation):
-    """An exchange: part p of every party's buffer goes to party p. Counts agree in pairs."""
+    """Exchange in which part p of every party's buffer is sent to party p. Counts must agree in pairs."""
 
     def post(self, party: int, posting: Posting, moments: Moments) -> None:
         for other, first in enumerate(self.postings):
@@ -355,7 +367,7 @@ class Alltoall(PostedOperation):
 
 
 class Broadcast(PostedOperation):
-    """A broadcast of the root's buffer."""
+    """Broadcast of the root's buffer."""
 
     def result(self, party: int) -> Array | None:
         assert self.root is not None
@@ -374,7 +386,7 @@ class Broadcast(PostedOperation):
 
 
 class Message(Broadcast):
-    """A message from party 0, the root, to party 1. Lengths must agree, as the receiver cannot find out the other's."""
+    """Message from party 0, the root, to party 1. Lengths must agree, as the receiver cannot query the sender's length."""
 
     def fits(self, first: Posting, second: Posting) -> bool:
         return first.agreed == second.agreed
@@ -388,7 +400,7 @@ class Message(Broadcast):
 
 
 class Barrier(PostedOperation):
-    """A barrier: no data moves."""
+    """Barrier, which moves no data."""
 
     def result(self, party: int) -> None:
         return None
@@ -398,7 +410,7 @@ class Barrier(PostedOperation):
 
 
 class ObjectExchange(PostedOperation):
-    """Pickled values of all parties, read through `parts`. Set-up only, so it costs nothing."""
+    """Exchange of pickled values of all parties, read through `parts`. It has no modelled cost, as it serves set-up only."""
 
     def result(self, party: int) -> None:
         return None
@@ -409,7 +421,7 @@ class ObjectExchange(PostedOperation):
 
 def _sum_in_order(parts: Sequence[Array]) -> Array:
     total = parts[0].copy()
-    with np.errstate(all="ignore"):  # a transport does not warn of overflow
+    with np.errstate(all="ignore"):  # transports do not warn of overflow
         for part in parts[1:]:
             total += part
     return total

@@ -1,6 +1,6 @@
-"""Runs a function on virtual ranks: what most tests of parallel code start with.
+"""Run a function on virtual ranks, as most tests of parallel code do.
 
-`VirtualWorld` has a thread for each rank; it runs one function on all and returns results or raises the first failure.
+`VirtualWorld` has a thread for each rank; it runs one function on all ranks and returns the results, or raises the first failure.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from hpctrain_testing.virtual.scheduler import Adversary, Clocked, Policy, Promp
 
 Result = TypeVar("Result")
 
-_STACK_BYTES = 4 << 20  # of a rank's thread; room for compiled kernels
-_UNWIND_SECONDS = 2.0  # for ranks to leave after a failure; one that still computes is left alone
+_STACK_BYTES = 4 << 20  # stack size of a rank's thread, enough for compiled kernels
+_UNWIND_SECONDS = 2.0  # maximum time for ranks to leave after a failure; a rank that still computes is abandoned
 
 
 class VirtualWorld:
-    """Runs one function on a number of virtual ranks, once.
+    """World of virtual ranks that runs one function once.
 
     Args:
-        size: ranks. seed: of the adversary; None: promptly and in turn. link: given, time is modelled, and the seed only decides
-            when buffers are touched. stragglers: rank -> factor by which its link is slower.
-        ranks_per_node: for `split_shared_memory`; None: all on one node.
+        size: number of ranks.
+        seed: seed of the adversary; None: ranks complete promptly and in turn.
+        link: model of the links; if it is set, time is modelled, and the seed only decides when buffers are accessed.
+        stragglers: factors by which the links of some ranks are slower, by rank.
+        ranks_per_node: number of ranks per node for `split_shared_memory`; None: all ranks are on one node.
     """
 
     def __init__(
@@ -43,12 +45,12 @@ class VirtualWorld:
         ranks_per_node: int | None = None,
     ) -> None:
         if size < 1 or (ranks_per_node is not None and ranks_per_node < 1):
-            raise ValueError(f"A world has 1 or more ranks in all and on a node, but got {size} and {ranks_per_node}.")
+            raise ValueError(f"A world must have at least 1 rank in all and per node, but got {size} and {ranks_per_node}.")
         policy: Policy
         if link is not None:
             policy = Clocked(link, size, stragglers or {}, seed)
         elif stragglers:
-            raise ValueError("Stragglers need a link whose time they stretch, but there is no link.")
+            raise ValueError("Stragglers need a link, but there is none; pass `link`.")
         else:
             policy = Prompt() if seed is None else Adversary(seed, size)
         self.size = size
@@ -60,10 +62,11 @@ class VirtualWorld:
     def run(self, function: Callable[[ThreadCommunicator], Result], deadline_seconds: float) -> list[Result]:
         """Run `function(comm)` on every rank, and return the results in rank order.
 
+        The first failure of a rank is raised, with its rank and the seed as a note; the other ranks are ended.
+
         Raises:
-            the first failure of a rank, with its rank and the seed as a note; the other ranks are ended.
             DeadlockError: no rank can continue, or all have ended with operations that others never posted.
-            CommunicationTimeoutError: not over after `deadline_seconds` of real time.
+            CommunicationTimeoutError: the run exceeds `deadline_seconds` of real time.
         """
         results: dict[int, Result] = {}
         threads = self._start(function, results)
@@ -72,7 +75,7 @@ class VirtualWorld:
             if not self.scheduler.over.wait(deadline_seconds):
                 where = describe_ranks(self.scheduler.ranks)
                 self.scheduler.fail(
-                    CommunicationTimeoutError(f"{self.size} virtual ranks were not over after {deadline_seconds:g} s:\n{where}")
+                    CommunicationTimeoutError(f"{self.size} virtual ranks had not ended after {deadline_seconds:g} s:\n{where}")
                 )
         except BaseException as interruption:
             self.scheduler.fail(interruption)
@@ -93,7 +96,7 @@ class VirtualWorld:
                 self.scheduler.leave(state)
             except RankEnded:
                 pass
-            except BaseException as failure:  # whatever it is, the caller of `run` gets it
+            except BaseException as failure:  # re-raised by `run`
                 self.scheduler.fail(failure, state)
 
         before = threading.stack_size(_STACK_BYTES)
@@ -109,13 +112,13 @@ class VirtualWorld:
         return threads
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads; after a failure only for a while, as one may still compute."""
+        """Wait for the threads; after a failure only for a limited time, as a rank may still compute."""
         end = time.monotonic() + _UNWIND_SECONDS
         for thread in threads:
             thread.join(None if self.scheduler.failure is None else max(0.0, end - time.monotonic()))
 
     def _unmatched(self) -> DeadlockError | None:
-        """Return a text of operations that MPI would hang in at its end, or lose."""
+        """Return an error that lists the operations which would hang or be lost at the end of MPI; None if there are none."""
         unmatched = self._group.unmatched()
         if not unmatched:
             return None
@@ -135,15 +138,19 @@ def run_virtual(
 ) -> list[Result]:
     """Run `function(comm)` on each of `ranks` virtual ranks, and return the results in rank order.
 
+    The first failure of a rank is raised, with its rank and the seed in a note; all other ranks are ended.
+
     Args:
-        seed: of the adversarial scheduler, which delays and reorders whatever MPI may; None: ranks take turns, no delays.
-        link: given, `comm.now()` is a modelled time, advanced by `comm.compute(seconds)` and by transfers.
-        deadline_seconds: of real time, for the whole run.
-        stragglers: rank -> factor by which its link is slower. ranks_per_node: for `split_shared_memory`; None: all on one.
+        seed: seed of the adversarial scheduler, which delays and reorders everything that MPI may; None: ranks take turns without
+            delays.
+        link: model of the links; if it is set, `comm.now()` is a modelled time, advanced by `comm.compute(seconds)` and by
+            transfers.
+        deadline_seconds: limit on the real time of the whole run.
+        stragglers: factors by which the links of some ranks are slower, by rank.
+        ranks_per_node: number of ranks per node for `split_shared_memory`; None: all ranks are on one node.
 
     Raises:
-        the first failure of a rank, with the rank and the seed in a note; all others are ended.
-        DeadlockError, CollectiveMismatchError, CommunicationTimeoutError: with every rank's call and source line.
+        DeadlockError, CollectiveMismatchError, CommunicationTimeoutError: the message has the call and source line of every rank.
         SystemExit: a rank called `abort`.
     """
     world = VirtualWorld(ranks, seed=seed, link=link, stragglers=stragglers, ranks_per_node=ranks_per_node)
@@ -151,11 +158,14 @@ def run_virtual(
 
 
 def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9, **options: Any) -> ProgressEngine:
-    """Return the progress engine of one virtual rank, which measures virtual time and never sleeps: all other ranks would, too.
+    """Return the progress engine of a virtual rank. It measures virtual time and never sleeps, as all ranks share one core.
 
-    Nor does it offer its core, which on a busy machine takes longer than all else: the scheduler decides which rank runs.
+    It does not yield its core either: the scheduler decides which rank runs, and yielding would be slow on a busy machine.
 
-    options: of the engine. Without a link no wait passes its deadline; a wait that cannot end is found as a deadlock.
+    Args:
+        options: options of the engine.
+        deadline_seconds: deadline of waits, in virtual time. Without a link no wait reaches it; endless waits are detected as
+            deadlocks.
     """
     return ProgressEngine(
         rank=comm.rank,
@@ -169,7 +179,7 @@ def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9, **op
 
 
 def wait(*handles: Handle) -> None:
-    """Poll until all are complete, in order. For code without a progress engine."""
+    """Poll until all handles are complete, in order. Serves code without a progress engine."""
     for handle in handles:
         while not handle.test():
             pass

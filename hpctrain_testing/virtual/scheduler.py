@@ -1,11 +1,12 @@
-"""Runs virtual ranks one at a time: a baton goes from thread to thread at calls of the communicator.
+"""Run virtual ranks one at a time: a baton is passed from thread to thread at calls of the communicator.
 
-Who gets it is a policy's choice, so a run is a function of the program and the seed. A policy decides only what MPI leaves
-open: which rank runs next, and when an operation's data moves: at once, at the worst moment, or by a modelled clock. Matching
-(collectives by posting order, messages of one source and tag in their order) is done before it is asked.
+A policy chooses the next rank, so a run is a function of the program and the seed. A policy decides only what MPI leaves open:
+which rank runs next, and when the data of an operation moves: at once, at the worst moment, or by a modelled clock. Matching
+(collectives by posting order, messages of one source and tag in their order) precedes it.
 
-A rank that only polls in vain is parked until something of its own completes; when no rank can continue and nothing is pending,
-the run ends with a `DeadlockError`, whose message names who waits where, for what, and for whom.
+A rank that only polls without success is parked until one of its operations completes. When no rank can continue and nothing is
+pending, the run ends with a `DeadlockError`, whose message has the position, the operation and the partners of every waiting
+rank.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MOST_POSTINGS = 4
 
 
 def deadlock_of(ranks: Sequence[RankState]) -> DeadlockError:
-    """Return the error of a run in which no rank can continue."""
+    """Return the error for a run in which no rank can continue."""
     return DeadlockError(f"Deadlock of {len(ranks)} virtual ranks, none of which can continue:\n{describe_ranks(ranks)}")
 
 
@@ -50,7 +51,7 @@ def describe_ranks(ranks: Sequence[RankState]) -> str:
 
 
 def waits_for(state: RankState) -> list[int]:
-    """Return the ranks that have not posted what this one waits for."""
+    """Return the ranks whose postings a rank waits for."""
     if state.status not in (Status.PARKED, Status.BLOCKED):
         return []
     absent = [rank for posting in state.stuck_on if not posting.complete for rank in _absent(posting)]
@@ -58,7 +59,7 @@ def waits_for(state: RankState) -> list[int]:
 
 
 def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the nodes of a cycle, the first one again at the end; empty if there is none."""
+    """Return the nodes of a cycle, with the first one repeated at the end; empty if there is no cycle."""
     finished: set[int] = set()
 
     def walk(node: int, path: list[int]) -> list[int]:
@@ -98,7 +99,7 @@ def _who_is_absent(posting: Posting) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Return ascending numbers with runs drawn together: "0, 2-63"."""
+    """Return ascending numbers as text with ranges: "0, 2-63"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -114,18 +115,18 @@ def _current_line(state: RankState) -> SourceLine | str:
 
 
 class Policy(Protocol):
-    """The choices that MPI leaves open. Every method is called by the one rank that runs."""
+    """The choices that MPI leaves open. Only the running rank calls the methods."""
 
     def moments(self) -> Moments:
-        """Return when the buffers of the next posting are touched."""
+        """Return the moments at which the buffers of the next posting are accessed."""
         ...
 
     def synchronous(self) -> bool:
-        """Return whether the root of the next message or broadcast waits for the others."""
+        """Return whether the root of the next message or broadcast waits for the other parties."""
         ...
 
     def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
-        """Note that a party has posted. Return what completed by that."""
+        """Record that a party has posted. Return the postings that this completes."""
         ...
 
     def preempts(self) -> bool:
@@ -133,24 +134,27 @@ class Policy(Protocol):
         ...
 
     def arrived(self, posting: Posting) -> bool:
-        """Return whether the owner's test finds it complete."""
+        """Return whether the owner's test finds a posting complete."""
         ...
 
     def stir(self) -> Sequence[Posting]:
-        """Let something happen, or not, before a hand-over. Return what completed."""
+        """Optionally complete something before another rank runs. Return the completed postings."""
         ...
 
     def choose(self, ready: Sequence[RankState], ranks: Sequence[RankState]) -> RankState | None:
-        """Return the next rank to run; None if nothing can before something happens."""
+        """Return the next rank to run; None if no rank can run before something completes."""
         ...
 
     def settle(self) -> Sequence[Posting] | None:
-        """Let something pending happen now, as no rank can run. Return what completed; None if nothing is pending."""
+        """Complete something pending, as no rank can run. Return the completed postings; None if nothing is pending."""
         ...
 
 
 class Prompt:
-    """Everything completes as soon as all have posted, and ranks take turns. A send completes with its receive only."""
+    """Policy under which operations complete as soon as all parties have posted, and ranks take turns.
+
+    A send completes only with its receive.
+    """
 
     def moments(self) -> Moments:
         return Moments()
@@ -178,11 +182,11 @@ class Prompt:
 
 
 class Adversary:
-    """Delays and reorders whatever MPI may, by a seeded generator: the same seed, the same run.
+    """Policy that delays and reorders everything that MPI may, by a seeded generator. The same seed yields the same run.
 
-    Data moves at any time between the last posting that it needs and completion, operations complete in any order, a
-    message may or may not wait for its receive, some operations complete only when nothing else can happen, ranks are
-    interrupted at postings and some are slow. How much of each is drawn once per seed, so that seeds differ in kind.
+    Data moves at any time between the last necessary posting and completion. Operations complete in any order, and some only when
+    nothing else can happen. A message may or may not wait for its receive. Ranks are interrupted at postings, and some are slow.
+    The frequencies are drawn once per seed, so that runs with different seeds differ in kind.
     """
 
     def __init__(self, seed: int, size: int) -> None:
@@ -194,8 +198,8 @@ class Adversary:
         self._late = draw((0.0, 0.1, 0.5))
         self._oldest_last = draw((False, True))
         self._speeds = [draw((1.0, 0.3, 0.05)) for _ in range(size)]
-        self._pending: list[tuple[PostedOperation, int | None]] = []  # a party's completion, or (None) the moving of the data
-        self._starved: list[tuple[PostedOperation, int | None]] = []  # the same, when nothing else is left
+        self._pending: list[tuple[PostedOperation, int | None]] = []  # completions of parties, or (None) movements of data
+        self._starved: list[tuple[PostedOperation, int | None]] = []  # the same, done only when nothing else can happen
 
     def moments(self) -> Moments:
         draw = self._random.random
@@ -227,7 +231,7 @@ class Adversary:
     def choose(self, ready: Sequence[RankState], ranks: Sequence[RankState]) -> RankState | None:
         if not ready:
             return None
-        for _ in range(3):  # a slow rank is mostly passed over, but never without end
+        for _ in range(3):  # a slow rank is usually skipped, but not forever
             rank = ready[int(self._random.random() * len(ready))]  # five times as fast as `randrange`
             if self._random.random() < self._speeds[rank.rank]:
                 break
@@ -259,14 +263,14 @@ class Adversary:
 
 
 class Clocked:
-    """Every rank has a clock, every operation its modelled time, every rank one link, full duplex, that serves in order.
+    """Policy with a modelled clock: every operation has a duration, and every rank one full-duplex link that serves in order.
 
-    A transfer starts when all its ranks have posted it and their links are free, and holds these links for its modelled
-    time, multiplied by the largest factor of its ranks. The rank with the least clock runs, so what happens follows
-    from the model alone; `seed` only decides when buffers are touched (None: at match).
+    A transfer starts when all its ranks have posted it and their links are free. It occupies these links for its modelled time,
+    multiplied by the largest factor of its ranks. The rank with the earliest clock runs next, so the run follows from the model
+    alone; `seed` only decides when buffers are accessed (None: when the operation is matched).
 
     Args:
-        stragglers: rank -> factor by which its link is slower.
+        stragglers: factors by which the links of some ranks are slower, by rank.
     """
 
     def __init__(self, link: LinkModel, size: int, stragglers: Mapping[int, float], seed: int | None) -> None:
@@ -330,7 +334,7 @@ class Clocked:
         return None
 
     def _transfer(self, operation: PostedOperation) -> float:
-        """Reserve the links; returns when the transfer ends."""
+        """Reserve the links; return the time at which the transfer ends."""
         start = max(posting.posted_seconds for posting in operation.postings if posting is not None)
         members = [member.rank for member in operation.members]
         seconds = operation.seconds(self._link) * max(self._factors[rank] for rank in members)
@@ -346,18 +350,21 @@ class Clocked:
         return start + seconds
 
 
-#: Passes in vain after which a rank is parked.
+#: number of passes without success after which a rank is parked
 _PASSES_BEFORE_PARKING = 2
-#: Passes that every parked rank may still make, without anybody else running, before it counts as a deadlock: a rank may poll
-#: between kernels, long before it posts what the others wait for.
+#: number of further passes of every parked rank, with no other rank running, before this is a deadlock: a rank may poll between
+#: kernels, long before it posts an operation that others wait for
 _PATIENCE = 500
 
 
 class Scheduler:
-    """A scheduler that hands the baton from rank to rank.
+    """Scheduler that passes the baton from rank to rank.
 
-    Attributes: ranks: by number. policy: what decides. failure: the first error of the run. over: set when all have ended or one
-    has failed.
+    Attributes:
+        ranks: states of the ranks, by number.
+        policy: policy that makes the choices.
+        failure: first error of the run; None if there is none.
+        over: event that is set when all ranks have ended or one has failed.
     """
 
     def __init__(self, size: int, policy: Policy) -> None:
@@ -366,20 +373,23 @@ class Scheduler:
         self.over = threading.Event()
         self.policy = policy
         self._ready = list(self.ranks)
-        self._tried_again = False  # since anything last happened
+        self._tried_again = False  # whether `_try_again` has run since the last progress
         for state in self.ranks:
             state.baton.acquire()
 
-    # Of the thread that starts the run.
+    # Called by the thread that starts the run.
 
     def begin(self) -> None:
-        """Give the baton to the first rank; all threads stand in `enter`."""
+        """Give the baton to the first rank. All threads must be waiting in `enter`."""
         first = self._choose()
         assert first is not None
         first.resume()
 
     def fail(self, failure: BaseException, state: RankState | None = None) -> None:
-        """End the run because of what happened, on one rank where that is given. The first failure counts. From any thread."""
+        """End the run because of a failure, on one rank if `state` is passed. May be called by any thread.
+
+        Only the first failure is kept.
+        """
         if self.failure is None:
             self.failure = failure
             if state is not None:
@@ -388,7 +398,7 @@ class Scheduler:
                 state.resume()
             self.over.set()
 
-    # Of a rank's own thread.
+    # Called by a rank's own thread.
 
     def enter(self, state: RankState) -> None:
         """Wait for the first turn."""
@@ -396,7 +406,7 @@ class Scheduler:
         self._wait_for_turn(state)
 
     def leave(self, state: RankState) -> None:
-        """Note that the rank has ended; it does not come back."""
+        """Record that a rank has ended."""
         if self.failure is not None:
             return
         state.status = Status.ENDED
@@ -411,7 +421,7 @@ class Scheduler:
             chosen.resume()
 
     def post(self, state: RankState, operation: PostedOperation, party: int, posting: Posting) -> None:
-        """Add a posting to its operation. Another rank may run meanwhile."""
+        """Add a posting to its operation. Another rank may run before this returns."""
         self._check(state)
         posting.posted_seconds = state.clock_seconds
         operation.post(party, posting, self.policy.moments())
@@ -445,12 +455,12 @@ class Scheduler:
         self._progress(state)
 
     def now(self, state: RankState) -> float:
-        """Return a rank's virtual time. A loop that only looks at it ends with the run."""
+        """Return the virtual time of a rank. A loop that only reads the time ends with the run."""
         self._check(state)
         return state.clock_seconds
 
     def compute(self, state: RankState, seconds: float) -> None:
-        """Let virtual time pass for one rank."""
+        """Advance the virtual time of one rank."""
         self._check(state)
         state.clock_seconds += seconds
         self._progress(state)
@@ -466,13 +476,13 @@ class Scheduler:
         self._tried_again = False
 
     def _yield(self, state: RankState) -> None:
-        """Stay ready, and let the policy choose."""
+        """Stay ready to run, and let the policy choose the next rank."""
         state.status = Status.READY
         self._ready.append(state)
         self._hand_over(state)
 
     def _stop(self, state: RankState, status: Status) -> None:
-        """Stay away until something of one's own completes."""
+        """Let other ranks run until an operation of this rank completes."""
         state.status = status
         state.line = source_line()
         self._hand_over(state)
@@ -495,7 +505,7 @@ class Scheduler:
             raise RankEnded
 
     def _choose(self) -> RankState | None:
-        """Return the next rank to run, made running; None if the run cannot continue."""
+        """Return the next rank to run, marked as running; None if the run cannot continue."""
         while self.failure is None:
             self._wake(self.policy.stir())
             chosen = self.policy.choose(self._ready, self.ranks)
@@ -512,7 +522,7 @@ class Scheduler:
         return None
 
     def _wake(self, completed: Iterable[Posting]) -> None:
-        """Continue owners of completed postings that stand still: one that polls, or one that waits for just this."""
+        """Make the owners of completed postings ready if they poll or wait for one of these postings."""
         for posting in completed:
             state = posting.owner
             if state.status is Status.PARKED or (state.status is Status.BLOCKED and posting in state.stuck_on):
@@ -520,7 +530,7 @@ class Scheduler:
                 self._make_ready(state)
 
     def _try_again(self) -> bool:
-        """Let every parked rank make many more passes; False where that has been in vain."""
+        """Let every parked rank make further passes; return False if they have already been without success."""
         parked = [state for state in self.ranks if state.status is Status.PARKED]
         if not parked or self._tried_again:
             return False

@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_other_ranks_choose_again(folde
     ("change", "words"),
     [
         (["machine=nowhere.yaml"], ["There is no machine file 'nowhere.yaml'"]),
-        (["averager.window=3"], ["averager is auto, which chooses options as well"]),
+        (["averager.window=3"], ["averager is auto, which also chooses the options"]),
         (["batch=2", "grid={rows: 1}"], ["batch is 2, but 3 ranks"]),
         (["machine=poor.yaml"], ["does not fit in memory on 3 ranks", "the plan with the least memory needs"]),
     ],

@@ -57,7 +57,7 @@ def test_whole_ones_are_verified_and_damaged_ones_are_named(run: Path) -> None:
     assert str(damaged) in result.output
     whole = checkpoint_path(run / "checkpoints", 2)
     assert f"hpctrain: 1 of 3 checkpoints cannot be used; the newest complete one is {whole}." in result.output
-    assert "none is left to resume from" in _call("verify", str(damaged)).output
+    assert "there is no other one to resume from" in _call("verify", str(damaged)).output
 
 
 def test_position_and_tensors_are_shown(run: Path) -> None:
@@ -128,7 +128,7 @@ def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None
     assert read(back).meta == read(file).meta
     assert _call("convert", str(shards), "--layout", "sharded", "--out", str(run / "other.shards")).exit_code == 0
     refused = _call("convert", str(shards), "--shards", "2", "--out", str(run / "b.h5"))
-    assert "--shards is 2, but the layout single has one file; leave --shards out." in refused.output
+    assert "--shards is 2, but the layout `single` has one file; leave --shards out." in refused.output
     assert _call("convert", str(run)).exit_code == 2
 
 

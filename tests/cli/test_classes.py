@@ -64,7 +64,7 @@ def test_eval_needs_no_training_file_and_goes_by_the_classes_names(folder: Path)
     write_images(folder / "test.h5", 41, 1, SHUFFLED)
     outcome = hpctrain(2, folder, "eval")
     assert _tested(outcome) == expected
-    assert outcome.stdout.count("has its classes in another order than the checkpoint; its labels are mapped by name") == 1
+    assert outcome.stdout.count("has another order of classes than the checkpoint; its labels are mapped by class name") == 1
     for names, words in (
         (("cat", "dog", "fox"), "class 2 is 'fox' and 'owl'"),
         (("cat", "dog", "owl", "fox"), "there are 4 and 3 classes, 'fox'"),
@@ -86,7 +86,7 @@ def test_eval_refuses_images_of_another_shape_though_the_network_could_take_them
     write_images(folder / "test.h5", 41, 1, height=9)
     (folder / "train.h5").unlink()
     line = _refused(folder, "eval", "model.grid=1", "data.augment=[]", ranks=2)
-    assert "Test images come out as (9, 6, 1), training images as (7, 6, 1)" in line
+    assert "Test images have shape (9, 6, 1) after augmentation, but training images (7, 6, 1)" in line
 
 
 def test_eval_of_the_first_format_asks_the_training_file(folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_training_maps_or_refuses_the_test_file_s_classes(folder: Path) -> None:
     write_images(folder / "test.h5", 41, 1, SHUFFLED)
     outcome = hpctrain(0, folder, "train", "epochs=1")
     assert outcome.stdout.split("test accuracy ")[1].split("\n")[0] == expected
-    assert "test.h5 has its classes in another order than train.h5; its labels are mapped by name" in outcome.stdout
+    assert "test.h5 has another order of classes than train.h5; its labels are mapped by class name" in outcome.stdout
     write_images(folder / "test.h5", 41, 1, ("cat", "dog", "fox"))
     assert "class 2 is 'fox' and 'owl'" in _refused(folder, "train", ranks=2)
 
@@ -121,7 +121,7 @@ def test_a_resume_goes_on_with_the_same_classes_in_another_order(folder: Path) -
     hpctrain(0, folder, "train", "--steps", "3")
     write_images(folder / "train.h5", 75, 0, SHUFFLED)
     outcome = hpctrain(0, folder, "train", "--steps", "3", "--resume", "auto")
-    assert "train.h5 has its classes in another order than the checkpoint" in outcome.stdout
+    assert "train.h5 has another order of classes than the checkpoint" in outcome.stdout
     assert newest_checkpoint(folder).meta["data"] == newest_checkpoint(folder, "whole").meta["data"]
     assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
 

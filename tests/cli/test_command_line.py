@@ -132,7 +132,7 @@ def test_variables_of_a_path_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> N
     assert FilePath().convert("auto", None, None) == "auto"
     result = CliRunner().invoke(cli, ["config", "check", "$NOWHERE/x.yaml"])
     assert result.exit_code == 2
-    assert "$NOWHERE/x.yaml is no path: the variable NOWHERE in it is not set here" in result.output
+    assert "$NOWHERE/x.yaml is not a path: the variable NOWHERE is not set here" in result.output
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "0"])
@@ -351,7 +351,7 @@ def test_sites_are_listed_with_where_they_are_from(own: Path) -> None:
     names = [line.split()[0] for line in result.output.partition("\n\n")[0].splitlines() if not line.startswith(" ")]
     assert names == sorted([*SITES, "ours"])
     assert str(own / "ours.yaml") in "".join(result.output.split())
-    assert result.output.endswith(f"Profiles of your own: {own}/NAME.yaml\n")
+    assert result.output.endswith(f"Your own profiles: {own}/NAME.yaml\n")
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -401,5 +401,5 @@ def test_no_command_needs_a_home() -> None:
             [sys.executable, "-c", _PROGRAM], input=_COMMANDS, cwd=folder, env={}, capture_output=True, text=True, timeout=120
         )
     assert done.returncode == 0, done.stderr
-    assert "Profiles of your own: $XDG_CONFIG_HOME/hpctrain/sites/NAME.yaml" in done.stdout
+    assert "Your own profiles: $XDG_CONFIG_HOME/hpctrain/sites/NAME.yaml" in done.stdout
     assert "HOME is not set, and this user has no entry in passwd; set HOME, or write the path out" in done.stdout

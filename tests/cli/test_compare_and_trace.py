@@ -102,7 +102,7 @@ def test_trace_prints_a_screen_or_all(run: Path) -> None:
 def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "time_table.json").write_text(text)
     result = _trace(tmp_path)
-    assert (result.exit_code, "is no time table of this version" in result.stderr) == (2, True)
+    assert (result.exit_code, "is not a time table of this version" in result.stderr) == (2, True)
 
 
 def _run(output: Path, stamp: str, name: str = "a") -> Path:

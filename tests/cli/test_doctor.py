@@ -171,7 +171,7 @@ def test_what_is_broken_is_named_with_its_cure(job: Job, folder: Path, key: str)
 
 def test_a_mistake_is_a_sentence(job: Job, folder: Path) -> None:
     for words, said in (
-        (("nowhere.yaml",), "nowhere.yaml: The configuration cannot be read"),
+        (("nowhere.yaml",), "nowhere.yaml: Cannot read the configuration"),
         (("tiny.yaml", "optimizer=adagrad"), 'override "optimizer=adagrad": There is no optimizer "adagrad"'),
     ):
         outcome = job(0, [*DOCTOR, *words], cwd=folder)

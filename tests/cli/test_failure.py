@@ -29,91 +29,91 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 #: command: arguments with which it must fail by the user's fault => words that the sentence must have
 _MISTAKE_LINES = """
-train: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+train: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 train: CONFIG => There is no data file data/fashion-mnist/train.h5
 train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
 train: CONFIG --log-ranks al => must be all, none, or ranks such as 0,3,8-15; the nearest is all.
 train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 rank; the largest number is 0.
 train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/runs
-run: -- sleep 3 => The command "sleep 3" has no training in it
-run: -- hpctrain train nowhere.yaml => nowhere.yaml: The configuration cannot be read
-completion: tcsh => There is no completion for the shell "tcsh"; there is for bash, zsh and fish.
+run: -- sleep 3 => The command "sleep 3" contains no training
+run: -- hpctrain train nowhere.yaml => nowhere.yaml: Cannot read the configuration
+completion: tcsh => There is no completion for the shell "tcsh"; choose bash, zsh or fish.
 script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
-submit: nowhere.yaml --site local => nowhere.yaml: The configuration cannot be read
+submit: nowhere.yaml --site local => nowhere.yaml: Cannot read the configuration
 submit: CONFIG --site lokal => There is no site 'lokal'; the nearest is "local"
 submit: CONFIG --site polaris => Site polaris refuses jobs without an account; give --account.
 submit: CONFIG --site local output=file/x => file/x/jobs cannot be used: Not a directory.
 submit: CONFIG --site lumi-g --account a backend=cuda => site lumi-g has GPUs of AMD
 submit: CONFIG --site slurm optimizer=adagrad => There is no optimizer "adagrad"
 sites: nowhere => There is no site 'nowhere'
-eval: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+eval: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 eval: CONFIG --checkpoint nowhere => nowhere is not a run directory
-eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, whose first rank is above its last; the nearest is 1-3.
+eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, but the first rank of a range must not exceed the last; use 1-3.
 eval: CONFIG => has a checkpoint; train one first
 eval: CONFIG --checkpoint best => has a best checkpoint, which requires checkpoint.best, and an evaluation and
 eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot be written
 predict: photos => No run in runs has a checkpoint; train one first, or name a run by --checkpoint.
 predict: photos --checkpoint nowhere => nowhere is not a run directory
 predict: photos --checkpoint file => file
-predict: photos --config nowhere.yaml => nowhere.yaml: The configuration cannot be read
+predict: photos --config nowhere.yaml => nowhere.yaml: Cannot read the configuration
 predict: photos --config CONFIG => has a checkpoint; train one first
 predict: photos --checkpoint best --runs photos => No run in photos has a best checkpoint
 autopsy: nowhere => There is no directory nowhere; give the directory of a run.
 autopsy: photos => photos contains no flight records (rank-*.flight); give the directory of a run.
-trace: nowhere => nowhere holds no time_table.json; give the directory of a run with trace=true that has ended.
+trace: nowhere => nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
 watch: photos --once => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 watch: --once => There is no run in runs; give the directory of a run, or of all runs with --runs.
 report: photos => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
-report: photos file --test => --test judges the test set of one run, and there are 2; give one, or leave --test out.
+report: photos file --test => --test evaluates a single run, but 2 are given; give one, or leave --test out.
 compare: photos file => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
-compare: photos => One run cannot be compared; give at least two run directories, or use `hpctrain report`.
-checkpoint list: photos => photos holds no checkpoints; give a run directory that has some
-checkpoint verify: file => 1 of 1 checkpoints cannot be used; none is left to resume from.
-checkpoint show: nowhere => nowhere holds no checkpoints
+compare: photos => A comparison needs at least two runs; give two run directories, or use `hpctrain report`.
+checkpoint list: photos => photos contains no checkpoints; give a run directory with checkpoints
+checkpoint verify: file => 1 of 1 checkpoints cannot be used; there is no other one to resume from.
+checkpoint show: nowhere => nowhere contains no checkpoints
 checkpoint show: file => file
-checkpoint convert: nowhere --out new.h5 => nowhere holds no checkpoints
+checkpoint convert: nowhere --out new.h5 => nowhere contains no checkpoints
 checkpoint convert: file --out photos => photos exists already and is not overwritten
 checkpoint convert: file --out new.h5 => The name new.h5 does not match the layout
-checkpoint prune: nowhere --keep 2 => nowhere is no directory; give a run directory
+checkpoint prune: nowhere --keep 2 => nowhere is not a directory; give a run directory
 weights import: nowhere.pt --model resnet18 --out new.safetensors => There is no weight file nowhere.pt
 weights import: file --model resnet18 --out new.safetensors => Cannot determine the format of file from its name
 weights import: nowhere.pt --model resnet18 --out new.pt => it must end in .safetensors.
-weights export: nowhere --out new.safetensors => nowhere holds no checkpoints
+weights export: nowhere --out new.safetensors => nowhere contains no checkpoints
 weights export: file --out new.safetensors => file
 weights export: photos --out new.h5 => it must end in .safetensors, .pt, .pth or .onnx.
 weights export: nowhere.safetensors --out new.onnx => There is no weight file nowhere.safetensors
-weights export: w.pt --averaged --out new.onnx => --averaged chooses among what a run keeps, and w.pt is a file of weights
+weights export: w.pt --averaged --out new.onnx => --averaged applies to runs and checkpoints, but w.pt is a file of weights
 weights show: nowhere.safetensors => There is no weight file nowhere.safetensors
 calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml
-config show: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+config show: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config show: CONFIG batch => must have the form key=value
 config show: file => file:1: This is not valid YAML
-config check: nowhere.yaml => nowhere.yaml: The configuration cannot be read
-config check: bytes => is not UTF-8
+config check: nowhere.yaml => nowhere.yaml: Cannot read the configuration
+config check: bytes => is not valid UTF-8
 config check: CONFIG backend=onednn precision=bfloat16 => precision is bfloat16, in which only backend cuda computes
-config check: CONFIG backend=cuda progress=posting => progress is posting, but one thread enqueues the work of backend cuda
+config check: CONFIG backend=cuda progress=posting => progress is posting, but backend cuda enqueues kernels
 config check: CONFIG dtype=float16 => dtype is float16, but must be 'float32' or 'float64'.
 config copy: nowhere => nowhere
 config copy: quickstart --to file/x => file
-plan show: nowhere.yaml --ranks 2 => nowhere.yaml: The configuration cannot be read
+plan show: nowhere.yaml --ranks 2 => nowhere.yaml: Cannot read the configuration
 plan show: CONFIG averager=sharted --ranks 2 => the nearest is "sharded"
 plan show: CONFIG data.train=file --ranks 2 => The data file file
-plan search: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: The configuration cannot be read
+plan search: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: Cannot read the configuration
 plan search: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
 plan search: CONFIG --ranks 2 --machine xc40 --write file/x => --write file/x cannot be written
 plan search: CONFIG --ranks 2 --machine xc40 --measure => was not measured on it
-plan simulate: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: The configuration cannot be read
+plan simulate: nowhere.yaml --ranks 2 --machine xc40 => nowhere.yaml: Cannot read the configuration
 plan simulate: CONFIG --ranks 2 --machine nowhere.yaml => There is no machine file 'nowhere.yaml'
 plan simulate: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
 plan simulate: CONFIG --ranks 2 --machine xc40 --trace file/x => --trace file/x cannot be written
 plan simulate: CONFIG --ranks 1,500 --machine xc40 --mode strong => the smallest batch is 500
-plan schedule: nowhere.yaml --ranks 2 => nowhere.yaml: The configuration cannot be read
-bench data: nowhere.yaml => nowhere.yaml: The configuration cannot be read
+plan schedule: nowhere.yaml --ranks 2 => nowhere.yaml: Cannot read the configuration
+bench data: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 bench data: CONFIG => There is no data file data/fashion-mnist/train.h5
 bench data: CONFIG 'data.augment=[cropp]' => There is no augmentation "cropp"
 bench engine: --model resnet51 => There is no model "resnet51"
 bench engine: --model small --backend numpy --precision tf32 => precision is tf32, in which only backend cuda computes
-bench scaling: --config nowhere.yaml --ranks 1 => nowhere.yaml: The configuration cannot be read
+bench scaling: --config nowhere.yaml --ranks 1 => nowhere.yaml: Cannot read the configuration
 bench scaling: --config CONFIG --ranks 1 averager=sharted => the nearest is "sharded"
 data fetch: fashion-mnist --out file/data => file/data
 data info: nowhere.h5 => There is no data file nowhere.h5
@@ -268,9 +268,9 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
         # a code that the job is started again on
         (RankLostError("Rank 2 of 4 was lost."), BUG, "Rank 2 of 4 was lost.", "hpctrain: Rank 2 of 4 was lost.\n"),
         # Also an exit that says it is no error: this process would end, and the others wait for it.
-        (SystemExit(None), BUG, "sys.exit() inside of a run", "sys.exit() inside of a run ends the job.\n"),
-        (SystemExit(0), BUG, "sys.exit(0) inside of a run", "sys.exit(0) inside of a run ends the job.\n"),
-        (SystemExit("why"), BUG, "sys.exit('why') inside of a run", "sys.exit('why') inside of a run ends the job.\n"),
+        (SystemExit(None), BUG, "sys.exit() during a run", "sys.exit() during a run ends the job.\n"),
+        (SystemExit(0), BUG, "sys.exit(0) during a run", "sys.exit(0) during a run ends the job.\n"),
+        (SystemExit("why"), BUG, "sys.exit('why') during a run", "sys.exit('why') during a run ends the job.\n"),
         (MemoryError(f"{_ASKED[:-16]}\nwith shape (1,)."), USER_ERROR, "Memory ran out on rank 0 (", f"): {_ASKED}"),
         (MemoryError(""), USER_ERROR, "Memory ran out on rank 0 (", "): an allocation of unknown size was refused"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # nobody reads what would be said
@@ -299,16 +299,16 @@ def test_an_error_ends_the_job_once_and_says_why(
 
 
 @pytest.mark.parametrize(
-    ("rank", "said_by", "silent"), [(0, None, 0.0), (0, 0, 0.0), (3, 3, 0.0), (3, None, 1.5), (3, 0, 30.0), (0, 3, 30.0)]
+    ("rank", "reported_by", "silent"), [(0, None, 0.0), (0, 0, 0.0), (3, 3, 0.0), (3, None, 1.5), (3, 0, 30.0), (0, 3, 30.0)]
 )
 def test_an_error_of_all_ranks_is_left_to_the_one_that_says_it(
-    rank: int, said_by: int | None, silent: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    rank: int, reported_by: int | None, silent: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """With many ranks on few cores that one may come to it much later; a rank that may be alone waits for a moment only."""
     slept: list[float] = []
     monkeypatch.setattr("hpctrain.cli.failure.time.sleep", slept.append)
     error = DataError("One.")
     with pytest.raises(SystemExit), job_ends_on_error(lambda: rank, lambda code: None):
-        raise error if said_by is None else error.of_all_ranks(said_by)
+        raise error if reported_by is None else error.of_all_ranks(reported_by)
     assert slept == [silent]
     assert capsys.readouterr().err == f"hpctrain: {place(rank) if rank else ''}One.\n"

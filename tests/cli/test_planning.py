@@ -217,7 +217,7 @@ def test_sections_that_are_kept_stay() -> None:
             ("--ranks", "4", "--write", "nowhere/x.yaml"),
             "--write nowhere/x.yaml cannot be written: there is no directory nowhere",
         ),
-        (("--ranks", "4", "--write", QUICKSTART), "is the configuration itself, whose comments would be lost"),
+        (("--ranks", "4", "--write", QUICKSTART), "would overwrite the configuration and lose its comments"),
         (("--ranks", "4", "--machine", "xc41"), 'the nearest is "xc40"'),
         (("--ranks", "4", "averager=sharted"), 'the nearest is "sharded"'),
         (("--ranks", "100003"), "batch is 8, fewer samples than the 100003 ranks"),
@@ -348,7 +348,7 @@ def test_a_grid_is_simulated_as_it_is_configured(tmp_path: Path) -> None:
         ),
         (("--ranks", "1,2", "grid.rows=2"), "the nearest legal grid is 1 x 1."),
         (("--ranks", "2", "--averager", "sharted"), 'the nearest is "sharded"'),
-        (("--ranks", "2", "--slow", "2=1.5"), "--slow names rank 2, but the largest job has 2 ranks; the last is 1."),
+        (("--ranks", "2", "--slow", "2=1.5"), "--slow names rank 2, but the largest job has 2 ranks; the highest rank is 1."),
         (("--ranks", "2", "--png", "nowhere/x.png"), "--png nowhere/x.png cannot be written: there is no directory nowhere"),
         (("--ranks", "2", "--machine", "xc41"), 'the nearest is "xc40"'),
     ],
@@ -398,7 +398,7 @@ def test_dots_go_on_by_the_factor_before_them(text: str, ranks: tuple[int, ...])
         ("1,two", "numbers of ranks"),
         ("", "numbers of ranks"),
         ("1e3", "numbers of ranks"),
-        ("1,2000000", "more than any machine has"),
+        ("1,2000000", "exceed the maximum of 1000000"),
     ],
 )
 def test_what_is_no_series_is_told(text: str, words: str) -> None:
@@ -417,7 +417,7 @@ def test_a_factor_is_finite_and_above_0(text: str) -> None:
 def test_slow_ranks_are_ranks_of_the_job() -> None:
     pairs = (SlowRank().convert("3=1.5", None, None), SlowRank().convert("0=2", None, None))
     assert slow_ranks(pairs, 4) == {3: 1.5, 0: 2.0}
-    with pytest.raises(ConfigError, match="rank 3, but the largest job has 2 ranks; the last is 1"):
+    with pytest.raises(ConfigError, match="rank 3, but the largest job has 2 ranks; the highest rank is 1"):
         slow_ranks(pairs, 2)
     with pytest.raises(click.BadParameter, match="must be a rank and a factor"):
         SlowRank().convert("-1=2", None, None)

@@ -179,11 +179,11 @@ def test_an_old_run_of_the_same_name_is_left_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["sleep", "3"], "has no training in it"),
-        (["hpctrain", "train", "storm.yaml", "--compute-only"], "--compute-only trains nothing that could be restarted"),
+        (["sleep", "3"], "contains no training"),
+        (["hpctrain", "train", "storm.yaml", "--compute-only"], "--compute-only does not train and cannot be restarted"),
         (["hpctrain", "train", "storm.yaml", "--help"], "--help in the command starts no training"),
         (["hpctrain", "train", "storm.yaml", "--wrong"], "No such option"),
-        (["hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: The configuration cannot be read"),
+        (["hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: Cannot read the configuration"),
         (["hpctrain", "train", "storm.yaml", "batch=0"], "batch is 0"),
     ],
 )

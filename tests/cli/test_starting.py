@@ -318,7 +318,7 @@ def test_words_name_all_and_none() -> None:
         ("0;3", "the nearest is all."),
         ("", "the nearest is all."),
         ("-1", "the nearest is all."),
-        ("3-1", "whose first rank is above its last; the nearest is 1-3."),
+        ("3-1", "but the first rank of a range must not exceed the last; use 1-3."),
         ("0,4", "names rank 4, but the job has 4 ranks; the largest number is 3."),
         ("0-99", "names rank 99, but the job has 4 ranks; the largest number is 3."),
     ],

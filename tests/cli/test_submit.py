@@ -51,7 +51,7 @@ def test_a_job_is_submitted_and_its_number_told(folder: Path) -> None:
     assert script.parent == Path("runs/jobs")
     first, second, *others = result.output.splitlines()
     assert (first, second) == ("job 12345 on slurm: 2 nodes with 4 ranks each", f"script: {script}")
-    assert [line for line in others if line[0] != " "] == ["follow it:", "stop it with a checkpoint, for good:"]
+    assert [line for line in others if line[0] != " "] == ["follow it:", "stop it with a checkpoint, without a restart:"]
     assert all(len(line) <= 80 for line in result.output.splitlines())
     text = script.read_text()
     assert f"TRAIN=({CONFIG} batch=32)\n" in text

@@ -322,7 +322,7 @@ def test_a_run_goes_on_inside_of_any_size_on_as_many_ranks_or_others(by_size: Pa
         assert line in said
     _train(0, by_size, CHANGING, "--steps", "4")  # an epoch has 3
     refused = _train(0, by_size, "--resume", "auto", "data.sizes=[{size: 14}]", code=2)
-    assert "may change between two epochs only: an epoch sees one kind of images" in refused.output
+    assert "may change only between two epochs: an epoch sees one kind of images" in refused.output
     said = _train(0, by_size, CHANGING, "--resume", "auto", "--steps", "3").stdout
     assert "images of 16 px from epoch 2" in said
     assert "images of 12 px from epoch 3" in said
@@ -352,7 +352,7 @@ def test_one_size_that_is_the_images_own_trains_what_no_size_does(by_size: Path)
         (("data.augment=[{name: center_crop, size: 8}]", "data.sizes=[{size: 20}]"), "at most 16 fits"),
         (
             ("model={name: vgg11, width: 0.0625}", "data.sizes=[{size: 32}]"),
-            "another size of this training or its evaluation: Layer",
+            "which this training or its evaluation also uses: Layer",
         ),
     ],
 )

@@ -183,18 +183,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a way between GPUs on the host": (
         {"ranks": 2},
         ["backend=numpy", "transport=nccl"],
-        "transport is nccl, which is a way between GPUs; set it to auto, or backend to",
+        "transport is nccl, which applies to GPUs only; set it to auto, or backend to",
     ),
     "NCCL beside sparse": (
         {"ranks": 2},
         ["averager.name=sparse", "transport=nccl"],
         "transport is nccl, but averager sparse chooses the elements to send",
     ),
-    "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but one thread enqueues"),
+    "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but backend cuda enqueues"),
     "rounded parameters": (
         {"ranks": 2},
         ["averager.name=sharded", "averager.wire_parameters=bfloat16"],
-        "averager.wire_parameters is bfloat16, but on backend cuda parameters travel as they are so far",
+        "averager.wire_parameters is bfloat16, but backend cuda does not convert parameters for messages yet",
     ),
     "no such device": (
         {"seed": "x"},

@@ -414,7 +414,8 @@ def test_another_order_on_another_rank_is_an_error(emulated_device: EmulatedDevi
         wait(*[rank.comm.iallreduce(buffer) for buffer in buffers])
 
     with pytest.raises(
-        EmulatedDeviceError, match=r"^The devices of ranks 0 and 1 do unlike things: sum to all of 3 float64; and sum to"
+        EmulatedDeviceError,
+        match=r"^The devices of ranks 0 and 1 have enqueued different calls: sum to all of 3 float64; and sum to",
     ):
         run_virtual(2, mixed)
 

@@ -495,7 +495,7 @@ def test_the_error_knows_the_ranks_of_the_world(outcomes: list, ranks: tuple[int
         with pytest.raises(DataError) as caught:
             raise_on_all_ranks(Scripted(rank, outcomes), lambda outcome=outcome: _work(outcome))
         assert tuple(caught.value.ranks) == ranks
-        assert caught.value.said_by == 10  # the first of these ranks, which all know to have the error
+        assert caught.value.reported_by == 10  # the first of these ranks, which all know to have the error
 
 
 def _kinds(kind: type[HpctrainError]) -> list[type[HpctrainError]]:

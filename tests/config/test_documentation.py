@@ -89,7 +89,7 @@ def test_an_edited_copy_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     edited = tmp_path / "configs" / "quickstart.yaml"
     edited.write_text("mine")
-    with pytest.raises(ConfigError, match=r"quickstart.yaml is there already and differs"):
+    with pytest.raises(ConfigError, match=r"quickstart.yaml already exists and differs"):
         examples.copy([], tmp_path)
     assert edited.read_text() == "mine"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["quickstart.yaml"]

@@ -105,7 +105,7 @@ def test_merge_keys_and_aliases():
         (
             "a: 1\nb: {name:sparse, ratio: 0.1}\n",
             2,
-            ['"name:sparse"', "a blank is missing after the colon; write name: sparse."],
+            ['"name:sparse"', "the blank after the colon is missing; write name: sparse."],
         ),
         ("a: 1\nb: [{c: 2,\n  padding:2}]\n", 3, ['"padding:2"', "write padding: 2."]),
         ("a: 1\nb: {1:2}\n", 2, ['"1:2"', "write 1: 2."]),
@@ -162,7 +162,7 @@ def test_a_text_that_means_more_than_it_may_is_one_sentence(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_yaml(text, "bomb.yaml")
     assert len(str(error.value)) < 300
-    assert str(error.value).startswith("bomb.yaml: It")
+    assert str(error.value).startswith("bomb.yaml: ")
 
 
 @pytest.mark.parametrize("key", [r"a\nb", r"\e[2J", r"\u202E"])
@@ -322,7 +322,7 @@ def test_overrides_alone_make_a_configuration():
         ("=3", ["key=value"]),
         ("data..train=3", ["key=value"]),
         ("batsh=3", ['Unknown key "batsh"', '"batch"']),
-        ("optimzer.lr=3", ["There is no optimzer", '"optimizer"']),
+        ("optimzer.lr=3", ["optimzer, which is not set", '"optimizer"']),
         ("batch=many", ["batch is many", "integer"]),
         ("batch=[1", ["not valid YAML"]),
         ("data.augment.1={a: 1, a: 2}", ['"a"', "twice"]),
@@ -452,10 +452,10 @@ def test_a_text_has_a_length(key: str, most: int) -> None:
 
 @pytest.mark.parametrize("kind", ["zero", "null", "pipe", "directory"])
 def test_a_configuration_that_has_no_end_is_one_sentence(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"The configuration cannot be read: (it is .*, not a regular file|Is a directory)\."):
+    with pytest.raises(ConfigError, match=r"Cannot read the configuration: (it is .*, not a regular file|Is a directory)\."):
         load(make_node(tmp_path / "config.yaml", kind))
     (tmp_path / "long.yaml").write_text("# " + "x" * (1 << 18))
-    with pytest.raises(ConfigError, match=r"long.yaml: The configuration cannot be read: it has more than 262,144 bytes"):
+    with pytest.raises(ConfigError, match=r"long.yaml: Cannot read the configuration: it has more than 262,144 bytes"):
         load(tmp_path / "long.yaml")
 
 
@@ -497,7 +497,7 @@ def test_what_evaluations_give_may_be_asked_for(overrides: tuple[str, ...]) -> N
         (("checkpoint.best=ema_top1",), "checkpoint.best is ema_top1, but no average of weights is kept; set ema.decay"),
         (("early_stop.metric=ema_loss",), "early_stop.metric is ema_loss, .* or early_stop.metric to loss"),
         (("early_stop.patience=1", "data.test=null"), "early_stop.patience needs evaluations, but data.test is not set"),
-        (("early_stop.patience=1", "evaluate.every_epochs=0"), "but evaluate.every_epochs is 0; the smallest value is 1"),
+        (("early_stop.patience=1", "evaluate.every_epochs=0"), "but evaluate.every_epochs is 0; set it to at least 1"),
         (("early_stop.patience=0",), "early_stop.patience"),
         (("early_stop.min_delta=-0.1",), "early_stop.min_delta"),
         (("ema.decay=1",), "ema.decay"),

@@ -154,7 +154,7 @@ def test_a_path_of_the_schema_has_its_variables_filled_in(key, monkeypatch):
         assert attrgetter(key)(config) == path
         assert parse(dump(config))[0] == config  # a run keeps what was filled in
     for text in ("$NOWHERE/x", "${NOWHERE}", "a/$NOWHERE"):
-        with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*, but the variable NOWHERE in it is not set here"):
+        with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*, but the variable NOWHERE is not set here"):
             parse(_REST, overrides=[f"{key}={text}"])
     with pytest.raises(ConfigError, match="but there is no user nobody-of-that-name here"):
         parse(_REST, overrides=[f"{key}=~nobody-of-that-name/x"])
@@ -163,7 +163,7 @@ def test_a_path_of_the_schema_has_its_variables_filled_in(key, monkeypatch):
 def test_no_path_of_the_schema_is_left_out():
     """The keys whose descriptions begin like those of paths are exactly the keys that these tests take for paths."""
     described = {dotted(path): section_at(path[:-1]).model_fields[path[-1]].description for path in known_paths()}
-    named = {key for key, text in described.items() if text.startswith(("Path of", "Directory", "File of", "Machine file"))}
+    named = {key for key, text in described.items() if text.startswith(("Path of", "Directory", "File of", "Machine model"))}
     assert named == {*PATHS, *NODE_PATHS}
 
 

@@ -457,9 +457,9 @@ def test_nothing_is_imported_but_what_is_named(module: str, tmp_path: Path) -> N
         ("MODULE:", ["module:Name"]),
         (":Own", ["module:Name"]),
         ("MODULE:Own.deep", ["module:Name"]),
-        ("a b:Own", ["no module"]),
-        ("../x:Own", ["no module", ".py"]),
-        ("MODULE:helper", ["is <function helper", "an optimizer is a class derived from hpctrain.optim.base.Optimizer"]),
+        ("a b:Own", ["not a reference to a module"]),
+        ("../x:Own", ["not a reference to a module", ".py"]),
+        ("MODULE:helper", ["is <function helper", "an optimizer must be a class derived from hpctrain.optim.base.Optimizer"]),
         ("MODULE:NUMBER", ["is 3, but an optimizer"]),
         ("MODULE:Half", ["does not define state, update"]),
     ],
@@ -503,14 +503,14 @@ def test_options_of_the_users_code_are_checked_as_ours_are(module: str) -> None:
     assert caught.value.option == "scael"
     with pytest.raises(OptionError, match="must be a number"):
         OPTIMIZERS.create(f"{module}:Scaled", {"scale": "x"})
-    with pytest.raises(ConfigError, match=f'^Optimizer "{module}:Scaled" is refused: scale must be above 0.$'):
+    with pytest.raises(ConfigError, match=f'^Optimizer "{module}:Scaled" is invalid: scale must be above 0.$'):
         OPTIMIZERS.create(f"{module}:Scaled", {"scale": -1})
 
 
 def test_a_name_of_ours_that_a_package_offers_is_refused(module: str, tmp_path: Path) -> None:
     offer(tmp_path / "site", "my-opt", "hpctrain.optimizers", f"sgd = {module}:Own")
     with pytest.raises(
-        ConfigError, match=f'"sgd" is one of hpctrain and one of the package my-opt 1.2; name it .*"{module}:Own"'
+        ConfigError, match=f'"sgd" is defined by hpctrain and by the package my-opt 1.2; write its .*"{module}:Own"'
     ):
         OPTIMIZERS.find("sgd")
     assert OPTIMIZERS.find("lars").__name__ == "Lars"
@@ -520,7 +520,7 @@ def test_a_name_of_ours_that_a_package_offers_is_refused(module: str, tmp_path: 
 def test_a_name_that_two_packages_offer_is_refused(module: str, tmp_path: Path) -> None:
     for package, name in (("one", "Own"), ("two", "Scaled")):
         offer(tmp_path / "site", package, "hpctrain.optimizers", f"fine = {module}:{name}")
-    with pytest.raises(ConfigError, match=r'"fine" is one of the package one 1\.2 and one of the package two 1\.2; name it'):
+    with pytest.raises(ConfigError, match=r'"fine" is defined by the package one 1\.2 and by the package two 1\.2; write its'):
         OPTIMIZERS.find("fine")
     assert OPTIMIZERS.find("sgd") is Sgd
     assert [offer.package for offer in OPTIMIZERS.offers()] == ["one 1.2", "two 1.2"]
@@ -545,7 +545,7 @@ def test_digests_tell_files_apart(module: str) -> None:
 def test_a_function_is_an_entry_where_there_is_no_base_class(module: str) -> None:
     builders: Registry[object] = Registry("hpctrain.models.families", "model", None)
     assert builders.find(f"{module}:helper").__name__ == "helper"
-    with pytest.raises(ConfigError, match="is 3, but a model is a function"):
+    with pytest.raises(ConfigError, match="is 3, but a model must be a function"):
         builders.find(f"{module}:NUMBER")
 
 

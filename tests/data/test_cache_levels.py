@@ -447,7 +447,7 @@ def test_a_link_or_another_mode_in_its_place_is_left_alone(make_file: Make, tmp_
     [
         (
             "$NOT_SET_HERE/x",
-            "$NOT_SET_HERE/x cannot be used: the variable NOT_SET_HERE in it is not set here; set it, or write the path out",
+            "$NOT_SET_HERE/x cannot be used: the variable NOT_SET_HERE is not set here; set it, or write the path out",
         ),
         ("/proc/nothing", "/proc/nothing cannot be used: No such file or directory"),
         ("{}/train.h5", "cannot be used: File exists"),

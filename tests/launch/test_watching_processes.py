@@ -285,7 +285,7 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
         (0, 0, "os._exit(0)", "hpctrain: the process exited with code 0 before the run was over"),
         (2, 1, "os._exit(0)", f"hpctrain: {place(1, 2)}the process exited with code 0 before the run was over"),
         (2, 0, "os._exit(0)", f"hpctrain: {place(0, 2)}the process exited with code 0 before the run was over"),
-        (2, 1, "sys.exit()", f"{place(1, 2)}sys.exit() inside of a run ends the job."),
+        (2, 1, "sys.exit()", f"{place(1, 2)}sys.exit() during a run ends the job."),
     ],
 )
 def test_a_rank_that_leaves_inside_a_step_ends_the_job_in_words(

@@ -109,7 +109,7 @@ def passes(text, *overrides):
             "name: blocking",
             "name: sharded\n  fc_exchange: always\nmicro_batches: 2",
             24,
-            ["fc_exchange is always, but micro_batches is 2", "set fc_exchange to auto or never"],
+            ["fc_exchange is always, but micro_batches is 2", "or fc_exchange to auto or never"],
         ),
         ("batch: 9", "batch: 2", 13, ["batch is 2", "3 ranks (grid.cols)", "smallest batch is 3"]),
         ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "grid.rows is 4", "4 x 1"]),
@@ -119,7 +119,7 @@ def passes(text, *overrides):
             "cols: 3",
             'rows: 2\n  overlap: ["*.conv2", "*.relu1"]\nplan:\n  default: domain',
             26,
-            ["'*.relu1', but no such layer", "relu1 is not a convolution", "or be left out"],
+            ["'*.relu1', but no such layer", "relu1 is not a convolution", "or leave it out"],
         ),
         ("cols: 3", 'rows: 1\n  overlap: ["*.conv2"]', 26, ["'*.conv2', but grid.rows is 1", "set grid.rows to 2 or more"]),
         ("cols: 3", 'rows: 2\n  overlap: ["*.conv2"]', 26, ["layer1.0.conv2 is not under domain"]),
@@ -219,7 +219,7 @@ def test_what_is_left_to_the_start_of_a_run_passes():
 
 def test_an_averager_that_is_chosen_has_no_options_yet():
     (line,) = faults(TEXT, "averager=auto", "averager.window=3")
-    assert line.startswith('override "averager.window=3": averager is auto, which chooses options as well')
+    assert line.startswith('override "averager.window=3": averager is auto, which also chooses the options')
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_averager_that_is_chosen_has_no_options_yet():
             "init.weights=runs/first",
             "init.weights is runs/first, but a file of weights ends in .safetensors, .pt, .pth; make one",
         ),
-        ("init.ignore=[fc.*]", "init.ignore is given, but init.weights names no file"),
+        ("init.ignore=[fc.*]", "init.ignore needs a file of weights"),
     ],
 )
 def test_what_a_training_starts_from_is_checked(override: str, place: str) -> None:
@@ -312,7 +312,7 @@ def test_fewer_epochs_than_are_begun_are_refused_and_fewer_than_planned_are_not(
 @pytest.mark.parametrize("way", [1, -1])
 def test_momentum_may_become_another_but_neither_come_nor_go(way: int):
     differences = changes(*(_flat("optimizer.momentum=0.9"), _flat("optimizer.momentum=0"))[::way])
-    with pytest.raises(CheckpointError, match=r"optimizer\.momentum: .* \(may not change from or to 0: "):
+    with pytest.raises(CheckpointError, match=r"optimizer\.momentum: .* \(may not change from or to 0, "):
         check(differences, between_epochs=True, begun_epochs=1, place="x.h5")
 
 
@@ -467,7 +467,7 @@ SHARDS_CONFIG = """
 @pytest.mark.parametrize(
     ("override", "path", "words"),
     [
-        ("threads=auto", ("threads",), "set threads to the number"),
+        ("threads=auto", ("threads",), "set threads to a number"),
         ("grid.rows=2", ("grid", "rows"), "set grid.rows to 1"),
         ("batch_norm.statistics=synchronised", ("batch_norm", "statistics"), "set batch_norm.statistics to local"),
         ("backend=cuda", ("backend",), "set backend to onednn or numpy"),
@@ -492,9 +492,9 @@ CUDA_CONFIG = """
 {model: small, data: {train: train.h5}, batch: 8, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}
 """
 FAULTS = {
-    "data.mixing.mixup=0.2": r"^data\.mixing mixes the labels of images, which the loss of backend cuda does not take",
-    "progress=thread": r"^progress is thread, but one thread enqueues .*; set progress to auto or test, or",
-    "progress=posting": r"^progress is posting, but one thread enqueues",
+    "data.mixing.mixup=0.2": r"^data\.mixing mixes labels, but the loss of backend cuda does not support",
+    "progress=thread": r"^progress is thread, but backend cuda enqueues .*; set progress to auto or test, or",
+    "progress=posting": r"^progress is posting, but backend cuda enqueues",
     "averager={name: sharded, wire_parameters: float16}": r"^averager\.wire_parameters is float16, but .*; set it to float32, or",
 }
 

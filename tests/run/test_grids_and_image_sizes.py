@@ -133,9 +133,9 @@ def sizes_config(sizes: str, model: str = "resnet50") -> Config:
             "[{size: 224}, {from_epoch: 3, size: 20}]",
             "vgg16",
             (1, "size"),
-            "data.sizes.1.size is 20, which the model vgg16 does not take: Layer features.30: .* The smallest .* legal is 32.",
+            "data.sizes.1.size is 20, which the model vgg16 does not support: Layer features.30: .* The smallest .* size is 32.",
         ),
-        ("[{size: 20}]", "alexnet", (0, "size"), "does not take: .* The smallest size that is legal is 67."),
+        ("[{size: 20}]", "alexnet", (0, "size"), "does not support: .* The smallest legal size is 67."),
     ],
 )
 def test_a_fault_has_its_place_and_the_nearest_legal_value(
@@ -172,7 +172,7 @@ def test_the_largest_size_is_that_which_the_training_comes_to(epochs: int, side:
 def test_a_network_that_does_not_take_a_shape_is_told_with_the_layer() -> None:
     network = Network(nets.plain(), (9, 7, 3), NumpyKernelSet())
     check_image_shapes(network, [(9, 7, 3), (10, 8, 3)])
-    with pytest.raises(ShapeError, match=r"images of \(9, 7, 3\) .*, but not those of \(16, 16, 3\), another size .*: Layer fc1"):
+    with pytest.raises(ShapeError, match=r"images of shape \(9, 7, 3\) .*, but not of \(16, 16, 3\), which .*: Layer fc1"):
         check_image_shapes(network, [(9, 7, 3), (16, 16, 3)])
 
 

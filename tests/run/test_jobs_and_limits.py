@@ -192,7 +192,7 @@ def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="the smallest value is 1"):
             job.loader(replica, tmp_path / "train.h5", sizes=[(0, 5), (0, 7)])
         plain = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
-        with pytest.raises(ShapeError, match="another size of this training or its evaluation: Layer fc1"):
+        with pytest.raises(ShapeError, match="which this training or its evaluation also uses: Layer fc1"):
             job.loader(plain, tmp_path / "train.h5", sizes=[(0, 5), (1, 7)])
 
 

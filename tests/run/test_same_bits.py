@@ -427,7 +427,7 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("exact.shards=6", "exact.shards: 12 -> 6 .may not change: each bit follows from them"),
+        ("exact.shards=6", "exact.shards: 12 -> 6 .may not change: all bits depend on it"),
         ("exact=false", "exact.shards: 12 -> not set .may not change"),
     ],
 )

@@ -244,7 +244,7 @@ def said(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
         try:
             work(comm)
         except HpctrainError as error:
-            return str(error) if error.said_by == 0 else f"not known to be raised alike: {error}"
+            return str(error) if error.reported_by == 0 else f"not known to be raised alike: {error}"
         return ""
 
     return run_virtual(ranks, program, deadline_seconds=60)

@@ -121,7 +121,7 @@ def test_on_the_host_there_is_nothing_to_choose() -> None:
     def program(comm: ThreadCommunicator) -> None:
         assert choose_transport(_config(backend="auto"), comm, HostArithmetic(), None) == ("staged", ())
         with pytest.raises(
-            ConfigError, match=r'^transport is nccl, which is a way between GPUs; set it to auto, or backend to "cuda"\.$'
+            ConfigError, match=r'^transport is nccl, which applies to GPUs only; set it to auto, or backend to "cuda"\.$'
         ):
             choose_transport(_config(backend="auto", transport="nccl"), comm, HostArithmetic(), None)
 
@@ -151,11 +151,8 @@ def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"backend": "onednn", "transport": "staged"}, "transport is staged, which is a way between GPUs; set it to auto"),
-        (
-            {"transport": "nccl", "averager": "sparse"},
-            "transport is nccl, but averager sparse chooses the elements to send",
-        ),
+        ({"backend": "onednn", "transport": "staged"}, "transport is staged, which applies to GPUs only; set it to auto"),
+        ({"transport": "nccl", "averager": "sparse"}, "transport is nccl, but averager sparse chooses the elements to send"),
         ({"transport": "nccl", "on_lost_rank": "shrink"}, "transport is nccl, whose operations do not end when a rank is lost"),
     ],
 )

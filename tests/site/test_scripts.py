@@ -224,7 +224,7 @@ def test_pbs_gives_a_number(folder: Path) -> None:
 @pytest.mark.parametrize(("site", "command"), [("slurm", "sbatch"), ("polaris", "qsub")])
 def test_a_scheduler_that_refuses_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, site: str, command: str) -> None:
     monkeypatch.setenv("SUBMIT_STATUS", "1")
-    with pytest.raises(LaunchError, match=rf"^{command} refuses out/jobs/\S+: error: Invalid account\.$"):
+    with pytest.raises(LaunchError, match=rf"^{command} has rejected out/jobs/\S+: error: Invalid account\.$"):
         _submit(site, JobRequest(1, account="mine"))
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from hpctrain.core.errors import ConfigError
 from hpctrain.site import profile as profile_files
 from hpctrain.site.job import JobFiles, JobRequest, SiteJob, check_backend, plan_job
-from hpctrain.site.profile import NOT_SAID, ContainerFields, NodeFields, SiteProfile, Sourced, faults
+from hpctrain.site.profile import UNKNOWN_SOURCE, ContainerFields, NodeFields, SiteProfile, Sourced, faults
 from tests.support.job_scripts import JOBS, SITES
 
 
@@ -33,7 +33,7 @@ def test_every_setting_of_a_shipped_profile_names_its_source(site: str) -> None:
     settings = [section for section in _sourced(profile) if section.model_dump(exclude={"source"}, exclude_defaults=True)]
     assert settings
     for section in settings:
-        assert section.source != NOT_SAID, section
+        assert section.source != UNKNOWN_SOURCE, section
         assert section.source.startswith(("https://", "github.com/", "unverified: ")), section.source
     assert profile.guide.startswith("https://")
 
@@ -57,8 +57,8 @@ GOOD = {"description": "a machine", "tested": "here", "scheduler": "slurm", "nod
         ({"queu": {}}, "queu", 'Unknown key "queu"; the nearest is "queue"'),
         ({"node": {"cores": 8, "ranks": 2, "most_rank": 1}}, "node.most_rank", 'the nearest is "most_ranks"'),
         ({"node": {"core": 8, "ranks": 2}}, "node.core", 'Unknown key "node.core"; the nearest is "cores"'),
-        ({"node": {"cores": 8}}, "node.ranks", 'The key "node.ranks" is missing: Default number of ranks on each node'),
-        ({"node": {"cores": 8, "ranks": 9}}, "node", "node must have ranks of at most 8; the nearest legal value is 8."),
+        ({"node": {"cores": 8}}, "node.ranks", 'The key "node.ranks" is missing: Default number of ranks per node'),
+        ({"node": {"cores": 8, "ranks": 9}}, "node", "node must have at most 8 ranks; the nearest legal value is 8."),
         ({"node": {"cores": 0, "ranks": 1}}, "node.cores", "is 0, but must be at least 1; the nearest legal value is 1."),
         ({"scheduler": "slrum"}, "scheduler", "must be 'slurm', 'pbs', 'hostfile' or 'local'; the nearest is 'slurm'"),
         ({"time": "soon"}, "time", "time is soon, but must be a time such as 06:00:00."),
@@ -150,7 +150,7 @@ def test_one_of_the_same_name_hides_the_shipped_one_and_may_extend_it(own: Path)
         ("extends: a\n", "a.yaml:1: extends is 'a', but must be the name of a site"),
         ("extends: slurm\nnode: {cores: 8, rank: 3}\n", 'a.yaml:2: Unknown key "node.rank"; the nearest is "ranks"'),
         ("extends: slurm\n\nrestarts: -1\n", "a.yaml:3: restarts is -1, but must be at least 0; the nearest legal value is 0."),
-        ("extends: slurm\nnode: {cores: 4}\n", "node must have ranks of at most 4; the nearest legal value is 4."),
+        ("extends: slurm\nnode: {cores: 4}\n", "node must have at most 4 ranks; the nearest legal value is 4."),
         ("scheduler: slurm\n", 'The key "node" is missing'),
         ("- a\n", "A site profile must be a mapping of keys"),
         ("", "A site profile must be a mapping of keys"),
@@ -179,9 +179,9 @@ def test_an_unknown_site_is_told_with_the_nearest(own: Path) -> None:
 def test_a_file_that_cannot_be_read_is_one_sentence(own: Path) -> None:
     (own / "bytes.yaml").write_bytes(b"name: \xff\n")
     (own / "folder.yaml").mkdir()
-    with pytest.raises(ConfigError, match=r"bytes.yaml: The byte at 6 is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"bytes.yaml: Byte 6 is not valid UTF-8"):
         _read(own, "bytes")
-    with pytest.raises(ConfigError, match=r"folder.yaml: The site profile cannot be read: Is a directory."):
+    with pytest.raises(ConfigError, match=r"folder.yaml: Cannot read the site profile: Is a directory."):
         _read(own, "folder")
 
 
@@ -212,16 +212,28 @@ def test_ranks_never_share_cores(site: str, ranks: int) -> None:
     [
         ("polaris", JobRequest(1), "Site polaris refuses jobs without an account; give --account."),
         ("local", JobRequest(2), "--nodes is 2, but site local is one machine; the nearest legal value is 1."),
-        ("local", JobRequest(1, account="a"), "--account is a, but site local has none; leave it out."),
-        ("local", JobRequest(1, queue="q"), "--queue is q, but site local has none; leave it out."),
-        ("slurm", JobRequest(1, hostfile=Path("h")), "--hostfile is h, but site slurm takes no such file; leave it out."),
-        ("hostfile", JobRequest(1, hostfile=Path("nowhere")), "--hostfile nowhere cannot be read: No such file or directory."),
-        ("perlmutter-gpu", JobRequest(1, ranks_per_node=5), "--ranks-per-node is 5, but a node of site perlmutter-gpu takes"),
+        ("local", JobRequest(1, account="a"), "--account is a, but site local has no such option; leave it out."),
+        ("local", JobRequest(1, queue="q"), "--queue is q, but site local has no such option; leave it out."),
+        ("slurm", JobRequest(1, hostfile=Path("h")), "--hostfile is h, but site slurm uses no hostfile; leave --hostfile out."),
+        (
+            "hostfile",
+            JobRequest(1, hostfile=Path("nowhere")),
+            "Cannot read --hostfile nowhere: No such file or directory; give a readable text file in UTF-8.",
+        ),
+        (
+            "perlmutter-gpu",
+            JobRequest(1, ranks_per_node=5),
+            "--ranks-per-node is 5, but a node of site perlmutter-gpu has at most",
+        ),
         ("slurm", JobRequest(1, 8, 9), "--cores-per-rank is 9, but 8 ranks share the 64 cores of a node of site slurm"),
         ("slurm", JobRequest(1, time="soon"), "--time is 'soon', but must be a time such as 06:00:00 or 5h30m."),
         ("slurm", JobRequest(1, time="0"), "--time is '0', but must be a time"),
-        ("slurm", JobRequest(1, stage=Path("nowhere.tar")), "--stage nowhere.tar is no file; give a tar of the environment."),
-        ("local", JobRequest(1, stage=Path("x")), "--stage is x, but site local names no disk of its nodes; leave it out."),
+        (
+            "slurm",
+            JobRequest(1, stage=Path("nowhere.tar")),
+            "--stage nowhere.tar is not a file; give a tar archive of the environment.",
+        ),
+        ("local", JobRequest(1, stage=Path("x")), "--stage is x, but site local has no node-local disk; leave --stage out."),
     ],
 )
 def test_a_request_that_does_not_fit_is_one_sentence(site: str, request_: JobRequest, sentence: str) -> None:
@@ -238,7 +250,7 @@ def test_no_environment_is_staged_beside_an_image(tmp_path: Path) -> None:
     assert plan_job(site, request, FILES).stage == str(request.stage)
     profile = site.profile.model_copy(update={"container": ContainerFields(image="$HOME/hpctrain.sif")})
     assert not profile.stages
-    with pytest.raises(ConfigError, match=r"but site slurm runs Python in an image; leave it out\.$"):
+    with pytest.raises(ConfigError, match=r"but site slurm runs Python in a container; leave --stage out\.$"):
         plan_job(replace(site, profile=profile), request, FILES)
 
 
@@ -246,7 +258,7 @@ def test_a_hostfile_must_name_enough_hosts(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a:4\n# b\n\nb  # two\na:2\n")
     assert _plan("hostfile", JobRequest(2, hostfile=hosts)).hostfile == str(hosts)
-    with pytest.raises(ConfigError, match=r"--nodes is 3, but .*hosts names 2 hosts; the nearest legal value is 2."):
+    with pytest.raises(ConfigError, match=r"--nodes is 3, but .*hosts lists 2 hosts; the nearest legal value is 2."):
         _plan("hostfile", JobRequest(3, hostfile=hosts))
 
 
@@ -269,7 +281,7 @@ def test_times_are_written_as_schedulers_read_them(given_time: str, shown: str, 
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("time", ["90", "1", "3600", "1.5", "1e3", " 90 "])
 def test_a_time_without_a_unit_is_refused_on_every_site(site: str, time: str) -> None:
-    with pytest.raises(ConfigError, match=r"a number alone means minutes .* write .*m or .*s, or a time such as 1h30m"):
+    with pytest.raises(ConfigError, match=r"schedulers differ .* write .*m or .*s, or a time such as 1h30m"):
         _plan(site, JobRequest(1, account=_account(site), time=time))
 
 

@@ -1,6 +1,6 @@
 """The parts of docs/ that are written by the program: `python -m tests.support.reference_pages` (or `make docs`) writes them.
 
-docs/options.md and docs/commands.md are written as a whole; in docs/config.md the table of keys behind its last heading is, and
+docs/options.md and docs/commands.md are written as a whole; in docs/config.md the table of keys after its last heading is, and
 the findings in docs/doctor.md.
 """
 
@@ -23,7 +23,7 @@ from hpctrain.doctor.job import CHECKS, JOB_KINDS
 
 _HEAD = """# Commands
 
-`hpctrain --help`, and `--help` behind each command, print the same. `hpctrain completion bash` makes the tab key complete them.
+`hpctrain --help`, and `--help` after each command, print the same. `hpctrain completion bash` makes the tab key complete them.
 Those that train or measure are started on ranks, as `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; the others are one
 process.
 
@@ -73,17 +73,21 @@ KEYS_HEADING = "## Every key\n"
 FINDINGS_HEADING = "## Every finding\n"
 
 _KINDS = {
-    "models": ("Models", "model", "Options that follow from the data or from other keys where they are left out:"),
-    "optimizers": ("Optimisers", "optimizer", "`optimizer.lr`, the base learning rate, is needed beside these."),
+    "models": ("Models", "model", "Options with defaults from the data or from other keys:"),
+    "optimizers": ("Optimisers", "optimizer", "`optimizer.lr`, the base learning rate, is required in addition."),
     "schedules": ("Schedules", "schedule", "`schedule.warmup_epochs`, the epochs of linear warm-up, is a key of every schedule."),
     "averagers": ("Averagers", "averager", "How they work, and which one to choose: [averaging.md](averaging.md)."),
     "augmentations": ("Augmentations", "data.augment", "How they are drawn: [data.md](data.md)."),
-    "reporters": ("Reporters", "metrics.reporters", "They receive what rank 0 reports, beside the console and `metrics.jsonl`."),
+    "reporters": (
+        "Reporters",
+        "metrics.reporters",
+        "Further receivers of the reports of rank 0, next to the console and `metrics.jsonl`.",
+    ),
 }
 
 _OPTIONS_HEAD = """# Options
 
-The names that a configuration can choose, and the options of each: keys beside `name` in its section ([config.md](config.md)).
+The names that a configuration can choose, and their options: keys next to `name` in its section ([config.md](config.md)).
 `hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`, `reporters`) prints the names,
 `hpctrain config show FILE` prints a configuration with all options filled in, and `hpctrain config schema` prints everything as a
 JSON schema for editors.
@@ -157,7 +161,7 @@ def _family(members: list[Choice]) -> Iterator[str]:
     yield from (f"### {head.name}", "", head.sentence, "")
     if variants:
         settled = ", ".join(f"`{choice.name}` ({_settled(choice.fixed)})" for choice in variants)
-        yield from (f"Names with settled options: {settled}.", "")
+        yield from (f"Names with fixed options: {settled}.", "")
     if not head.options:
         yield from ("It has no options.", "")
         return

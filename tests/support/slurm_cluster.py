@@ -292,7 +292,7 @@ class SlurmUser:
         said = self.run(python, "-m", "hpctrain", "submit", *arguments, environment=environment)
         number, log, stop = (
             re.search(pattern, said, re.MULTILINE)
-            for pattern in (r"^job (\d+) on ", r"^  tail -F (\S+)$", r"^stop it with a checkpoint, for good:\n  (.+)$")
+            for pattern in (r"^job (\d+) on ", r"^  tail -F (\S+)$", r"^stop it with a checkpoint, without a restart:\n  (.+)$")
         )
         assert number is not None, said
         assert log is not None, said

@@ -235,7 +235,7 @@ def test_a_run_that_is_not_over_in_time_says_where_each_rank_is() -> None:
             lines[0] = line(1)
             time.sleep(0.02)
 
-    with pytest.raises(CommunicationTimeoutError, match=r"2 virtual ranks were not over after 0\.1 s") as caught:
+    with pytest.raises(CommunicationTimeoutError, match=r"2 virtual ranks had not ended after 0\.1 s") as caught:
         run_virtual(2, program, deadline_seconds=0.1)
     assert not isinstance(caught.value, DeadlockError)
     assert re.search(rf"  rank 0 is at \S*{lines[0]}", str(caught.value))

@@ -40,7 +40,7 @@ def build(
 
     Args:
         channels: Output channels of each of the five convolutions.
-        padding: Zeros around the images.
+        padding: Width of the zero padding of the images, in pixels.
         width: Factor on all channels and hidden features; 1 is the published network.
         dropout: Probability of dropping an input feature of each of the first two linear layers, in [0, 1).
 

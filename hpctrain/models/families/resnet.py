@@ -58,8 +58,8 @@ def build(
     Args:
         depth: Number of layers with weights: 18, 34, 50, 101 or 152.
         width: Factor on all channels; 1 is the published network.
-        groups: Groups of each 3x3 convolution, for depth 50 and more; 32 is ResNeXt.
-        width_per_group: Channels of each of these groups in the first stage, for depth 50 and more; 128 in one group is a wide
+        groups: Number of groups of each 3x3 convolution, for depth 50 and more; 32 is ResNeXt.
+        width_per_group: Number of channels per group in the first stage, for depth 50 and more; 128 in one group is a wide
             network.
         zero_init_residual: Whether each residual block starts as its shortcut, because its last batch norm starts at 0 (Goyal et
             al. 2017, section 5.1).

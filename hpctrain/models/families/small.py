@@ -32,7 +32,7 @@ def build(
 
     Args:
         channels: Output channels of each stage; the length of the list is the number of stages.
-        hidden: Features of the classifier's hidden layer; 0 omits that layer.
+        hidden: Number of features of the classifier's hidden layer; 0 omits that layer.
         grid: Rows and columns to which the last feature map is averaged before the classifier; 1 is global pooling, and 7 changes
             nothing for 28 px and two stages.
         batch_norm: Whether batch norm follows each convolution.
