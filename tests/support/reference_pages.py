@@ -24,7 +24,7 @@ from hpctrain.doctor.job import CHECKS, JOB_KINDS
 _HEAD = """# Commands
 
 `hpctrain --help` and `hpctrain COMMAND --help` print the same texts. `hpctrain completion bash` enables completion.
-Commands that train or measure are started on ranks, as in `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; the others run as
+Commands that train or measure are started on ranks, as in `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; others run as
 one process.
 
 `make docs` writes this page from the program.
@@ -96,8 +96,8 @@ JSON schema for editors.
 """
 
 _KEYS_NOTE = """
-Keys marked "needed" have no default. Further keys of `model`, `optimizer`, `schedule`, `averager`, augmentations and reporters are
-options ([options.md](options.md)). `make docs` writes this table.
+Keys marked "needed" have no default. Further keys of `model`, `optimizer`, `schedule`, `averager`, augmentations and reporters
+are options ([options.md](options.md)). `make docs` writes this table.
 
 """
 
