@@ -49,7 +49,7 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.checks import check_names
 from hpctrain.config.load import parse
-from hpctrain.data.fetch import FASHION_MNIST
+from hpctrain.data.fetch import CIFAR10, FASHION_MNIST
 from hpctrain.data.writer import write_data_file
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers import Sgd
@@ -271,18 +271,13 @@ def after_make_train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "configs" / "quickstart.yaml", folder / "my.yaml")
     numbers = np.random.default_rng(0)
-    (folder / "data" / "fashion-mnist").mkdir(parents=True)
-    for split in ("train", "test"):
-        images, labels = numbers.integers(0, 256, (40, 28, 28, 1), np.uint8), np.arange(40) % 10
-        path = folder / "data" / "fashion-mnist" / f"{split}.h5"
-        write_data_file(path, 40, (28, 28, 1), FASHION_MNIST.class_names, [(images, labels)])
+    for name, shape, of in (("fashion-mnist", (28, 28, 1), FASHION_MNIST), ("cifar10", (32, 32, 3), CIFAR10)):
+        (folder / "data" / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            images, labels = numbers.integers(0, 256, (40, *shape), np.uint8), np.arange(40) % 10
+            write_data_file(folder / "data" / name / f"{split}.h5", 40, shape, of.class_names, [(images, labels)])
     with h5py.File(folder / "theirs.h5", "w") as theirs:
         theirs["x"], theirs["y"] = numbers.integers(0, 256, (4, 3, 9, 9), np.uint8), np.eye(2)[[0, 1, 1, 0]]
-    (folder / "cifar-10-batches-bin").mkdir()
-    for name in ("test_batch.bin", *(f"data_batch_{i}.bin" for i in range(1, 6))):
-        records = numbers.integers(0, 256, (8, 3073), np.uint8)
-        records[:, 0] %= 10
-        records.tofile(folder / "cifar-10-batches-bin" / name)
     for tree in ("photos/train", "photos/test", "imagenet/train", "imagenet/val"):
         for name in ("ant", "bee"):
             (folder / tree / name).mkdir(parents=True)
