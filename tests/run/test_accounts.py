@@ -362,7 +362,7 @@ def test_beside_a_device_one_thread_does_everything() -> None:
     assert set_progress(rank, network, "auto", 1).mode is TEST
     assert set_progress(rank, network, "none", 1).mode is NONE
     for mode in ("thread", "posting"):
-        with pytest.raises(ConfigError, match=f"^progress is {mode}, but one thread enqueues"):
+        with pytest.raises(ConfigError, match=f"^progress is {mode}, but backend cuda enqueues"):
             set_progress(rank, network, mode, 1)
 
 
