@@ -133,7 +133,7 @@ class Agreement:
         schedule: the operations of a step; None for a strategy without a schedule.
         streams: the strategy's communicators by stream.
         link: the measured link; None if the strategy does not need it.
-        sums: sums of gradients over the group's ranks, in 16 bits or in a fixed order; None: those of the stream's communicator.
+        sums: sums of gradients over the group's ranks, in 16 bits or in a fixed order; None: sums of the stream's communicator.
     """
 
     schedule: CollectiveSchedule | None = None
@@ -417,7 +417,7 @@ class StrategyCosts:
         """Return a lower bound for the time of a step.
 
         Args:
-            program_seconds: time of the program.
+            program_seconds: time of forward and backward.
             averaging_seconds: time of the messages of averaging.
         """
         return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
@@ -428,10 +428,10 @@ class StrategyCosts:
 
 
 class Strategy(ABC):
-    """Plan for averaging one group of parameters. Only `averager` needs ranks; all other methods are pure.
+    """Plan for averaging one group of parameters. Only `shared` and `averager` need ranks; all other methods are pure.
 
-    A strategy of your own is one class in a module of its name in `averaging/strategies`. The short way is to derive from
-    `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
+    A user-defined strategy is one class in a module in `averaging/strategies`; the module has the name of the strategy. The short
+    way is to derive from `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
 
         class Halves(AllreduceStrategy):
             '''Two allreduces, of half of the parameters each.'''
@@ -452,7 +452,8 @@ class Strategy(ABC):
     Attributes:
         Options: frozen dataclass of the options that a configuration may set; `__post_init__` checks them. A constructor without
             the keyword `options` receives them as keywords next to `group`.
-        adds_norms: whether the averager computes the norms that LARS and clipping need. If not, both are refused.
+        adds_norms: whether the averager computes the norms that LARS and clipping need; if not, a configuration with LARS or
+            clipping is an error.
         sums_shards: whether the averager sums each gradient once per step and sends nothing else, so that sums may follow the
             order of shards.
         streams: streams on which the averager posts operations, in addition to the group's communicator.

@@ -311,7 +311,7 @@ class _Elements:
         self._less[limit] -= more
 
     def add(self, other: _Elements, weight: int) -> None:
-        """Add another sum `weight` times."""
+        """Add `weight` times another sum."""
         self.of_all += weight * other.of_all
         self._less = [less + weight * one for less, one in zip(self._less, other._less, strict=True)]
 
@@ -387,7 +387,7 @@ def slices_of_groups(starts: Sequence[int], count: int) -> Mapping[int, range]:
 
 
 def covered_slices(schedule: CollectiveSchedule) -> Mapping[int, range]:
-    """Return, by the slice index of each norms operation, the slices whose parameters' norms it completes."""
+    """Return the slices whose norms each norms operation completes, by the slice index of the operation."""
     starts = sorted(operation.slice for operation in schedule.operations if operation.kind is OperationKind.NORMS)
     covered = slices_of_groups(starts, len(schedule.slices)) if starts else {}
     names = [{name for k in group for name in schedule.slices[k].parameters} for group in covered.values()]

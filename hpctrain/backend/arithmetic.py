@@ -173,7 +173,7 @@ class DeviceLinks(Protocol):
 
 
 class DeviceGroup(Protocol):
-    """A device's membership of a group.
+    """A device's membership in a group.
 
     Attributes:
         links: links to all devices of the group, itself included, on a stream of this process.

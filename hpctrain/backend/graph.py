@@ -40,7 +40,7 @@ class Node:
         output: number of the output tensor.
         parameters: full names of the parameters, by role.
         statistics: full names of the statistics, by role.
-        input_first: whether the input's gradient is computed before the parameters', because it must travel to other ranks.
+        input_first: whether the input's gradient is computed before the parameters', because it is sent to other ranks.
         shared: whether the parameters also belong to an earlier node, so that their gradients add up.
         frozen: whether the parameters are not trained and have no gradients.
     """

@@ -127,6 +127,9 @@ class Buffers:
 
     Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, with `TensorSpec.size` elements.
 
+    An operator writes to `output`, to the gradients, the batch statistics, `saved` and `scratch`; in backward also to
+    `output_grad`.
+
     `input_grads[i]` is None if the gradient is not needed. If `accumulate[i]` is set, the operator adds to the buffer instead of
     overwriting it; the plan sets it only for `Accumulating` operators.
     """
@@ -451,8 +454,8 @@ class InPlace:
 class InputView:
     """An operator whose output is the memory of inputs[0] in another shape, so that nothing is computed.
 
-    Their gradients share memory too. If other operators read the input, its gradient is a sum, and the program copies the
-    output's gradient to it.
+    The gradients of the input and the output share memory too. If other operators read the input, its gradient is a sum, and the
+    program copies the output's gradient to it.
     """
 
 

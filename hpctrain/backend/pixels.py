@@ -155,7 +155,8 @@ class PixelBatch:
 
     Attributes:
         pixels: stored pixels, uint8 (N, h, w, C).
-        windows: (N,) of dtype `WINDOW`: positions of the pixels p of each image.
+        windows: (N,) of dtype `WINDOW`: crop, reflection and erasure of each image, which determine the positions of its pixels
+            p.
         size: (H, W) of the images.
         scale: (C,), in the dtype of the images.
         shift: (C,), in the dtype of the images.

@@ -36,7 +36,7 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
 class _Stretch:
-    """Nested engine calls of one thread; only the outermost call is timed."""
+    """State of the nested engine calls of one thread. Only the outermost call is timed."""
 
     __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 
@@ -502,7 +502,7 @@ class ProgressEngine:
                 self.account.end()
 
     def operator_done(self) -> None:
-        """Drive messages between two operators. No-op if `polls_between_operators` is False."""
+        """Drive messages between two operators if `polls_between_operators` is set, and note that this rank is alive."""
         self.notes.alive()
         if not self.polls_between_operators:
             return

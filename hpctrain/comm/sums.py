@@ -67,7 +67,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Replace `values`, which `message` was made from, by their rest: rest + message = values, exactly."""
+        """Subtract the elements that `message` represents from `values`, its source. Exact: new values + message = old values."""
 
 
 #: number format of messages; "float32": the dtype of the array, unrounded

@@ -4,6 +4,11 @@ No handler may run on a thread that computes. The kernels that oneDNN generates 
 handler's frame would be written to an arbitrary address and the process would crash. The mask is set before NumPy, MPI or any
 thread exists, so every thread inherits it. A thread that waits in `sigwaitinfo` costs a step nothing, and still responds while
 other threads hang.
+
+From SIGTERM to exit code 85: the thread of `SignalWatch` notes the signal. The training loop (`Trainer`) reads the request before
+it posts the message of a step (`Replica.post`), which carries it to all ranks. One step later every rank reads the message
+(`LoopState.take`) and leaves the loop. `run_training` writes a checkpoint and returns the reason, and `hpctrain train` ends the
+process with `STOPPED` (85) by `JobProcess.leave`, after MPI has ended on all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _OF_PROCESS: list[SignalWatch] = []
 
 
 def of_process(watch: SignalWatch) -> None:
-    """Register this watch as the one of the process, for `taken_signals`."""
+    """Register the watch that `taken_signals` uses in this process."""
     _OF_PROCESS[:] = [watch]
 
 
@@ -114,7 +119,7 @@ class SignalWatch:
         """Set the callback that describes the existing checkpoint if the process ends at once.
 
         Args:
-            kept: returns the end of a sentence. Called on the watch's thread.
+            kept: callback on the watch's thread, which returns the end of a sentence.
         """
         self._kept = kept
 

@@ -107,7 +107,7 @@ class LazyInterval:
         return self._joined - 1
 
     def begin_step(self, member: int) -> LazyStep:
-        """Begin this member's step. All members begin a step before any begins the next.
+        """Begin this member's step. All members must begin a step before any member begins the next.
 
         A step that averages waits for the comparison of an earlier step.
         """

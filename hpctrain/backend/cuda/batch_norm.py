@@ -202,7 +202,7 @@ def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) 
 
 
 class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):
-    """`CudaBatchNorm` with moments and sums that the host merges over ranks. With a single rank, both classes are equal.
+    """`CudaBatchNorm` with moments and sums that the host merges over ranks. On a single rank, the results are the same.
 
     Collective over the merger's ranks: every rank calls `forward` and `backward_input`, which call the merger once each and wait
     for it. Each call copies (2, channels) in float64 to the host and back.

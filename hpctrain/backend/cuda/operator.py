@@ -34,8 +34,8 @@ def carve(buffer: DeviceArray | None, requests: Iterable[Request]) -> list[Devic
 class CudaOperatorBase(PlainOperator):
     """Base of operators on plain NHWC memory of a device.
 
-    Calls enqueue work on the runtime's stream and never wait, so that a program can be captured. Values that change from step to
-    step are read from the device's memory, and no argument depends on the context.
+    Calls enqueue work on the runtime's stream and never wait (except in `CallsHost` operators), so that a program can be
+    captured. Values that change from step to step are read from the device's memory, and no argument depends on the context.
 
     Attributes:
         tag: tag of the activations' dtype in kernel names.

@@ -394,7 +394,7 @@ class OutputGradients:
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, dy: Array, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls that read the chunk's part of dy."""
+        """Return the calls that copy the chunk's part of dy to scratch.plain."""
         works: list[Work] = []
         if self._corners.overhang:  # outputs over the edge do not exist, so their gradients are zero
             works.append(partial(scratch.plain[: 4 * self._items].fill, 0.0))
