@@ -96,7 +96,7 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
 
 
 def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> list[DoctorFinding]:
-    """Return one finding: whether the directory for runs can be written, keeps its content, and is fast enough."""
+    """Return one finding: whether the directory for runs can be written, returns what was written, and is fast enough."""
     fact = facts[0]
     assert fact is not None, "rank 0 gathers facts"
     if fact.error:

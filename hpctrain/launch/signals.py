@@ -71,17 +71,18 @@ def taken_signals(rank: int) -> Iterator[SignalWatch]:
 
 
 class SignalWatch:
-    """Takes signals, and notes which of them has asked this process to stop.
+    """Receives signals, and notes the first one that requests the end of this process.
 
     Args:
-        held: signals blocked by `hold`, to wait for; empty: no signal arrives.
+        held: signals to wait for, blocked by `hold`; empty: no signal is received.
         rank: rank of this process; None: unknown.
-        at_once: whether a request ends the process at once with code 128 + n, because there is nothing to save. Otherwise it is
-            noted, and only an interrupt at least AGAIN_SECONDS after the first request ends the process without a checkpoint.
-        answer: text printed at the first request: what the process will do.
+        at_once: whether a request ends the process at once with code 128 + n, because there is nothing to save. Otherwise the
+            request is noted, and only an interrupt at least AGAIN_SECONDS after the first request ends the process without a
+            checkpoint.
+        answer: reaction of the process to a request, printed at the first one.
 
     Attributes:
-        request: first signal that asked this process to stop; None if none did.
+        request: first signal that requested the end of this process; None if none did.
     """
 
     def __init__(
@@ -175,7 +176,9 @@ class SignalWatch:
             )
         elif not self._patience_asked and now - self._since >= AGAIN_SECONDS:
             self._patience_asked = True
-            self._say(f"{number.name} received again: the checkpoint is still to come; SIGINT (Ctrl-C) ends the run without it.")
+            self._say(
+                f"{number.name} received again: the checkpoint is not written yet; SIGINT (Ctrl-C) ends the run without it."
+            )
 
     def _end(self, number: Signals) -> None:
         again = "" if self._at_once else " again"

@@ -1,4 +1,4 @@
-"""A started rank of a job written in Python: creates replicas, loaders and checkpoints.
+"""Rank of a job written in Python, which creates replicas, loaders and checkpoints.
 
 Checkpoints are written when the program requests it, either at once or in the background.
 """
@@ -216,9 +216,10 @@ class Job(StartedRank):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal has asked any rank to stop. Changes after the same step on all ranks, at most two steps later.
+        """Whether a signal has asked any rank to stop.
 
-        Not collective; the request is exchanged with the sums of a step.
+        The value changes after the same step on all ranks, at most two steps after the signal. Not collective; the request is
+        exchanged with the sums of a step.
 
         Raises:
             ConfigError: `start` was called without signals=True.
@@ -319,9 +320,9 @@ class Job(StartedRank):
         """
         check_same_code(self.world)
         if self.size > 1:
-            mend = "make the same on all ranks"
-            network = Subject("another network in job.replica", mend, _operations(replica))
-            optimizer = Subject("another optimizer in job.replica", mend, _options(arguments["optimizer"]))
+            advice = "make the same on all ranks"
+            network = Subject("another network in job.replica", advice, _operations(replica))
+            optimizer = Subject("another optimizer in job.replica", advice, _options(arguments["optimizer"]))
             compare(self.world, called_with("job.replica", arguments), network, optimizer)
         replica.agree()
         set_progress(self, replica.network, self.progress_mode, samples)
