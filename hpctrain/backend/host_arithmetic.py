@@ -156,8 +156,8 @@ def square_sum(values: np.ndarray) -> float:
 def all_finite(values: np.ndarray) -> bool:
     """Return whether no element of a contiguous array is NaN or infinite.
 
-    The array's dot product with itself is finite only if all elements are. Since it may overflow although all elements are
-    finite, the elements are tested one by one if it is not finite.
+    If the array's dot product with itself is finite, so are all elements. Otherwise each element is tested, since the product may
+    overflow although all elements are finite.
     """
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -77,7 +77,7 @@ def passes(text, *overrides):
         ("width: 0.5", "depth: 32", 3, ["depth", "20", "32"]),
         ("name: pad_crop", "name: padcrop", 7, ["padcrop", "pad_crop"]),
         ("padding: 2", "pading: 2", 8, ["pading", "padding"]),
-        ("padding: 2", "padding: -2", 8, ["-2", "smallest is 0"]),
+        ("padding: 2", "padding: -2", 8, ["-2", "the minimum is 0"]),
         ("- flip", "- {name: flip, probability: 2}", 9, ["probability", "2", "[0, 1]"]),
         ("      size: 24\n", "", 11, ["center_crop", "size"]),
         ("size: 24", "size: large", 12, ["size", "large", "integer"]),

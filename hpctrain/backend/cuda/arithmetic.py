@@ -286,7 +286,7 @@ class RunTables:
         self._runtime.launch(source, kernel, grid, (_THREADS,), *self.buffers, table.memory, np.int32(len(wanted)), *last)
 
     def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
-        """Return the table of the part of the buffers from the first to the last run.
+        """Return the table for the part of the buffers from the first to the last run.
 
         A step updates a part once. If a table is too small, a larger one is added, since kernels may still read the small one.
         """

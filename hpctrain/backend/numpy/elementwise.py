@@ -96,7 +96,10 @@ class Add(InPlace, NumpyOperator):
 
 
 def zero_row(views: list[np.ndarray], dtype: str) -> np.ndarray:
-    """Return zeros as wide as the widest block: np.maximum of two arrays is three times as fast as of an array and a number."""
+    """Return a row of zeros as wide as the widest block.
+
+    np.maximum of two arrays is three times as fast as of an array and a number.
+    """
     return np.zeros(max((view.shape[1] for view in views), default=0), dtype)
 
 
