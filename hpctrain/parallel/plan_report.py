@@ -30,7 +30,12 @@ Words = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Words that each position sends. statistics_forward, statistics_backward: float64 words of batch statistics."""
+    """Words that each position sends.
+
+    Attributes:
+        forward, backward: words of each pass, in the run's dtype.
+        statistics_forward, statistics_backward: float64 words of batch statistics.
+    """
 
     forward: Words
     backward: Words
@@ -90,8 +95,8 @@ class RedistributionReport:
     """A move before the layer `reader`, whose input has another layout, or a sum after the layer that computed the summands.
 
     Attributes:
-        source, target: how the tensor is split. "everything": every rank receives all of it. "parts of a sum": every rank has a
-            summand.
+        source, target: split of the tensor before and after. "everything": every rank receives the whole tensor. "parts of a
+            sum": every rank has a summand.
         activations: words of each position's result.
     """
 
@@ -323,9 +328,9 @@ class _GroupReporter:
         return replace(Traffic.zero(self.ranks), statistics_forward=tuple(forward), statistics_backward=tuple(backward))
 
     def _halo(self, halos: Sequence[PartitionStep], rank: int) -> tuple[int, int]:
-        """Return the rows and columns of the image that this rank reads but does not own.
+        """Return the rows and columns of the image that this rank reads but does not own, summed over the moves `halos`.
 
-        They come from one move, or from two (one for each edge).
+        A layer has one such move, or two if it is computed in parts (one for each edge).
         """
         rows = columns = 0
         for step in halos:
@@ -391,8 +396,8 @@ def _parameter_groups(
 def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tuple[_Entry, ...]:
     """Return the entries of all split groups, joined so that their sequences are ordered by position.
 
-    A group without samples has fewer moves than the others, because layouts of its empty tensors have the same boxes. Such a move
-    has no words there.
+    A group without samples has fewer moves than the others, because layouts of its empty tensors have the same boxes. The joined
+    entry of a missing move counts zero words for that group.
     """
     fullest, zero = max(groups, key=len), Traffic.zero(split_size)
     assert all(entries.keys() <= fullest.keys() for entries in groups)
