@@ -178,13 +178,13 @@ class Network:
         seed: seed of the initial values.
         smoothing: label smoothing of the loss.
         mergers: mergers of batch statistics by group of ranks: "all", "data" or "split" (see `BatchNormSpec.merge`).
-        distribution: this rank's share of the model; default: all of it.
+        distribution: this rank's share of the model; default: the whole model.
         frozen: name patterns of the layers that are not trained (see `frozen_layers`).
 
     Attributes:
         parameter_dtype: dtype of parameters, gradients and statistics.
         loss_spec: loss of the network's programs.
-        groups: groups of trained parameters: "all" for those that are whole on this rank, "model" for the split ones.
+        groups: groups of trained parameters: "all" has the parameters that are whole on this rank, "model" has the split ones.
         frozen: names of the layers that are not trained.
         frozen_groups: parameters of frozen layers, by the same names as `groups`.
         parameters: this rank's parameters by full name.

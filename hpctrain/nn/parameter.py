@@ -134,7 +134,7 @@ class Segment:
 
 
 class GroupLayout:
-    """Places of a group's parameters in its flat buffers. It has no buffers itself.
+    """Places of a group's parameters in flat buffers, without the buffers themselves.
 
     Segments lie in forward order without gaps, so a shard is a list of slices, and the payload of a collective consists of the
     parameters only.
@@ -142,7 +142,7 @@ class GroupLayout:
     Args:
         specs: declared parameters by name, in forward order.
         dtype: "float32" or "float64".
-        orders: forward positions of the parameters in the whole network; None: those in this group.
+        orders: forward positions of the parameters in the whole network; None: positions in this group.
 
     Attributes:
         size: number of elements.
@@ -211,7 +211,7 @@ class FlatGroup(GroupLayout):
             self.parameters[segment.parameter] = Parameter(segment.parameter, spec, segment.order, data, grad, shadow)
 
     def refresh_shadow(self, start: int = 0, stop: int | None = None) -> None:
-        """Round elements [start, stop) of `data` into the shadow, if there is one. Call it after each write outside of an update."""
+        """Round elements [start, stop) of `data` into the shadow, if there is one. Call it after each write by other code."""
         if self.shadow is not None:
             self.arithmetic.copy(self.shadow[start:stop], self.data[start:stop])
 

@@ -227,7 +227,7 @@ class Binder:
         return tuple((self._gradient_buffer(self._parameters[name]), self._partial_gradients[name]) for name in names)
 
     def _merger(self, step: PlannedStep) -> StatisticsMerger:
-        """Return the merger for the group of ranks that a batch norm's spec names; copies and other layers merge nothing."""
+        """Return the merger for the ranks that a batch norm's spec names, or one without communication for other steps."""
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
         return LocalStatistics() if group is None else self._mergers[group]
 

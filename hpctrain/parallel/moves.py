@@ -312,7 +312,7 @@ class TransferRunner:
         )
 
     def finish_adjoint(self, ticket: Ticket, dy: Array, dx: Array, *, accumulate: bool) -> None:
-        """Write, or add to, the gradient of the source: this rank's elements first, then those of other ranks in rank order."""
+        """Write or accumulate the gradient of the source: this rank's terms first, then those of other ranks in rank order."""
         if self.transfer.spare and not accumulate:
             self._arithmetic.fill(dx, 0.0)
         if self.transfer.local is not None:

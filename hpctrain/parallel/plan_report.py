@@ -64,7 +64,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer of the model on the grid.
+    """Report of one layer of the model on the grid.
 
     Attributes:
         operation: kind of operation and its window.
@@ -92,7 +92,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RedistributionReport:
-    """A move before the layer `reader`, whose input has another layout, or a sum after the layer that computed the summands.
+    """Report of a move of a tensor to the layout that the layer `reader` needs, or of a sum of partial tensors.
 
     Attributes:
         source, target: split of the tensor before and after. "everything": every rank receives the whole tensor. "parts of a
@@ -110,7 +110,7 @@ class RedistributionReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of one position in bytes.
+    """Report of one position's memory in bytes.
 
     Attributes:
         activations: arena of a training step, including gradients of activations.
@@ -125,7 +125,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group of parameters that are averaged together.
+    """Report of a group of parameters that are averaged together.
 
     Attributes:
         ranks: number of ranks that average them.
@@ -139,7 +139,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan over a model.
+    """Report of a plan over a model.
 
     Attributes:
         counts: number of samples of each position.

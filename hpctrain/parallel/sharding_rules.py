@@ -44,7 +44,7 @@ _PER_CHANNEL = (*_ANY_CHANNELS, PoolSpec, AdaptiveAveragePoolSpec)
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A spec with a spatial window, which determines its receptive field; `window` is None if it has no receptive field."""
+    """Spec of an operation whose receptive field is given by `window`; None if it has no receptive field."""
 
     @property
     def window(self) -> Window | None: ...

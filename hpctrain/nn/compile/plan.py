@@ -122,7 +122,7 @@ class StepMemory:
     Attributes:
         inputs, output, output_grad, saved, scratch: see `Buffers`; None if there is none.
         input_grads: places that `backward_input` writes; None if no action reads that gradient.
-        accumulate: for each input, whether `backward_input` adds to the gradient instead of writing it.
+        accumulate: flag of each input, whether `backward_input` adds to the gradient instead of writing it.
         sums: (input, target, partial) of each partial gradient that the program adds to the target after `backward_input`,
             because the operator cannot accumulate; `input_grads` then contains the partial.
         copies_gradient: whether the step is a view that copies its gradient, because the input has other readers.

@@ -22,7 +22,7 @@ from hpctrain.nn.compile.plan import Action, Actions, PlannedStep
 
 @runtime_checkable
 class SelfMade(Protocol):
-    """A spec that makes its own operator (a user-defined layer, a halo exchange), which works on plain memory."""
+    """Spec that makes its own operator, which works on plain memory (a user-defined layer, a halo exchange)."""
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator: ...
 

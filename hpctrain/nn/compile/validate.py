@@ -26,7 +26,10 @@ Value = tuple[Hashable, ...]
 
 
 class InvalidPlanError(AssertionError):
-    """A plan would compute wrong numbers. This is a defect of hpctrain or of an operator's declarations, not a user's mistake."""
+    """Error for a plan that would compute wrong numbers.
+
+    It shows a defect of hpctrain or of an operator's declarations, not a user's mistake.
+    """
 
 
 def activation(tensor: int) -> Value:
@@ -357,7 +360,7 @@ class _Forward(_Pass):
         self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
 
     def _compute(self, action: Action, k: int) -> None:
-        """Read all inputs and write the output. Scratch and saved memory belong to the step meanwhile."""
+        """Read all inputs and write the output. The step's saved and scratch memory must not overlap them."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         self.facts.check_places(k)
         if step.begins_early and not self.done[Action.BEGIN, k]:
@@ -427,7 +430,8 @@ class _Backward(_Pass):
     def _check_turn(self, action: Action, k: int) -> None:
         """Check the order of the steps that have the same parameters.
 
-        The last one in forward order writes their gradient, the others add to it, and the last one to add announces it.
+        The last of these steps in forward order must write the gradient, and all others must add to it. The last one to add must
+        announce it.
         """
         for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
             others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
