@@ -51,7 +51,7 @@ def shapes(name: str, classes: int) -> dict[str, tuple[int, ...]]:
 
 
 def module(name: str, classes: int, seed: int) -> Any:
-    """Return torchvision's model in evaluation mode, with weights drawn from the seed and changed running statistics."""
+    """torchvision's models by hpctrain's names. Importing this module imports torch and torchvision, even one built for a GPU."""
     return filled(_meta(name, classes), seed)
 
 

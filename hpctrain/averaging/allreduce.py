@@ -1,4 +1,4 @@
-"""Strategies that sum each slice of the gradients by one allreduce, and their averager. Every rank updates everything."""
+"""Strategies that sum each slice of the gradients by one allreduce, and their averager. Every rank updates all parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AllreduceStep:
         lr: learning rate of the update.
         events: gradient-ready events by parameter.
         pending: tickets of the slices that have not been updated.
-        joint: norms over all groups; None if there are none.
+        joint: norms over all groups; None if this group has all parameters or no norms are needed.
         norms_complete: whether the norms of the whole group are complete.
     """
 
@@ -110,7 +110,7 @@ class AllreduceAverager(GradientAverager):
         self._step = self._previous = AllreduceStep(0.0, {})  # before the first step nothing is pending
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """Queue all operations of the step. Each starts once the gradients of its slice are ready."""
+        """Queue all operations of the step. Each starts once all gradients of its slice are ready."""
         self._previous = self._step
         self.optimizer.begin_step()
         events = {name: LocalEvent(text) for name, text in self._event_texts.items()}
@@ -131,7 +131,7 @@ class AllreduceAverager(GradientAverager):
             self.progress.poll()
 
     def end_backward(self) -> None:
-        """Announce the parameters that this step did not use, with the gradients that they hold."""
+        """Announce the parameters that this step did not use; the current values of their gradients are averaged."""
         self._settle(self._previous)
         for event in self._step.events.values():
             event.happen()
@@ -170,10 +170,10 @@ class AllreduceAverager(GradientAverager):
         self.optimizer.update(self._segments[k], step.lr, norms)
 
     def _complete_norms(self, step: AllreduceStep, k: int) -> Norms | None:
-        """Return the norms for the update of a slice.
+        """Return the norms for the update of a slice; None if the optimiser needs none.
 
-        With LARS these are the norms of the slice. With clipping or several groups, all norms are needed, which waits for all
-        sums.
+        LARS needs only the norms of the slice. Clipping and several groups need all norms, so the call waits for the sums of all
+        slices.
         """
         if step.joint is not None:
             step.joint.complete()
@@ -208,7 +208,7 @@ class AllreduceAverager(GradientAverager):
 
 
 class AllreduceStrategy(Strategy):
-    """Base of strategies with one allreduce per slice, in the order of backward. A strategy defines `words` and `slices`.
+    """Base of strategies with one allreduce per slice, in the order of backward. A subclass must define `words` and `slices`.
 
     Attributes:
         cuts_large: whether a very large slice travels in several operations, posted together.
@@ -221,14 +221,14 @@ class AllreduceStrategy(Strategy):
 
     @abstractmethod
     def words(self) -> str:
-        """Return the strategy and its options in words, as part of a stored schedule's request."""
+        """Return the name and the options of the strategy as text, which is part of a stored schedule's request."""
 
     @abstractmethod
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
         """Return slices of all parameters, in forward order. Each slice holds whole parameters.
 
         Args:
-            link: link model that sizes follow from, as set by `sizes`; None if sizes do not depend on a link.
+            link: link model that determines the sizes; None if they do not depend on a link.
         """
 
     def least_elements(self, link: LinkModel | None) -> int:
@@ -244,14 +244,14 @@ class AllreduceStrategy(Strategy):
 
     @property
     def sizes(self) -> Sizes | None:
-        """Rule for sizes that no option sets; None if no size depends on a link."""
+        """Rule for sizes that are not set by an option; None if no size depends on a link."""
         return getattr(self.options, "sizes", None)
 
     @property
     def levels(self) -> Levels | None:
-        """Levels of sums in 16 bits, by the option `two_level`.
+        """Levels of sums in 16 bits, by the option `two_level`; None: one level.
 
-        All other sums are allreduces of the MPI library, which itself takes account of nodes.
+        All other sums are allreduces of the MPI library, which itself takes nodes into account.
         """
         options = self.options
         in_levels = getattr(options, "two_level", False) and getattr(options, "wire", "float32") != "float32"

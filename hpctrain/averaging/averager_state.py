@@ -1,4 +1,4 @@
-"""State of an averager: what its steps change, read, exchanged and restored between steps.
+"""State of an averager that steps change: iteration without duplicates, exchange with the parameters, and undoing of a step.
 
 `unique_segments` yields each element of a group and of its optimiser's state on exactly one rank, for sums over ranks such as
 hashes. `swap_parameters` exchanges the parameters with an optimiser state of the same size, such as their moving average.
@@ -21,8 +21,8 @@ from hpctrain.nn.parameter import Segment
 def unique_segments(averager: GradientAverager) -> Iterator[tuple[Segment, dict[str, Array]]]:
     """Yield segments, with views of their state by name, that contain each element of the group exactly once over all ranks.
 
-    If every rank holds all elements, each yields an even share. Gradients that are kept back are not among the states. Not
-    collective; call it after `drain`.
+    If every rank holds all elements, each rank yields an even share. Gradients that are kept back are not included in the states.
+    Not collective; call it after `drain`.
     """
     if averager.counted is not None:
         yield from averager.counted()
@@ -66,7 +66,8 @@ def swap_parameters(averager: GradientAverager, state: str) -> None:
 class UndoCopy:
     """Copy of everything that a step changes: parameters, optimiser state, gradients that are kept back, and counters.
 
-    It takes as much memory as the originals. It neither communicates nor waits: copies are made where the arrays lie.
+    It takes as much memory as the originals. Copying neither communicates nor waits: the copies of device arrays stay on the
+    device.
     """
 
     def __init__(self, averager: GradientAverager) -> None:

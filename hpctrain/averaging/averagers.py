@@ -1,8 +1,8 @@
-"""From a configured name to a strategy, and from a strategy to the averager that runs it.
+"""Creation of strategies by their configured names, and of the averagers that run them.
 
-`make_strategy` makes the strategy of a parameter group for a run or for a plan without ranks. `strategy_costs` returns the costs
-that a planner uses. `make_averager` creates the communicators of a group's ranks, checks that all ranks have the same schedule,
-and creates the averager.
+`make_strategy` creates the strategy of a parameter group, for a run or for a plan without ranks. `strategy_costs` returns the
+costs that a planner uses. `make_averager` creates the communicators of a group's ranks, checks that all ranks have the same
+schedule, and creates the averager.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def strategy_costs(name: str, options: Mapping[str, Any]) -> StrategyCosts:
     """Return the costs of the strategy of that name, built-in or user-defined, for a planner. Pure.
 
     Raises:
-        ConfigError: unknown name, or wrong option.
+        ConfigError: the name is unknown, or an option is invalid.
     """
     strategy = cast(type[Strategy], AVERAGERS.find(name))
     with AVERAGERS.refusals(name):
@@ -43,8 +43,8 @@ def make_strategy(name: str, options: Mapping[str, Any], group: PlannedGroup) ->
     """Create the strategy of that name for one group of parameters. Pure.
 
     Raises:
-        ConfigError: unknown name, an option that is wrong or does not fit the group, norms that the strategy does not add up, or
-            an order of sums that it cannot keep.
+        ConfigError: the name is unknown, an option is invalid or does not fit the group, or the strategy does not compute the
+            required norms or cannot keep the required order of sums.
     """
     strategy = AVERAGERS.create(name, options, group=group)
     check_order(name, strategy)
@@ -59,15 +59,15 @@ def make_strategy(name: str, options: Mapping[str, Any], group: PlannedGroup) ->
 def check_order(name: str, strategy: Strategy) -> None:
     """Raise if sums must follow the order of shards and the strategy or one of its options cannot keep this order.
 
-    The option two_level is accepted: with shards, sums have one level.
+    The option two_level is accepted: with shards, it is ignored and sums have one level.
 
     Args:
         name: name of the strategy, for messages.
-        strategy: the strategy.
+        strategy: strategy to check.
 
     Raises:
-        ConfigError: the strategy sums something other than the gradients.
-        OptionError: an option is incompatible with such an order.
+        ConfigError: the strategy does not sum the unchanged gradients of each step.
+        OptionError: an option is incompatible with the order of shards.
     """
     group, options = strategy.group, strategy.options
     if group.shards is None:
@@ -94,14 +94,14 @@ def check_order(name: str, strategy: Strategy) -> None:
 
 
 def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:
-    """Create the averager that runs the strategy's schedule, the same on every rank. Collective over `setup.comm`.
+    """Create the averager that runs the strategy's schedule, which is the same on every rank. Collective over `setup.comm`.
 
     Args:
         strategy: strategy of the group.
         setup: objects of this rank that the averager works with.
-        stored: schedule of an earlier run, used if it is for the same strategy, options, parameters and ranks (`accepts`). Sizes
-            of slices determine which numbers are added first; if sizes are measured, only a stored schedule repeats a run bit by
-            bit. The order of operations, which changes no bit, is measured if it was not measured before.
+        stored: schedule of an earlier run; used if `Strategy.accepts` returns True for it. The sizes of slices determine the
+            order of additions, so with measured sizes only a stored schedule repeats a run bit by bit. The order of operations,
+            which changes no bit, is measured unless the stored schedule contains a measured one.
 
     Raises:
         CollectiveMismatchError: the ranks have different schedules. Raised on every rank; the message names the first difference.
@@ -127,7 +127,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
 
 
-#: streams over all ranks of a group with operations on arrays of its parameters
+#: streams of all ranks of a group whose operations use arrays of its parameters
 _OF_ARRAYS = (Stream.GRADIENTS, Stream.PARAMETERS)
 
 
@@ -136,16 +136,17 @@ def _reaching(
 ) -> tuple[Mapping[Stream, Communicator], GradientSums | None]:
     """Return the communicators by stream, and the sums, that can handle the group's arrays on host or device. Collective.
 
-    Sums in 16 bits are rounded on the host, so their arrays are copied to the host. All other operations on the same communicator
-    are, too, because both have one order. With NCCL, all arrays use one communicator, in the order of the schedule. On several
-    communicators, two operations could be enqueued in a different order on another rank, and each would wait for the other.
+    Sums in 16 bits and sums in a fixed order are computed on the host, so their arrays are copied to the host. The other
+    operations on the same communicator also use the host, because all operations of a communicator share one order. With NCCL,
+    all arrays use one communicator, in the order of the schedule. On several communicators, ranks could enqueue two operations in
+    different orders, and each would wait for the other.
     """
     arithmetic = setup.group.arithmetic
     if arithmetic.mirrors() is None or setup.comm.size == 1:
         return streams, sums
     by_device = [stream for stream in _OF_ARRAYS if stream in streams and (stream is not Stream.GRADIENTS or sums is None)]
     if setup.transport == "staged" or (setup.transport == "nccl" and Stream.NODES in streams):
-        by_device.clear()  # compression on the host posts in stages; their order across communicators depends on timing
+        by_device.clear()  # stages of compression are posted by the host, in an order across communicators that depends on timing
     reached: dict[Stream, Communicator] = {}
     for stream in by_device:
         shared = setup.transport == "nccl" and reached
@@ -158,7 +159,7 @@ def _reaching(
 
 
 def _sums(strategy: Strategy, setup: AveragerSetup, comm: Communicator, *, allreduces: bool) -> GradientSums | None:
-    """Return sums that travel in 16 bits, or that keep the order of shards; None for the stream's own sums. Collective."""
+    """Return sums in 16 bits or in the order of shards; None to use the stream's own sums. Collective."""
     if setup.gradients is not None:
         return tree_sums_over(comm, setup.gradients.shards, allreduces=allreduces)
     if strategy.rounding is None:
@@ -169,17 +170,17 @@ def _sums(strategy: Strategy, setup: AveragerSetup, comm: Communicator, *, allre
 def _communicator(comm: Communicator, strategy: Strategy, stream: Stream) -> Communicator:
     """Return the communicator of a stream. Collective."""
     name = f"{comm.name} {stream}"
-    if stream is Stream.NORMS:  # only allreduces, which have one level
+    if stream is Stream.NORMS:  # has only allreduces, which have one level
         return in_levels(comm, None, name)
     return (across_nodes if stream is Stream.NODES else in_levels)(comm, strategy.levels, name)
 
 
 def check_same_schedule(comm: Communicator, schedule: CollectiveSchedule) -> None:
-    """Check that all ranks hold the same schedule. Collective; at set-up only.
+    """Check that all ranks have the same schedule. Collective; at set-up only.
 
     Raises:
-        CollectiveMismatchError: the schedules differ. Raised on every rank, with the first operation that differs and both
-            versions.
+        CollectiveMismatchError: the schedules differ. Raised on every rank; the message contains both versions of the first
+            operation that differs.
     """
     if len(set(comm.allgather_object(schedule.digest()))) == 1:
         return

@@ -1,12 +1,12 @@
-"""Interface between backward and the averaging of gradients: gradients in, updated parameters out.
+"""Interface of gradient averaging: an averager receives gradients from backward and updates the parameters.
 
 A `Strategy` plans how the gradients of one group of parameters are averaged. Its plan is a schedule, made without ranks,
 communicators and arrays. Once the ranks have agreed on it (`averagers.make_averager`), the strategy creates the
 `GradientAverager` that runs it.
 
-An averager turns the ranks' gradients into the update of every `Parameter.data`, the same on the whole group. It sums and never
-divides, because the loss has already been divided by the global number of samples. The order of its collectives depends on the
-step alone and is the same on every rank.
+An averager computes the update of every `Parameter.data` from the gradients of all ranks, with the same result on all ranks of
+the group. It sums and never divides, because the loss has already been divided by the global number of samples. The order of its
+collectives depends on the step alone and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a strategy that has none."""
+    """Options of a strategy without options."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class WireOptions:
             bits, and sums are still computed in full precision.
 
     Raises:
-        OptionError: unknown value of wire.
+        OptionError: wire is unknown.
     """
 
     wire: Wire = "float32"
@@ -71,7 +71,7 @@ def check_at_least_one(**values: int | None) -> None:
 
 
 def check_sizes(sizes: Sizes, **by_hand: int | None) -> None:
-    """Check that sizes are not measured if an option sets them explicitly.
+    """Check that the rule for sizes is not "measured" if an option sets a size explicitly.
 
     Raises:
         OptionError: sizes is "measured" and an option sets a size.
@@ -82,7 +82,7 @@ def check_sizes(sizes: Sizes, **by_hand: int | None) -> None:
 
 
 def words_of_sizes(sizes: Sizes) -> str:
-    """Return the suffix for `sizes` in the request of a stored schedule; empty for sizes by rule, the default."""
+    """Return the text about `sizes` that is appended to the request of a stored schedule; empty for "rule", the default."""
     return ", sizes measured" if sizes == "measured" else ""
 
 
@@ -111,17 +111,17 @@ class AveragerSetup:
     gradients: ShardGradients | None = None
 
     def own_norms(self, parts: Iterable[Interval]) -> Norms | None:
-        """Return the norms of this group if it has all parameters and its optimiser needs norms; else None.
+        """Return norms of this group; None if its optimiser needs none or the network has several groups.
 
         Args:
-            parts: element ranges of all ranks; a rank sums the squares of each range at once.
+            parts: element ranges that ranks update, over all ranks. Each rank sums the squares of a whole range.
         """
         if not self.optimizer.needs_norms or self.norms is not None:
             return None
         return Norms(self.group) if self.gradients is None else TreeNorms(self.group, parts)
 
     def terms(self, start: int, stop: int) -> Array | tuple[Array, ...]:
-        """Return the terms of this rank for elements [start, stop) of the gradient: one array, or several in a fixed order."""
+        """Return this rank's terms of the sum of gradient elements [start, stop): one array, or several in a fixed order."""
         return self.group.grad[start:stop] if self.gradients is None else self.gradients.terms(start, stop)
 
 
@@ -133,7 +133,7 @@ class Agreement:
         schedule: the operations of a step; None for a strategy without a schedule.
         streams: the strategy's communicators by stream.
         link: the measured link; None if the strategy does not need it.
-        sums: sums of gradients over the group's ranks, in 16 bits or in a fixed order; None: those of the stream's communicator.
+        sums: sums of gradients over the group's ranks, in 16 bits or in a fixed order; None: sums of the stream's communicator.
     """
 
     schedule: CollectiveSchedule | None = None
@@ -211,7 +211,7 @@ class GradientAverager(ABC):
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
         """Return whether the gradients of a linear layer are computed from exchanged inputs and errors.
 
-        This is fixed at set-up from the nominal global batch. Parameters of such a layer are not announced by `grad_ready`.
+        The choice is made at set-up, from the nominal global batch. Parameters of such a layer are not announced by `grad_ready`.
 
         Args:
             parameters: weight of the layer, and its bias if it has one.
@@ -222,9 +222,9 @@ class GradientAverager(ABC):
         """Copy the input x (N, in) of a layer with sufficient factors, in forward. May post operations, must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:  # noqa: B027
-        """Copy the error dy (N, out) of a layer with sufficient factors. May post operations, must not wait.
+        """Copy the error dy (N, out), the gradient of a layer's output, of a layer with sufficient factors.
 
-        Called in backward, before the gradient of the layer's input is computed.
+        Called in backward, before the gradient of the layer's input is computed. May post operations, must not wait.
         """
 
     @abstractmethod
@@ -254,7 +254,7 @@ class GradientAverager(ABC):
         return self.group.segments
 
     def changed(self) -> Sequence[Array]:
-        """Return flat arrays of this rank that steps change and later steps depend on, without overlap.
+        """Return flat arrays of this rank, without overlap, that steps change and on which later steps depend.
 
         Every call returns the same arrays.
         """
@@ -262,10 +262,10 @@ class GradientAverager(ABC):
         return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
 
     def undone(self) -> None:  # noqa: B027  most have nothing else
-        """Note that the last step was undone on every rank: counters and the arrays of `changed` have their previous values."""
+        """Note that the last step was undone on every rank. Counters and the arrays of `changed` have been restored."""
 
     def held_gradients(self) -> Mapping[str, Array]:
-        """Return, by parameter, gradients of earlier steps that this rank keeps back from all updates; none by default."""
+        """Return, by parameter, gradients of earlier steps that this rank has not applied yet; by default none."""
         return {}
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
@@ -282,7 +282,7 @@ class GradientAverager(ABC):
         return tuple(self.full_state(parameter))
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
-        """Load this rank's part of one parameter's whole state, as `full_state` returned it."""
+        """Load this rank's part of the state of one whole parameter, as returned by `full_state`."""
         begin = self.group.segment(parameter.name).start
         for segment in self.owned():
             if segment.parameter == parameter.name and segment.size:
@@ -290,11 +290,11 @@ class GradientAverager(ABC):
                     self.group.arithmetic.from_host(view, state[name][segment.start - begin : segment.stop - begin])
 
     def counters(self) -> dict[str, int]:
-        """Return the integers, by name, that later steps depend on. They are the same on every rank. Call it after `drain`."""
+        """Return integers, by name, on which later steps depend. They are the same on every rank. Call it after `drain`."""
         return self.optimizer.counters()
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Load what `counters` returned.
+        """Load the integers that `counters` returned.
 
         Counters that are missing, as in a checkpoint of another strategy, start as in a new run.
         """
@@ -302,10 +302,11 @@ class GradientAverager(ABC):
 
 
 def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
-    """Distribute gradients that were kept back, (previous holders, ...), over `holders`.
+    """Distribute gradients that were kept back, (previous holders, ...), over a new number of holders.
 
-    If their number is unchanged, each holder gets its own gradients. Otherwise the first holder gets the sum. Rows of zeros after
-    the first `holders` rows belong to no rank: a checkpoint has them if other parts of a parameter have more holders.
+    If their number is unchanged, each holder receives its own gradients. Otherwise the first holder receives the sum. Rows after
+    the first `holders` rows are ignored if they are zero: a checkpoint contains such rows if other parts of a parameter have more
+    holders.
     """
     if len(kept_back) == holders or (len(kept_back) > holders and not kept_back[holders:].any()):
         return kept_back[:holders]
@@ -327,9 +328,9 @@ class PlannedGroup:
         norms_needed: norms that the updates need.
         several_groups: whether the network has other groups, because some layers are split over a split group.
         momentum: momentum of the optimiser; 0 if it has none.
-        names: all parameters of the network in forward order; None: the network has only those of this group.
-        on_host: whether the host computes on the arrays, so that it can copy inputs and errors of layers without waiting.
-        shards: number of terms of a gradient, summed in one order on any number of ranks; None: each rank has one term.
+        names: all parameters of the network in forward order; None: this group has all parameters.
+        on_host: whether kernels run on the host, so that inputs and errors of layers can be copied without waiting for a device.
+        shards: number of terms of a gradient, which are summed in the same order on any number of ranks; None: one term per rank.
     """
 
     layout: GroupLayout
@@ -368,8 +369,8 @@ FORWARD_SHARE = 1 / 3
 class StrategyCosts:
     """Messages of a strategy in the terms of a machine model, for a planner that has no schedule yet.
 
-    Hidden and exposed time follow Lee et al., MLHPC 2018. Communication that overlaps only backward is exposed by the time by
-    which it exceeds backward. Communication that also overlaps the next forward is exposed by the time by which it exceeds both.
+    Hidden and exposed time follow Lee et al., MLHPC 2018. If communication overlaps only backward, the time by which it exceeds
+    backward is exposed. If it also overlaps the next forward, only the time by which it exceeds both is exposed.
 
     Attributes:
         kinds: collectives for one slice of the gradients, in order.
@@ -378,9 +379,10 @@ class StrategyCosts:
         exposed_share: share of the compute time that cannot overlap communication: 1 if communication starts after all
             computation, `FORWARD_SHARE` if it overlaps only backward, 0 if it also overlaps the next forward.
         in_levels: whether sums are computed within nodes first, if nodes have several ranks each.
-        fc_exchange: whether linear layers exchange inputs and errors instead of gradients.
-        per_parameter: whether each parameter has an operation of its own, which costs at least a latency.
-        density: share of a slice's elements that cross between nodes, if that takes less time; None: all elements do.
+        fc_exchange: choice of the linear layers that exchange inputs and errors instead of gradients.
+        per_parameter: whether each parameter has a separate operation, which costs at least one latency.
+        density: share of a slice's elements that cross between nodes, if sending them takes less time than the whole slice; None:
+            all elements do.
         gradients: number format in which gradients travel.
         parameters: number format in which parameters travel.
         note: sentence about steps that move less or more than the modelled step; None if all steps are alike.
@@ -406,7 +408,7 @@ class StrategyCosts:
         """Return the rounding of the messages; None if nothing is rounded.
 
         Args:
-            per_node: number of ranks on a node, which sum in full precision.
+            per_node: number of ranks of a node among which sums are computed in full precision.
         """
         whole = self.gradients == self.parameters == "float32"
         return None if whole else Rounding(self.gradients, self.parameters, per_node)
@@ -415,21 +417,21 @@ class StrategyCosts:
         """Return a lower bound for the time of a step.
 
         Args:
-            program_seconds: time of the program.
+            program_seconds: time of forward and backward.
             averaging_seconds: time of the messages of averaging.
         """
         return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
 
     def hidden_seconds(self, program_seconds: float) -> float:
-        """Return the time of messages that a program of `program_seconds` can hide."""
+        """Return the maximum time of messages that can be hidden under a program of `program_seconds`."""
         return (1 - self.exposed_share) * program_seconds
 
 
 class Strategy(ABC):
-    """Plan for averaging one group of parameters. Only `averager` needs ranks; all other methods are pure.
+    """Plan for averaging one group of parameters. Only `shared` and `averager` need ranks; all other methods are pure.
 
-    A strategy of your own is one class in a module of its name in `averaging/strategies`. The short way is to derive from
-    `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
+    A user-defined strategy is one class in a module in `averaging/strategies`; the module has the name of the strategy. The short
+    way is to derive from `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
 
         class Halves(AllreduceStrategy):
             '''Two allreduces, of half of the parameters each.'''
@@ -450,7 +452,8 @@ class Strategy(ABC):
     Attributes:
         Options: frozen dataclass of the options that a configuration may set; `__post_init__` checks them. A constructor without
             the keyword `options` receives them as keywords next to `group`.
-        adds_norms: whether the averager computes the norms that LARS and clipping need. If not, both are refused.
+        adds_norms: whether the averager computes the norms that LARS and clipping need; if not, a configuration with LARS or
+            clipping is an error.
         sums_shards: whether the averager sums each gradient once per step and sends nothing else, so that sums may follow the
             order of shards.
         streams: streams on which the averager posts operations, in addition to the group's communicator.
@@ -474,7 +477,7 @@ class Strategy(ABC):
 
     @property
     def levels(self) -> Levels | None:
-        """Levels in which the streams sum and gather, on nodes with several ranks each; None: one level."""
+        """Levels of sums and gathers within and across nodes, if nodes have several ranks each; None: one level."""
         return None
 
     @property
@@ -492,7 +495,7 @@ class Strategy(ABC):
 
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
-        """Return the costs of the strategy with these options, for a planner; by default those of one allreduce after backward.
+        """Return the costs of the strategy with these options, for a planner. The default is one allreduce after backward.
 
         `AllreduceStrategy` and `ReduceScatterStrategy` derive their costs from the options.
         """
@@ -523,11 +526,11 @@ class Strategy(ABC):
         return False
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether measuring the link includes the processor time of an operation."""
+        """Return whether the processor time of an operation must be measured, too. `usable` as in `needs_link`."""
         return False
 
     def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> Any:
-        """Return a state that the averagers of all groups of a network share, such as an interval; None if there is none.
+        """Return an object that the averagers of all groups of a network share, such as an interval; None if there is none.
 
         Collective over `comm`.
 
@@ -544,5 +547,5 @@ class Strategy(ABC):
 
 
 def words_of_shards(shards: int | None) -> str:
-    """Return the suffix for shards in the request of a stored schedule; empty without shards."""
+    """Return the text about shards that is appended to the request of a stored schedule; empty without shards."""
     return "" if shards is None else f", exact {shards} shards"

@@ -1,11 +1,12 @@
 """Schedules: the collectives of a step in posting order, and their dependencies. Pure data, the same on every rank.
 
-A schedule is hashed and compared over the ranks at the start. Its dependencies follow from it alone. Within a stream, the order
-of posting is a further constraint; `Dependencies` holds only what an operation itself needs.
+At the start, the ranks compare the hashes of their schedules. The dependencies are derived from the schedule alone. Within a
+stream, operations also follow each other in posting order; `Dependencies` contains only the requirements of each operation
+itself.
 
 The norms of several parameters travel in one message, so that a layer's update waits for few other layers. Such a group of norms
-covers a run of neighbouring slices with all their parameters. The groups follow from the slices by a rule and not from measured
-times, because an allreduce of another length may add in another order and change the last bits.
+covers neighbouring slices with all their parameters. The groups follow from the slices by a rule and not from measured times,
+because an allreduce of another length may add in another order and change the last bits.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class OperationKind(StrEnum):
 class Stream(StrEnum):
     """Communicator on which an operation is posted. Operations of different streams may overtake each other.
 
-    NODES connects the ranks with the same local number on all nodes, for compressed slices. NORMS is for the norms of some
-    parameters, so that sums and gathers of other parameters do not wait for them.
+    NODES connects the ranks with the same local number on all nodes, for compressed slices. NORMS is for the norms of groups of
+    slices, so that sums and gathers of other slices do not wait for them.
     """
 
     GRADIENTS = "gradients"
@@ -81,8 +82,8 @@ class CollectiveSchedule:
     """All operations of a step. Within a stream, every rank posts them in this order.
 
     Attributes:
-        request: strategy, options and parameters that the schedule was made for. A stored schedule is reused only for the same
-            request.
+        request: text with the strategy, options and parameters for which the schedule was made. A stored schedule is reused only
+            for the same request.
         ranks: number P of ranks.
         slices: slices of the parameters.
         operations: operations in posting order.
@@ -150,7 +151,7 @@ class CollectiveSchedule:
         return f"{operation.kind} of {piece.parameters[0] if of_layer else piece.name}"
 
     def lines(self) -> list[str]:
-        """Return the request with the window, and a line per operation with its slice. Ranks compare these if digests differ."""
+        """Return the request with the window, and a line per operation with its slice. Ranks compare them if digests differ."""
         lines = [f"{self.request}, {self.ranks} ranks, window {self.window}"]
         for operation in self.operations:
             where = ""
@@ -165,9 +166,10 @@ class CollectiveSchedule:
         return lines
 
     def exchanged(self, rank: int, samples: Sequence[int]) -> Mapping[OperationKind, int]:
-        """Return the number of elements that a rank exchanges with other ranks in a step, by kind, without norms.
+        """Return the number of elements that a rank exchanges with other ranks in a step, by kind. Norms are not counted.
 
-        An element with its position counts as two. For compressed slices, the numbers are those of a step after the warm-up.
+        In a message with positions, each element counts twice. For compressed slices, the numbers are those of a step after the
+        warm-up.
 
         Args:
             rank: rank whose elements are counted.
@@ -191,7 +193,7 @@ class CollectiveSchedule:
         return elements
 
     def exchanged_by_rank(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of elements that each rank exchanges with other ranks in a step, over all kinds, without norms.
+        """Return the number of elements of all kinds that each rank exchanges with other ranks in a step. Norms are not counted.
 
         The numbers are the sums of `exchanged`, computed in O(operations + ranks).
 
@@ -217,7 +219,7 @@ class CollectiveSchedule:
         return tuple(n + count * m for n, count, m in zip(of_rank.by_rank(), samples, per_sample, strict=True))
 
     def exchanged_bytes_by_rank(self, samples: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-        """Return the bytes that each rank exchanges with other ranks in a step.
+        """Return the bytes that each rank exchanges with other ranks in a step. Norms are not counted.
 
         Args:
             samples: samples of the step, by rank.
@@ -258,7 +260,7 @@ class CollectiveSchedule:
         return pairs
 
     def table(self) -> str:
-        """Return a table for people: position, stream, operation, slice, elements, priority."""
+        """Return a printable table of the operations: position, stream, operation, slice, elements, priority."""
         rows = [("#", "stream", "operation", "slice", "elements", "order")]
         for position, operation in enumerate(self.operations):
             rows.append((str(position), operation.stream.value, operation.kind.value, *self._cells(operation)))
@@ -275,7 +277,7 @@ class CollectiveSchedule:
         return "\n".join([head, *aligned])
 
     def _cells(self, operation: Operation) -> tuple[str, str, str]:
-        """Return the cells slice, elements and order of an operation."""
+        """Return the cells of an operation in the columns slice, elements and order."""
         if operation.slice == ALL_SLICES:
             return "all", "", ""
         piece = self.slices[operation.slice]
@@ -288,7 +290,7 @@ class _Elements:
     """Sum of element counts by rank, stored as a difference array.
 
     Attributes:
-        of_all: count before the corrections, which apply to all ranks below a limit.
+        of_all: count of every rank before corrections; a correction applies to all ranks below a limit.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -298,7 +300,7 @@ class _Elements:
     def add_not_owned(self, units: int, weight: int, copies: int = 1) -> None:
         """Add `weight` times the number of units that a rank does not own.
 
-        The first ranks may own one unit more; `copies` neighbouring ranks own the same units.
+        Units are divided evenly; the first ranks may own one unit more. `copies` neighbouring ranks own the same units.
         """
         least, longer = divmod(units, (len(self._less) - 1) // copies)
         self.add_by_limit(weight * (units - least), longer * copies, -weight)
@@ -309,19 +311,24 @@ class _Elements:
         self._less[limit] -= more
 
     def add(self, other: _Elements, weight: int) -> None:
-        """Add another sum `weight` times."""
+        """Add `weight` times another sum."""
         self.of_all += weight * other.of_all
         self._less = [less + weight * one for less, one in zip(self._less, other._less, strict=True)]
 
     def by_rank(self) -> list[int]:
-        # The sum at limits above a rank is the total minus the sum at or below.
+        # A rank has the corrections whose limits are above it: their total minus those at limits up to the rank.
         below = accumulate(self._less[:-1])
         total = sum(self._less)
         return [self.of_all - (total - passed) for passed in below]
 
 
 def _exchanged_pairs(piece: Slice, owned: int) -> int:
-    """Return the number of (element, position) pairs of a compressed slice that a part's owner exchanges with other nodes."""
+    """Return the number of (element, position) pairs of a compressed slice that the owner of a part exchanges with other nodes.
+
+    Args:
+        piece: compressed slice.
+        owned: number of elements of the part.
+    """
     assert piece.compression is not None
     return (piece.compression.nodes - 1) * piece.compression.kept(owned)
 
@@ -335,8 +342,9 @@ def _stored_slice(stored: Mapping[str, Any]) -> Slice:
     return Slice(**{**values, "parameters": tuple(stored["parameters"]), "replicated": tuple(stored["replicated"])})
 
 
-# Each message costs latency and processor time. One per eighth of the elements and two slices, of two operations each, adds at
-# most a quarter to the number of messages. The last group can only be gathered after backward, so the front groups halve.
+# Each message costs latency and processor time. A group has at least two slices, of two operations each, so the messages of norms
+# add at most a quarter to the number of messages. The front-most group is complete last and can only be gathered after backward,
+# so groups become smaller towards the front.
 _GROUPS_OF_EQUAL_SHARE = 8
 _LEAST_SLICES_OF_A_GROUP = 2
 
@@ -345,8 +353,8 @@ def norm_groups(layout: GroupLayout, slices: Sequence[Slice]) -> tuple[int, ...]
     """Return the index of the first slice of each group of norms, ascending.
 
     Groups are filled from the last slice to the first, in the order in which backward completes them. A group has at least two
-    slices, and an eighth of all elements or half of the remaining ones; only the front-most group may be smaller. No parameter is
-    in two groups, and the parameters of a group are neighbours.
+    slices, and an eighth of all elements or half of the remaining ones, whichever is smaller; only the front-most group may be
+    smaller. No parameter is in two groups, and the parameters of a group are neighbours.
     """
     place = {segment.parameter: position for position, segment in enumerate(layout.segments)}
     places = [[place[name] for name in (*piece.parameters, *piece.replicated)] for piece in slices]
@@ -379,7 +387,7 @@ def slices_of_groups(starts: Sequence[int], count: int) -> Mapping[int, range]:
 
 
 def covered_slices(schedule: CollectiveSchedule) -> Mapping[int, range]:
-    """Return, by the slice index of each norms operation, the slices whose parameters' norms it completes."""
+    """Return the slices whose norms each norms operation completes, by the slice index of the operation."""
     starts = sorted(operation.slice for operation in schedule.operations if operation.kind is OperationKind.NORMS)
     covered = slices_of_groups(starts, len(schedule.slices)) if starts else {}
     names = [{name for k in group for name in schedule.slices[k].parameters} for group in covered.values()]
@@ -424,12 +432,12 @@ class Dependencies:
 def dependencies(schedule: CollectiveSchedule) -> tuple[Dependencies, ...]:
     """Return the dependencies of each operation, by position.
 
-    - A sum of a slice needs its gradients, or its layer's inputs or errors. It writes where the sums of the previous step are
-      used until their slices are gathered, so it also needs these gathers.
+    - A sum of a slice needs its gradients, or its layer's inputs or errors. It overwrites the sums of the previous step, which
+      are in use until their slices are gathered, so it also needs these gathers.
     - The largest elements of a compressed slice are chosen from the sum within the node, or from the gradients if there is no
       such sum.
     - Norms need the sums of their parameters' slices. They overwrite norms that the updates of the previous step read, so they
-      need the gathers of these slices, too. A step may leave out a slice, so its sum does not imply that gather.
+      need the gathers of these slices, too. The sums alone do not imply these gathers, because a step may leave out a slice.
     - A gather writes the parameters. It needs the last read by backward, the sums of its slice and, if any, the norms of its
       parameters.
     """

@@ -58,12 +58,12 @@ class _GroupNorms(Norms):
 class JointStep:
     """Norms of one step.
 
-    Every member contributes as soon as its sums are complete, driven by any wait of its rank and not by a request for the norms.
-    A rank may hold no element of the parameters that other ranks are waiting to update.
+    Every member contributes as soon as its sums are complete, during any wait of its rank, even if the rank itself needs no norms
+    yet: other ranks may be waiting for the contribution.
 
     Attributes:
         ticket: ticket of the allreduce, complete once all norms are, so that updates can depend on it.
-        norms: norms by member; a member fills its own before it contributes.
+        norms: norms by member; each member fills its own norms before it contributes.
     """
 
     ticket: Ticket
@@ -72,7 +72,7 @@ class JointStep:
     _contributions: Sequence[LocalEvent]
 
     def contribute(self, member: int) -> None:
-        """Announce that the squares of the member's elements are in place. Never waits."""
+        """Announce that this rank has written the squares of the member's elements. Never waits."""
         self._contributions[member].happen()
 
     def complete(self) -> None:
@@ -118,8 +118,8 @@ class JointNorms:
     def begin_step(self, member: int) -> JointStep:
         """Begin this member's step; the first member also queues the message.
 
-        All members begin a step before any begins the next. May wait for the message of the step before the previous one, because
-        a rank that updates nothing has never waited for it.
+        All members must begin a step before any member begins the next. May wait for the message of the step before the previous
+        one, because a rank that updates nothing has never waited for it.
         """
         if self._begun[member] == self._steps:
             self._step = self._queued()
@@ -131,7 +131,8 @@ class JointNorms:
 
     def _queued(self) -> JointStep:
         if self._queue is None:
-            # Created after the averagers' queues, it is served after them: contributions completed in a pass leave in that pass.
+            # Created after the averagers' queues, this queue is served after them, so that contributions completed in a pass
+            # are sent in the same pass.
             self._queue = self._progress.queue(self._comm)
         turn = self._steps % 2
         left = self._sent[turn]
@@ -144,7 +145,7 @@ class JointNorms:
 
 
 def fill_share(norms: Norms, group: FlatGroup, comm: Communicator, names: Sequence[str]) -> None:
-    """Write the squares of this rank's share of the named parameters, whose summed gradients every rank of `comm` holds."""
+    """Write the squares of this rank's share of the named parameters. Every rank of `comm` holds their summed gradients."""
     norms.squares[...] = 0.0
     for name in names:
         segment = group.segment(name)
@@ -152,7 +153,7 @@ def fill_share(norms: Norms, group: FlatGroup, comm: Communicator, names: Sequen
         norms.add_partial(group, [segment.part(segment.start + begin, segment.start + end)])
 
 
-#: elements of a term; fewer cost more calls, more make ranks' parts less even
+#: elements of a term; smaller terms cost more calls, larger ones make the ranks' parts less even
 NORM_BLOCK = 2048
 _cached_additions = lru_cache(maxsize=None)(additions)
 
@@ -182,7 +183,7 @@ class TreeNorms(Norms):
         self.message(places)[...] = 0.0
 
     def add_partial(self, group: FlatGroup, segments: Sequence[Segment]) -> None:
-        """Write the sums of the elements in `segments` to their places. Each segment lies completely within one of the parts."""
+        """Write the sums of squares of `segments` to their places in the tree. Each segment lies completely within one part."""
         for segment in segments:
             if not segment.size:
                 continue
@@ -218,12 +219,12 @@ def _add_terms(terms: list[float], steps: Sequence[TreeAddition]) -> None:
 
 
 def _term_count(whole: Segment) -> int:
-    """Return the number of terms of a parameter."""
+    """Return the number of terms into which the norm of a parameter is divided."""
     return -(-whole.stop // NORM_BLOCK) - whole.start // NORM_BLOCK if whole.size else 0
 
 
 def _terms_of_part(whole: Segment, part: Segment) -> Interval:
-    """Return the range of a parameter's terms that make up a part of it."""
+    """Return the range of a parameter's terms that a part of the parameter consists of."""
     first = whole.start // NORM_BLOCK
     assert part.start == whole.start or part.start % NORM_BLOCK == 0, f"{part} begins inside of a term"
     assert part.stop == whole.stop or part.stop % NORM_BLOCK == 0, f"{part} ends inside of a term"
@@ -243,13 +244,13 @@ class ShardGradients:
     the number of shards. The gradient of the last shard stays in the group's own buffer, to which the earlier sums are added.
     Sums that have no common node in the tree remain separate terms, which ranks send one by one.
 
-    Each `add` follows the step's first forward, which waits for the messages of the previous step. Until then the buffers keep
-    its sums, because their message may still have to be posted.
+    Each `add` follows the step's first forward, which waits for the messages of the previous step. Until then the buffers hold
+    the sums of that step, because their message may not have been posted yet.
 
     Args:
         group: the parameters.
         shards: shards of this rank among the ranks that average the group.
-        homes: whether gradients are written to `buffer_for`, so that sums that wait need not be copied.
+        homes: whether gradients are written directly to `buffer_for`, so that waiting sums need not be copied.
 
     Attributes:
         shards: shards of this rank.
@@ -269,7 +270,7 @@ class ShardGradients:
         self._added = dict.fromkeys(group.parameters, 0)
 
     def _places(self) -> dict[int, int]:
-        """Return, for each shard whose sum waits for others, the index of the first free buffer, in which the sum waits."""
+        """Return the index of a buffer for each shard whose sum waits to be merged, by shard. The first free buffer is used."""
         numbers: dict[int, int] = {}
         taken: set[int] = set()
         for place in range(self.shards.count - 1):
@@ -280,7 +281,7 @@ class ShardGradients:
         return numbers
 
     def buffer_for(self, parameter: Parameter, place: int) -> Array:
-        """Return the array for the gradient of one parameter over a shard, in the parameter's shape."""
+        """Return the array, in the parameter's shape, to which the gradient of one parameter over a shard is written."""
         if self._homes and place in self._number_of:
             return self._waiting(place, parameter).reshape(parameter.grad.shape)
         return parameter.grad
@@ -292,7 +293,7 @@ class ShardGradients:
         """End a pass over a shard. No-op."""
 
     def add(self, parameter: Parameter, place: int) -> None:
-        """Add the gradient of one parameter over a shard other than the last. Shards come in order."""
+        """Add the gradient of one parameter over a shard other than the last. Call it for the shards in order."""
         self._count(parameter, place)
         arithmetic = self._group.arithmetic
         value: Array = parameter.grad.reshape(-1)
@@ -326,7 +327,7 @@ class ShardGradients:
 
 
 class ReadSums:
-    """Checksums over the 32-bit words of one group's parameters. Created at set-up, alike on every rank of the group.
+    """Checksums over the 32-bit words of one group's parameters. Created at set-up, in the same way on every rank of the group.
 
     Args:
         group: the parameters.
@@ -369,13 +370,13 @@ class StepReads:
         self._fetches: list[Fetch | None] = [None] * len(sums)
 
     def take(self, part: int) -> None:
-        """Take the checksums of a part that is about to be written, unless they have been taken."""
+        """Compute the checksums of a part that is about to be written, unless they have been computed."""
         place = self._place[part]
         if place is not None:
             self._take(place)
 
     def complete(self) -> list[Fetch]:
-        """Take the checksums of all remaining parts, and return the fetches of all parts."""
+        """Compute the checksums of all remaining parts, and return the fetches of all parts."""
         return [self._take(place) for place in range(len(self._sums))]
 
     def _take(self, place: int) -> Fetch:

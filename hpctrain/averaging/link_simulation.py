@@ -1,10 +1,10 @@
-"""Order in which slices are sent, from measured times by simulating one link. The order of operations changes no bit.
+"""Order in which slices are sent, planned by simulating one link with measured times. The order of operations changes no bit.
 
 `StepClock` measures when gradients become ready and parameters are needed within a step. `over_ranks` combines these times into
 those of a typical rank, the same on every rank. `best_order` simulates the link with them.
 
-`SliceTraffic` has the slices that share the link and the time that each takes: gradients, factors or the largest elements, in
-full or rounded.
+`SliceTraffic` contains the slices that share the link and the transfer time of each slice: gradients, factors or the largest
+elements, in full precision or rounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpctrain.core.intervals import even
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of compute since the begin of a step, without waits.
+    """Compute time, in seconds, from the beginning of a step to its events. Waits are excluded.
 
     Attributes:
         ready: time at which the gradient, or the error of its layer, is announced, by parameter.
@@ -50,20 +50,21 @@ class Times:
     def late(self) -> Times:
         """Return the times as if everything became ready one gradient later.
 
-        For a single queue, whose next operation must be ready by then because everything after it waits.
+        They are used for a single queue, in which an operation that is not ready delays all operations after it. The later times
+        are a safety margin.
         """
         later = self.longest_gap()
         ready, free = ({name: at + later for name, at in times.items()} for times in (self.ready, self.free))
         return Times(ready, free, self.needed, self.end_seconds)
 
     def looks(self) -> list[float]:
-        """Return the instants at which the program surely polls, ascending: the ends of the work on each parameter."""
+        """Return the times at which the program is certain to poll, ascending: the ends of the work on each parameter."""
         read = (self.end_seconds + at for at in self.needed.values())  # of the next step
         return sorted({*self.ready.values(), *self.free.values(), *read})
 
     @staticmethod
     def unknown(parameters: Sequence[str]) -> Times:
-        """Return times for a backward in which each parameter takes 1 s, from the last to the first.
+        """Return assumed times before any measurement: backward takes 1 s per parameter, from the last to the first.
 
         Data is released when backward ends.
         """
@@ -88,10 +89,10 @@ class Times:
 
 
 def upper_medians(seconds: np.ndarray) -> np.ndarray:
-    """Return, from (ranks, events), the upper median (events,) of each event over the ranks that know it; NaN if none does.
+    """Return the upper median (events,) over the ranks of `seconds` (ranks, events). NaN entries are ignored; NaN if all are NaN.
 
-    For two ranks it is the later time, because a collective starts when both have posted it. For many ranks it is robust against
-    outliers, such as a rank that was disturbed during the measurement; a maximum or a mean is not.
+    For two ranks the upper median is the later time, because a collective starts when both have posted it. For many ranks it is
+    robust against outliers, such as a rank that was disturbed during the measurement; a maximum or a mean is not.
     """
     ordered = np.sort(seconds, axis=0)  # NaN last
     known = np.count_nonzero(~np.isnan(seconds), axis=0)
@@ -100,9 +101,10 @@ def upper_medians(seconds: np.ndarray) -> np.ndarray:
 
 
 class StepClock:
-    """Clock for the events of a step: forward's reads, ready gradients, released data. Times are compute seconds since the begin.
+    """Clock for the events of a step: reads by forward, ready gradients and released data.
 
-    Waits are excluded. Otherwise communication that hides under them would be planned as if it cost time.
+    Times are seconds of computation since the beginning of the step. Waits are excluded, because otherwise communication that is
+    hidden under a wait would be planned as if it cost time.
     """
 
     def __init__(self, progress: ProgressEngine) -> None:
@@ -137,7 +139,7 @@ class StepClock:
         self._note(self._free, name)
 
     def end(self, names: Sequence[str]) -> None:
-        """Note the end of backward, which is also the time of events that were not announced."""
+        """Note the end of backward. Events of `names` that were not announced are recorded with this time."""
         for name in names:
             for times in (self._ready, self._free):
                 if self._on and len(times.get(name, ())) < max(map(len, times.values()), default=1):
@@ -166,7 +168,7 @@ def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress:
     Args:
         times: times measured on this rank.
         names: names of the parameters, the same on every rank.
-        comm: all ranks that order their operations alike; no other operation may be in progress on it.
+        comm: communicator of the ranks that use the same order; no other operation may be in progress on it.
         progress: progress engine of the process.
     """
     measured = times.to_array(names)
@@ -233,33 +235,35 @@ _SLOWER = 1.25
 
 
 def front_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Return a key that orders by layer, front layers first, and reductions first within a layer."""
+    """Return a key that orders transfers by layer, front layers first; within a layer, reductions come first."""
     return (order, gather, ready)
 
 
 def reductions_first(order: int, ready: float, gather: bool) -> tuple[float, ...]:
-    """Return a key that orders reductions as they become ready, then gathers, front layers first."""
+    """Return a key that puts reductions first, in the order in which they become ready, then gathers, front layers first."""
     return (True, order) if gather else (False, ready)
 
 
 class LinkSimulation:
     """Simulation of a link with one transfer at a time, always the most urgent one that is ready.
 
-    The simulation is deterministic; ties go by position. Reductions become ready at `times.ready`, gathers once the slice is
-    reduced and its data is free. A gather does not start if it would still be in progress for more than `overrun_seconds` when
-    the next gradient becomes ready, because a late reduction may delay the next forward.
+    The simulation is deterministic; among equal keys, the slice with the lowest index comes first. Reductions become ready at
+    `times.ready`, gathers once the slice is reduced and its data is free. A gather does not start if it would still be in
+    progress for more than `overrun_seconds` when the next gradient becomes ready, because a late reduction may delay the next
+    forward.
 
-    If gathers need norms, the norms are one message after the last reduction of their slices, noticed half a gradient later.
+    If gathers need norms, the norms of a group of slices are complete one message after the last reduction of the group, and are
+    noticed half of the longest gap between gradients later.
 
     Args:
         traffic: slices on the link.
         times: times of the events of a step.
         link: model of the link.
-        urgency: key of the next transfer.
+        urgency: function that returns the key of a transfer; the smallest key goes first.
         overrun_seconds: maximum delay of a gradient by a gather.
-        looks: instants at which the program polls messages, ascending; after the last it polls all the time. A gather starts one
-            poll after the poll that finds its sum complete, because it progresses only after all ranks have posted it and polled
-            again. Empty: the program polls all the time, and a gather starts when its sum is complete.
+        looks: times at which the program polls, ascending; after the last one it polls continuously. A gather starts one poll
+            after the poll that finds its sum complete, because it progresses only after all ranks have posted it and polled
+            again. Empty: the program polls continuously, and a gather starts when its sum is complete.
     """
 
     def __init__(
@@ -321,7 +325,7 @@ class LinkSimulation:
         return sent
 
     def _sum(self, k: int, now: float) -> None:
-        """Note that a slice is reduced. Its gather may now start, or those of all slices that have waited for the same norms."""
+        """Note that a slice is reduced. Its gather may now start, or all gathers that have waited for the same norms."""
         group = self._norms.get(k)
         if group is None:
             self._may_gather(k, now)
@@ -331,7 +335,7 @@ class LinkSimulation:
             self._may_gather(member, now + self._norms_seconds)
 
     def _may_gather(self, k: int, summed: float) -> None:
-        """Schedule the gather of a summed slice, once its data is released and the program has polled again."""
+        """Schedule the gather of a summed slice for the time when its data is released and the program has polled again."""
         at = max(summed, self._latest(self._times.free, self._slices[k]))
         if self._looks and at <= self._looks[-1]:
             at = self._looks[min(bisect_left(self._looks, at) + 1, len(self._looks) - 1)]
@@ -358,10 +362,10 @@ class LinkSimulation:
 def best_order(
     traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency, looks: Sequence[float] = ()
 ) -> list[tuple[int, bool]]:
-    """Return the order with the smallest stall, out of a few candidates.
+    """Return the order with the smallest stall among a few candidates.
 
-    In the candidates, gathers under backward never delay a gradient, or delay it by at most a quarter of a gap, a gap, or any
-    time.
+    The candidates differ in the maximum delay of a gradient by a gather under backward: none, a quarter of the longest gap
+    between gradients, a whole gap, or unlimited.
     """
     gap = times.longest_gap() if times.needed else 0.0
     orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order); the number breaks ties
@@ -373,10 +377,10 @@ def best_order(
 
 
 def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgency: Urgency) -> list[tuple[int, bool]]:
-    """Return an order of reductions and one of gathers, which have separate streams, merged into one list.
+    """Return an order of reductions and an order of gathers, for separate streams, merged into one list.
 
-    Each gather comes after the reductions that it needs. Reductions are ordered for a link at its best, gathers for a link at its
-    worst and noticed one poll late.
+    Each gather comes after the reductions that it needs. Reductions are ordered for a link that is faster than measured and has
+    no latency. Gathers are ordered for a link that is slower than measured, and for completions that are noticed one poll late.
     """
     at_best = LinkModel(0.0, link.beta_seconds_per_byte / _FASTER)
     at_worst = LinkModel(link.alpha_seconds, link.beta_seconds_per_byte * _SLOWER)
@@ -386,7 +390,7 @@ def two_stream_order(traffic: SliceTraffic, times: Times, link: LinkModel, urgen
 
 
 def _merged(traffic: SliceTraffic, reductions: Sequence[int], gathers: Sequence[int]) -> list[tuple[int, bool]]:
-    """Return both orders as one list, with each gather right after the last reduction that it, or its norms, needs."""
+    """Return both orders as one list, with each gather right after the last reduction that it, or its norms, depends on."""
     reduced_by = {member: k for k in reductions for member in layer_slices(traffic.slices, k)}
     group_of = {k: group for group in traffic.norms for k in group}
     place = {k: position for position, k in enumerate(reductions)}

@@ -50,15 +50,15 @@ _NOTHING.happen()
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """Parameters of the updates of one step.
+    """Arguments of the updates of one step.
 
     Attributes:
         lr: learning rate.
         norms: norms for the updates; None if the optimiser needs none.
-        joint: norms of several groups; None if this group's are separate.
+        joint: norms of all groups that travel together; None if the norms of this group travel separately.
         member: index of this group among the members of `joint`.
         left_out: slices that take no part in the step.
-        number: number of the step, counted from 0 over the whole training by averagers that count steps.
+        number: number of the step; counted from 0 over the whole training if the averager restores it from a checkpoint.
         reads: sums over the parameters that the step has read, taken before an update; None: not requested.
     """
 
@@ -95,8 +95,9 @@ class OwnerOperations:
         rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
         group: the parameters.
         schedule: the agreed schedule.
-        comm: the ranks that own parts.
-        sums: sum of the owned part as its last reduce-scatter wrote it, by slice; empty if one rank has everything.
+        comm: communicator of the ranks that own parts.
+        sums: sum of the owned part as written by the last reduce-scatter, by slice; only slices with a reduce-scatter over
+            several ranks.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class OwnerOperations:
             self.sums[k] = self.group.arithmetic.zeros(end - begin, self.group.dtype)
 
     def _places(self, slices: range) -> tuple[range, slice]:
-        """Return slices whose norms travel together, and the rows of the norms that belong to their parameters only."""
+        """Return the given slices, whose norms travel together, and the range of rows in the norms for their parameters."""
         if len(slices) == len(self.schedule.slices):
             return slices, slice(None)
         places = {segment.parameter: place for place, segment in enumerate(self.group.segments)}
@@ -196,7 +197,7 @@ class OwnerOperations:
         return self._sums_of.ireduce_scatter(self._terms(piece.start, piece.stop), self.sums[k], self._counts[k])
 
     def _start_norms(self, operation: Operation, update: StepUpdate) -> Handle:
-        """Add up the squares of owned elements and post their allreduce, unless the norms of all groups travel together."""
+        """Add up the squares of owned elements and post their allreduce, or contribute them to the norms of all groups."""
         norms = update.norms
         assert norms is not None
         slices, places = self._covered[operation.slice]
@@ -240,7 +241,7 @@ class OwnerOperations:
         return [(segment, self.owned_state(segment)) for segment in segments]
 
     def _counted(self, k: int) -> tuple[Segment, ...]:
-        """Return the segments of a slice that count on this rank. Elements that several ranks update count on one of them."""
+        """Return the segments of a slice that this rank counts. Elements that several ranks update are counted on one of them."""
         counted = () if self.comm.rank % self.schedule.slices[k].copies else self._own[k]
         return (*counted, *self._replicated[k]) if self._counts_replicated else counted
 
@@ -296,7 +297,7 @@ class OwnerOperations:
         return whole
 
     def gather_parameters(self, progress: ProgressEngine) -> None:
-        """Gather the exact parameters of all slices from their owners, never rounded. Collective; nothing may be queued."""
+        """Gather the parameters of all slices from their owners, unrounded. Collective; nothing may be queued."""
         comm = self.comm
         for k, piece in enumerate(self.schedule.slices if comm.size > 1 else ()):
             # The first of the ranks that own the same part sends it.
@@ -314,7 +315,7 @@ class OwnerOperations:
             progress.wait_handle(handle, f"parameters of {piece.name}")
 
     def owned_state(self, segment: Segment) -> dict[str, Array]:
-        """Return views of the state of an owned segment, or of an empty segment."""
+        """Return views of the state of a segment that this rank owns, or of an empty segment."""
         rounded = {} if self.rounded is None else self.rounded.state(segment)
         return {**self._optimizer.state(segment), **rounded}
 
@@ -344,24 +345,24 @@ class ReduceScatterStep:
 class ReduceScatterAverager(GradientAverager):
     """Averager that updates this rank's part of every slice and gathers the parameters from all ranks.
 
-    A subclass may leave slices out of a step (`left_out_slices`), and may have other operations.
+    A subclass may leave slices out of a step (`left_out_slices`), or use other operations.
 
     Args:
         setup: objects of this rank that the averager works with.
         agreement: schedule, communicators and sums that the ranks have agreed on.
         exchanging: weight -> biases of the linear layers that exchange inputs and errors.
         nominal_batch: samples of a step over all ranks.
-        order: ranks of `comm` in the order in which the streams count them; None: the order of `comm`.
+        order: ranks of `comm` in the rank order of the streams' communicators; None: the order of `comm`.
         replan: function that returns the schedule in another order, from times measured in the first steps; None: the order is
             fixed.
-        operations: operations of the schedule; None: `OwnerOperations`.
+        operations: operations of the schedule on this rank; None: `OwnerOperations`.
 
     Attributes:
-        operations: what each operation of the schedule posts and computes.
+        operations: operations of the schedule on this rank.
         queues: posting queues by stream.
         posting: operations in order, each with its dependencies and its text.
         step: current step, if any.
-        step_number: number of the next step, counted from 0 over the whole training if a subclass keeps it in `counters`.
+        step_number: number of the next step, counted from 0; over the whole training if a subclass includes it in `counters`.
     """
 
     schedule: CollectiveSchedule
@@ -410,7 +411,7 @@ class ReduceScatterAverager(GradientAverager):
     # -- a step --------------------------------------------------------------------------------------------------------------
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:
-        """Queue all operations of the step in the schedule's order. Each is sent once its gradients are ready."""
+        """Queue all operations of the step in the schedule's order. Each starts once its dependencies are complete."""
         if self._replan is not None and self._steps == _WARM_UP_STEPS + _MEASURED_STEPS:
             self._order_by_measured_times(self._replan)
         self._steps += 1
@@ -423,7 +424,7 @@ class ReduceScatterAverager(GradientAverager):
             self._post(operation, needs, text, self.step)
 
     def left_out_slices(self) -> frozenset[int]:
-        """Return the slices that the step leaves unsummed and not updated, the same on every rank."""
+        """Return the slices that the step neither sums nor updates, the same on every rank."""
         return frozenset()
 
     def _new_step(self, lr: float) -> ReduceScatterStep:
@@ -500,7 +501,7 @@ class ReduceScatterAverager(GradientAverager):
             self._happens(EventKind.LAST_READ, parameter.name)
 
     def end_backward(self) -> None:
-        """Announce the parameters that this step did not use, with the gradients that they hold."""
+        """Announce the parameters that this step did not use; the current values of their gradients are averaged."""
         assert self.step is not None, "begin_step comes first"
         events = self.step.events
         for name in [name for name, event in events[EventKind.INPUTS].items() if not event.done]:

@@ -47,17 +47,18 @@ class ReduceScatterStrategy(Strategy):
 
     Linear layers may exchange sufficient factors instead of gradients.
 
-    A strategy defines `words`. It may override `streams`, sizes (`slice_elements`), `urgency` or `order`, `window`, `slices`,
-    `operations`, and the averager, which takes `averager_arguments`. Next to its own options it has `fc_exchange`, `sizes`,
-    `two_level` and `replan`, as `Sharded` does.
+    A subclass must define `words`. It may override `streams`, sizes (`slice_elements`), `urgency` or `order`, `window`, `slices`,
+    `operations` and `averager`, which passes `averager_arguments` to a `ReduceScatterAverager`. Its options must include
+    `fc_exchange`, `sizes`, `two_level` and `replan`, as `ShardedOptions` does.
 
     Attributes:
-        streams: with one stream, gathers and reductions follow each other in one order; with two, they may overtake each other.
+        streams: streams of the operations. On one stream, gathers and reductions follow each other in one order; on two, they may
+            overtake each other.
         exchanging: weight -> biases of the linear layers that exchange inputs and errors.
         apart: parameters that share no slice with other parameters.
 
     Raises:
-        OptionError: fc_exchange is "always" with several micro-batches, whose inputs would all have to be kept.
+        OptionError: fc_exchange is "always" with several micro-batches, which would require keeping the inputs of all of them.
     """
 
     adds_norms = True
@@ -99,27 +100,27 @@ class ReduceScatterStrategy(Strategy):
 
     @abstractmethod
     def words(self) -> str:
-        """Return the strategy and its options in words, as part of a stored schedule's request."""
+        """Return the name and the options of the strategy as text, which is part of a stored schedule's request."""
 
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         """Return the minimum and the maximum number of elements of a slice.
 
-        Neighbours are fused until they have the minimum; larger slices are cut at the maximum. The default is the option
-        `bucket_bytes`, if there is one and it is set; otherwise the rule of `slicing.slice_elements`.
+        Neighbouring parameters are fused until a slice has the minimum; larger slices are cut at the maximum. The minimum is
+        given by the option `bucket_bytes`, if there is one and it is set; otherwise by the rule of `slicing.slice_elements`.
 
         Args:
-            link: the measured link, or by default the link of the rule.
+            link: measured link if the option `sizes` is "measured", otherwise `slicing.RULE_LINK`.
         """
         return slicing.slice_elements(getattr(self.options, "bucket_bytes", None), self.group.layout, self.group.ranks, link)
 
     @property
     def urgency(self) -> Urgency:
-        """Key by which a link chooses what to send next: the smallest goes first. By default reductions go first."""
+        """Function that returns the key of a transfer; the smallest key is sent next. By default, reductions go first."""
         return reductions_first
 
     def order(self, traffic: SliceTraffic, times: Times, link: LinkModel) -> list[tuple[int, bool]]:
         """Return pairs (slice, whether this is its gather) in the order in which they are sent."""
-        if self.streams[-1] is Stream.GRADIENTS:  # a single queue: all operations wait for the next one
+        if self.streams[-1] is Stream.GRADIENTS:  # an operation that is not ready delays all others of a single queue
             times = times.late()
         return best_order(traffic, times, link, self.urgency)
 
@@ -136,15 +137,18 @@ class ReduceScatterStrategy(Strategy):
 
     @property
     def posted_streams(self) -> tuple[Stream, ...]:
-        """Streams of schedules. Norms of some parameters have a separate stream, so that nothing else waits for them."""
+        """Streams of this group's schedules.
+
+        Norms of groups of slices have a separate stream, so that no other operation waits for them.
+        """
         return (*self.streams, Stream.NORMS) if self._layer_norms else self.streams
 
     @property
     def _layer_norms(self) -> bool:
         """Whether an update waits only for the norms of its layers.
 
-        Not with several parameter groups, whose norms travel together, nor on one rank, where nothing travels and a single wait
-        for a device is cheaper.
+        This is not the case with several parameter groups, whose norms travel together, nor on one rank, which sends nothing and
+        for which a single wait for a device is cheaper.
         """
         return self.group.norms_needed is NormsNeeded.LAYER and self.group.ranks > 1 and not self.group.several_groups
 
@@ -154,7 +158,10 @@ class ReduceScatterStrategy(Strategy):
         return f"{words}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Return whether a stored schedule fits and has the norms that the optimiser needs, which options may have changed."""
+        """Return whether a stored schedule fits and contains exactly the norms that the optimiser needs.
+
+        The optimiser's options, on which norms depend, are not part of the request and may have changed.
+        """
         if stored is None or not super().accepts(stored):
             return False
         norms = [operation.slice for operation in stored.operations if operation.kind is OperationKind.NORMS]
@@ -163,11 +170,11 @@ class ReduceScatterStrategy(Strategy):
         return norms == ([ALL_SLICES] if self.group.needs_norms else [])
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether a measured link is needed for sizes, or for an order that is still to be planned from measured times."""
+        """Return whether a measured link is needed, for sizes or for an order that has not been planned from measured times."""
         return self.replans(usable) or (usable is None and self.options.sizes == "measured")
 
     def replans(self, schedule: CollectiveSchedule | None) -> bool:
-        """Return whether the operations of a schedule are still to be ordered by measured times."""
+        """Return whether the operations of a schedule have not been ordered by measured times yet but should be."""
         return self.options.replan and not (schedule is not None and schedule.timed)
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
@@ -177,7 +184,7 @@ class ReduceScatterStrategy(Strategy):
         return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, window, rounding=self.rounding)
 
     def replan(self, schedule: CollectiveSchedule, times: Times, link: LinkModel | None) -> CollectiveSchedule:
-        """Return the same slices in the order that follows from measured times. No bit of any sum changes."""
+        """Return the schedule with the same slices in the order that follows from measured times. No bit of any sum changes."""
         operations = self.operations(schedule.slices, times, link)
         window = self.window(schedule.slices, link, times)
         return replace(schedule, operations=operations, window=window, timed=True)
@@ -227,16 +234,17 @@ def operations_in_order(
 ) -> tuple[Operation, ...]:
     """Return the operations of a step, reductions and gathers, in posting order.
 
-    Inputs come first, in the order of forward; then all others in the order of `sent`, with norms between reductions and gathers
-    if they are needed.
+    All-to-alls of inputs come first, in the order of forward. The other operations follow in the order of `sent`, with norms, if
+    they are needed, between reductions and gathers.
 
     Args:
         slices: slices of the parameters.
         sent: pairs (slice, whether this is its gather) in order.
         gathers: stream of the gathers. All other operations are on the stream of gradients, except norms of some slices, which
             have a separate stream.
-        norms: slice index of each norms operation, ascending. `ALL_SLICES`: norms of everything, after the last reduction.
-            Otherwise every gather in `sent` must come after the last reduction of the slices whose norms travel with its own.
+        norms: slice index of each norms operation, ascending. `ALL_SLICES`: norms of all parameters, after the last reduction.
+            Otherwise every gather in `sent` must come after the last reduction of all slices whose norms travel with those of its
+            own slice.
     """
     first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
     exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])
@@ -251,7 +259,7 @@ def operations_in_order(
     if ALL_SLICES not in norms:
         return (*inputs, *_with_norms(slices, order, norms))
     gathered = (operation for operation in order if operation.kind is OperationKind.ALLGATHER)
-    # Updates wait for the norms, and these for all sums. No gather can run under backward, so front layers go first.
+    # Updates wait for the norms, and the norms for all sums. No gather can run under backward, so front layers go first.
     late = sorted(gathered, key=lambda operation: slices[operation.slice].order)
     reductions = (operation for operation in order if operation.kind is not OperationKind.ALLGATHER)
     return (*inputs, *reductions, Operation(OperationKind.NORMS, ALL_SLICES, Stream.GRADIENTS), *late)

@@ -1,4 +1,4 @@
-"""Numbers in 16 bits: their codes, gradients and parameters that travel in them, and the bytes that this saves.
+"""Numbers in 16 bits: their codes, the rounding of gradients and parameters in messages, and the bytes that rounding saves.
 
 `Cast16` sends arrays in 16 bits per element, which is half of the bytes of float32 and a quarter of those of float64. Numbers are
 rounded to nearest even by integer arithmetic, because NumPy has no bfloat16 and its rounding to float16 takes twenty times as
@@ -8,8 +8,8 @@ long for subnormal results.
 
 `RoundedParameters`: if parameters travel rounded, every rank computes with the rounded values, and owners keep the rounding
 errors. The optimiser updates exact values: an owner adds the error to its part before an update, and removes it again when it
-rounds the values to send. Both are exact, because the difference between a number and its nearest 16-bit number is representable
-in the parameters' dtype.
+rounds the values to send. Both operations are exact, because the difference between a number and its nearest 16-bit number is
+representable in the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hpctrain.optim.base import Norms
 
 _EXPONENT_BITS = 0x7F800000  # exponent of a float32
 _SMALLEST_NORMAL = 113 << 23  # 2**-14, the smallest normal float16, as a float32
-_UNIT = 13 << 23  # 2**13 as an exponent offset: maps a number's exponent to the one whose last bit is the number's tenth
+_UNIT = 13 << 23  # 2**13 as an exponent offset: a float32 with the larger exponent ends at the number's tenth fraction bit
 _LEAST_INFINITE = int(np.float32(65520).view(np.uint32))  # rounds to more than the largest float16
 _FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # the value of each float16
 
@@ -48,15 +48,15 @@ class Codes(ABC):
 
     @abstractmethod
     def encode(self, values: np.ndarray, codes: np.ndarray) -> None:
-        """Write the codes (uint16) of `values` (float32), rounded to nearest even. Infinities and NaN remain so."""
+        """Write the codes (uint16) of `values` (float32), rounded to nearest even. Infinities and NaN are preserved."""
 
     @abstractmethod
     def decode(self, codes: np.ndarray, values: np.ndarray) -> None:
-        """Write the exact values (float32) of codes."""
+        """Write the values (float32) that the codes represent. The conversion is exact."""
 
 
 class Bfloat16Codes(Codes):
-    """Codes for bfloat16, the upper halves of float32. Numbers from 2**128 (1 - 2**-9) on become infinite."""
+    """Codes for bfloat16, the upper halves of float32. Magnitudes of at least 2**128 (1 - 2**-9) become infinite."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -81,9 +81,9 @@ class Bfloat16Codes(Codes):
 
 
 class Float16Codes(Codes):
-    """Codes for IEEE float16. Numbers from 65520 on become infinite.
+    """Codes for IEEE float16. Magnitudes of at least 65520 become infinite.
 
-    A number is rounded by adding a power of two whose last bit is the last one that the number may keep.
+    A number is rounded by adding a power of two whose unit in the last place is that of the rounded number.
     """
 
     def __init__(self, size: int) -> None:
@@ -121,7 +121,7 @@ class OddRounding:
     """Rounding of float64 to float32 such that a second rounding, to fewer digits, has the result of a single rounding.
 
     An inexact result is rounded to the neighbour whose last bit is odd (Boldo and Melquiond, IEEE Trans. Comput. 2008), so that
-    it never lies halfway between two shorter numbers.
+    it never lies halfway between two numbers with fewer digits.
 
     Args:
         size: maximum number of elements.
@@ -132,7 +132,7 @@ class OddRounding:
         self._mask = np.empty(size, np.bool_)
 
     def narrow(self, values: np.ndarray, narrowed: np.ndarray) -> None:
-        """Write float64 `values` as float32. Infinities and NaN remain so."""
+        """Write float64 `values` as float32 to `narrowed`. Infinities and NaN are preserved."""
         back, magnitude = self._back[: values.size], self._magnitude[: values.size]
         mask, bits = self._mask[: values.size], narrowed.view(np.uint32)
         np.copyto(narrowed, values, casting="same_kind")
@@ -157,8 +157,8 @@ class Cast16(Compressor):
     """Compressor that rounds every element once, to nearest even, to bfloat16 or float16, 2 bytes each.
 
     NaN and infinities stay non-finite. bfloat16 has the range of float32 and 8 binary digits; numbers that round to 2**128 become
-    infinite. float16 has 11 digits. The first 2 bytes (int16) of a float16 message are a power of two, the scale of all its
-    elements, which follows from the largest element. Elements below 2**-28 of the largest have fewer digits; those below 2**-39
+    infinite. float16 has 11 binary digits. A float16 message begins with 2 bytes (int16) for the exponent of its scale, a power
+    of two that is derived from the largest element. Elements below 2**-28 of the largest have fewer digits; those below 2**-39
     become zero.
 
     Args:
@@ -246,8 +246,8 @@ class Rounding:
     Attributes:
         gradients: number format in reduce-scatters and allreduces.
         parameters: number format in allgathers of parameters.
-        per_node: number of ranks on a node, which sum gradients in full precision before these cross nodes; 1: everything is
-            rounded.
+        per_node: number of ranks of a node among which gradients are summed in full precision before they are rounded to cross
+            nodes; 1: all messages are rounded.
         cuts_allreduces: whether large allreduces travel in several operations, cut by `parts_of`.
     """
 
@@ -269,7 +269,7 @@ class Rounding:
     def saved_by_allreduce(self, size: int, ranks: int, item_bytes: int) -> np.ndarray:
         """Return, by rank, the bytes that rounding saves in an allreduce of `size` elements.
 
-        Its sums are gathered in 16 bits, too.
+        The sums are also gathered in 16 bits.
         """
         saved = np.zeros(ranks, np.int64)
         for begin, end in parts_of(size, item_bytes, ranks) if self.cuts_allreduces else [(0, size)]:
@@ -301,12 +301,12 @@ def wire_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
 
 @cache
 def _header_bytes(wire: Bits16) -> int:
-    """Return the bytes of a message in addition to its numbers."""
+    """Return the size in bytes of a message's header."""
     return Cast16(0, "float32", wire).message_size
 
 
 def caster(wire: Wire) -> Caster | None:
-    """Return the factory of message compressors; None if numbers travel unchanged."""
+    """Return a factory of message compressors; None if numbers travel unchanged."""
     return None if wire == "float32" else partial(Cast16, bits=wire)
 
 
@@ -314,7 +314,7 @@ def check_wire(**values: Wire) -> None:
     """Check options for number formats.
 
     Raises:
-        OptionError: unknown value; the message names the first one.
+        OptionError: a value is unknown; the message names the first one.
     """
     for name, value in values.items():
         if value not in get_args(Wire):
@@ -324,26 +324,26 @@ def check_wire(**values: Wire) -> None:
 
 
 def words_of_rounding(rounding: Rounding | None) -> str:
-    """Return the suffix for rounding in the request of a stored schedule; empty if nothing is rounded."""
+    """Return the text about rounding that is appended to the request of a stored schedule; empty if nothing is rounded."""
     if rounding is None:
         return ""
     parameters = "" if rounding.parameters == "float32" else f", wire_parameters {rounding.parameters}"
     return f", wire {rounding.gradients}{parameters}"
 
 
-#: name of the state of rounding errors; the exact parameters are the network's plus this
+#: name of the state with rounding errors; an exact parameter is the network's parameter plus its rounding error
 PARAMETER_ERROR = "parameter_error"
 
 
 class WriteGuard(Protocol):
-    """Guard that detects changes of arrays between two writes to them."""
+    """Guard that detects changes of arrays between two intended writes."""
 
     def compare(self) -> None:
-        """Compare the arrays with the remembered sums, just before they are written."""
+        """Compare the arrays with the remembered checksums. Called just before the arrays are written."""
         ...
 
     def remember(self) -> None:
-        """Remember the sums of the arrays, just after they were written."""
+        """Remember the checksums of the arrays. Called just after the arrays were written."""
         ...
 
 
@@ -409,7 +409,7 @@ class RoundedParameters:
         return Finished(comm.iallgather(None, messages, parts.sizes), finish)
 
     def guarded(self) -> list[list[tuple[str, np.ndarray]]]:
-        """Return, by slice, names and arrays that only `restore` and `gather` write."""
+        """Return, by slice, names and arrays that are written only by `restore` and `gather`."""
         of_slices: list[list[tuple[str, np.ndarray]]] = []
         for segments in self._own:
             arrays = [(f"parameter {one.parameter}", self._group.data[one.start : one.stop]) for one in segments]
@@ -418,7 +418,7 @@ class RoundedParameters:
         return of_slices
 
     def add_squares(self, norms: Norms, k: int, segments: Sequence[Segment]) -> None:
-        """Add the squares of this rank's part of a slice, as `Norms.add_partial` does, but from the exact values."""
+        """Add the squares of this rank's part of a slice to the norms, like `Norms.add_partial` but for the exact values."""
         begin, end = self._parts[k]
         exact = self._exact[: end - begin]
         self._group.arithmetic.copy(exact, self._group.data[begin:end])

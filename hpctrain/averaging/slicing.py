@@ -1,7 +1,7 @@
 """Slices: groups of elements of the flat buffers that travel together, and their sizes. Pure data, the same on every rank.
 
-Sizes follow from bytes, ranks, a link's alpha and beta, and the processor time of an operation. They determine which numbers are
-added first, so a repeated run needs the same sizes. By default they follow from bytes and ranks by a rule. Measurements then
+Sizes are derived from bytes, ranks, a link's alpha and beta, and the processor time of an operation. They determine the order of
+additions, so a repeated run needs the same sizes. By default, sizes follow from bytes and ranks by a rule. Measurements then
 determine only the order of operations, which changes no bit.
 """
 
@@ -30,9 +30,9 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True)
 class Compression:
-    """Compression of a slice, for which only the largest elements cross between nodes.
+    """Compression of a slice: only the largest elements cross between nodes.
 
-    The ranks of a node divide the slice among them. A stream counts its ranks by (number on the node, node), as `Levels` does.
+    The ranks of a node divide the slice among them. Ranks of a stream are numbered by (local number, node), as in `Levels`.
 
     Attributes:
         nodes: number m of nodes that exchange elements.
@@ -93,9 +93,9 @@ class Slice:
 
     @property
     def copies(self) -> int:
-        """Number of ranks that have the same part; 1 unless the slice is compressed.
+        """Number of ranks that own the same part; 1 unless the slice is compressed.
 
-        The ranks with the same local number on all nodes have the same part of a compressed slice.
+        The ranks with the same local number on all nodes own the same part of a compressed slice.
         """
         return 1 if self.compression is None else self.compression.nodes
 
@@ -128,13 +128,13 @@ def per_parameter(layout: GroupLayout) -> tuple[Slice, ...]:
 def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apart: Collection[str] = ()) -> tuple[Slice, ...]:
     """Join neighbours, from the last parameter to the first, until a slice has `least` elements; return them in forward order.
 
-    Backward reaches the last parameter first, so only the front-most slice of a run may be smaller than `least`.
+    Backward reaches the last parameter first, so only the front-most slice of a run of neighbours may be smaller than `least`.
 
     Args:
         layout: the parameters.
         least: minimum number of elements.
         leave_out: parameters that are in no slice and that no slice spans.
-        apart: parameters that share no slice with other parameters.
+        apart: parameters that share no slice with parameters outside this set.
     """
     slices: list[Slice] = []
     for run in _runs(layout, leave_out, apart):
@@ -150,13 +150,13 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apar
 
 
 def cut(layout: GroupLayout, slices: Sequence[Slice], most: int, block: int = 1) -> tuple[Slice, ...]:
-    """Cut slices into even pieces of at most `most` elements. Slices of exchanged layers stay whole.
+    """Cut slices into even pieces of at most `most` elements. Slices of layers that exchange inputs and errors stay whole.
 
     Args:
         layout: the parameters.
         slices: slices to cut.
         most: maximum number of elements.
-        block: alignment of the cuts in the flat buffers. Pieces, and their parts, may exceed the maximum by up to a block.
+        block: alignment of the cuts in the flat buffers. Pieces and their parts may exceed the maximum by up to one block.
 
     Raises:
         ConfigError: a parameter would be cut into too many slices.
@@ -204,7 +204,7 @@ def sufficient_factor_slices(
 
 
 def _check_count(name: str, count: int) -> None:
-    """Raise if a parameter has more slices than can be planned: the simulation of the link takes quadratic time."""
+    """Raise if a parameter would have too many slices. The simulation of the link takes quadratic time."""
     if count > _MOST_SLICES:
         raise ConfigError(
             f"{name} would be cut into {count:,} slices, but the maximum is {_MOST_SLICES:,}; choose a smaller model, or larger "
@@ -226,7 +226,7 @@ def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
 def _runs(layout: GroupLayout, leave_out: Collection[str], apart: Collection[str]) -> Iterator[list[Segment]]:
     """Yield maximal lists of neighbouring segments that may share a slice.
 
-    Segments in `leave_out` are in no list; those in `apart` are only with each other.
+    Segments in `leave_out` are in no list. A list contains either only segments in `apart` or none of them.
     """
     run: list[Segment] = []
     for segment in layout.segments:
@@ -258,7 +258,7 @@ def _piece(layout: GroupLayout, whole: Slice, start: int, stop: int) -> Slice:
 
 
 def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:
-    """Return a short hash of the group's parameters and of which of them exchange inputs and errors."""
+    """Return a short hash of the group's parameters and of the subset that exchanges inputs and errors."""
     text = repr([(one.parameter, one.start, one.stop, one.parameter in exchanging) for one in layout.segments])
     return f"parameters {hashlib.sha256(f'{layout.dtype} {text}'.encode()).hexdigest()[:16]}"
 
@@ -290,7 +290,7 @@ def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
 
 
 def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: LinkModel | None) -> tuple[int, int]:
-    """Return the minimum number of elements of fused slices, and the maximum above which slices are cut.
+    """Return the minimum number of elements of fused slices, and the number of elements above which slices are cut.
 
     Args:
         bucket: bytes of a fused slice; None: the best size on `link`.
@@ -304,7 +304,7 @@ def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: Li
 
 
 def largest_bytes(bucket: int) -> int:
-    """Return the size above which a slice is cut if fused slices have `bucket` bytes."""
+    """Return the size in bytes above which a slice is cut if fused slices have `bucket` bytes."""
     return max(bucket, min(_LARGEST_IN_BUCKETS * bucket, _LARGEST_BYTES))
 
 
@@ -312,9 +312,9 @@ def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None
     """Return the size of slices that may overtake each other: at least `least`, and large enough to limit their processor time.
 
     Several slices are in flight and hide each other's latency, but not their processor time: c for each of the P - 1 messages of
-    a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of it. The last one, which nothing hides, takes twice
-    (P - 1) / P n / k beta. The sum is smallest for slices of sqrt(n P c / beta) bytes. The result is the nearest power of two
-    times `least`, up to the size at which slices are always cut.
+    a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of processor time. The last slice, which nothing
+    hides, takes twice (P - 1) / P n / k beta. The sum is smallest for slices of sqrt(n P c / beta) bytes. The result is the
+    nearest power of two times `least`, up to the size at which slices are always cut.
     """
     if ranks == 1 or link is None or link.beta_seconds_per_byte == 0.0:
         return least
@@ -345,10 +345,10 @@ def fused_bytes(bucket: int | None, total_bytes: int, ranks: int) -> int:
 
 
 def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
-    """Return [start, stop) of the collectives that carry an array of `size` elements, at the total cost of a single collective.
+    """Return intervals [start, stop) of an array of `size` elements; their collectives together cost as much as a single one.
 
-    Parts have at most 16 MiB, but at least 1 MiB per rank, because latency grows with the number of ranks. Each but the last has
-    a multiple of `ranks` elements, so that the ranks' shares of the parts add up to their shares of the whole.
+    Parts have at most 16 MiB, but at least 1 MiB per rank, because latency grows with the number of ranks. The size of each part
+    but the last is a multiple of `ranks`, so that the ranks' shares of the parts add up to their shares of the whole.
     """
     most = max(1, max(_LARGEST_BYTES, ranks * _LEAST_PART_BYTES) // item_bytes)
     size_of_one = -(-size // max(1, -(-size // most)))

@@ -24,14 +24,14 @@ FcExchange = Literal["auto", "always", "never"]
 
 
 def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: float = 1.0) -> bool:
-    """Return whether the exchange moves less than gradients would: B < s K M / (M + K / P).
+    """Return whether the exchange of inputs and errors moves less data than gradients: B < s K M / (M + K / P).
 
     Args:
         inputs: number K of input features.
         outputs: number M of output features.
         batch: global batch B.
         ranks: number P of ranks.
-        sent_share: s, bytes of a gradient on the wire divided by its bytes in memory. Inputs and errors are never rounded.
+        sent_share: bytes s of a gradient on the wire, divided by its bytes in memory. Inputs and errors are never rounded.
     """
     return batch * (outputs + inputs / ranks) < sent_share * inputs * outputs
 
@@ -40,13 +40,13 @@ class SufficientFactorExchange:
     """Exchange of one linear layer's inputs and errors.
 
     Its buffers are allocated at set-up for the nominal batch, and grow only for larger batches. They lie on the host, which also
-    computes the products. If kernels run on a device, inputs and errors are fetched from it, which waits, and gradients are
-    copied back.
+    computes the products. If kernels run on a device, the host waits for inputs and errors and copies them from the device, and
+    copies the gradients back.
 
     Args:
         group: the parameters.
         slices: slices of the weight (K, M), in order.
-        comm: ranks that exchange.
+        comm: communicator of the ranks that exchange.
         batch: nominal samples of a step over all ranks.
     """
 
@@ -93,7 +93,7 @@ class SufficientFactorExchange:
             self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
 
     def pack_inputs(self, x: Array | None) -> None:
-        """Copy x (n, K), the columns of one rank after those of another; None: zeros."""
+        """Copy x (n, K) to the send buffer, with the columns of each rank as one block, in rank order; None: zeros."""
         assert x is None or x.shape[0] == self._mine, "the number of samples differs from the step's counts"
         begin, values = 0, None if x is None else self._group.arithmetic.to_host(x)
         for columns, spans in zip(self._columns, self._spans, strict=True):
@@ -105,7 +105,7 @@ class SufficientFactorExchange:
             begin += columns
 
     def pack_errors(self, dy: Array | None) -> None:
-        """Copy dy (n, M) to its place among all ranks' errors; None: zeros."""
+        """Copy dy (n, M) to this rank's place among the errors of all ranks; None: zeros."""
         begin = sum(self._counts[: self._comm.rank]) * self._outputs
         place = self._errors_of_all[begin : begin + self._mine * self._outputs]
         place[...] = 0 if dy is None else self._group.arithmetic.to_host(dy).reshape(-1)
@@ -139,7 +139,7 @@ class SufficientFactorExchange:
             self._write(bias.grad, lambda out: np.sum(errors, axis=0, out=out))
 
     def _write(self, gradient: Array, compute: Callable[[np.ndarray | None], np.ndarray]) -> None:
-        """Write the result of `compute` to a gradient; in place if the gradient is on the host."""
+        """Write the result of `compute` to a gradient. `compute` writes directly to a gradient on the host."""
         if self._group.arithmetic.on_host:
             compute(gradient)
         else:
@@ -171,16 +171,16 @@ def exchanging_layers(
 ) -> dict[str, tuple[str, ...]]:
     """Return weight -> biases of the linear layers that exchange sufficient factors.
 
-    Layers without elements on these ranks are never among them.
+    Layers without elements on these ranks are excluded.
 
     Args:
         layout: the parameters.
         ranks: number of ranks.
-        choice: "auto" exchanges if that moves less, which requires the nominal batch.
+        choice: "always", "never", or "auto" to exchange if that moves less data, which requires the nominal batch.
         nominal_batch: samples of a step over all ranks; None: unknown.
-        micro_batches: number of passes of a step. With several there is no exchange, because the inputs of all would have to be
-            kept.
-        sent_share: as in `moves_less`.
+        micro_batches: number of passes of a step. With several passes there is no exchange, because the inputs of all passes
+            would have to be kept.
+        sent_share: see `moves_less`.
     """
     if choice == "never" or micro_batches > 1:
         return {}

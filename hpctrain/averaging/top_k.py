@@ -1,11 +1,11 @@
-"""The k elements of largest magnitude as a message: MSTopK of Shi et al., arXiv 2010.10458, made exact.
+"""Compression of an array to its k elements of largest magnitude: MSTopK of Shi et al., arXiv 2010.10458, made exact.
 
 The paper bisects for two thresholds by passes that only count, takes all elements that reach the upper one, and fills up from a
 window, at a random place, of those between the two. Here a sample provides the first threshold, just low enough that the k
 largest elements reach it. A single pass collects these candidates, and a partition of the candidates selects the elements. If the
 sample is misleading (ties, arrays that are nearly all zeros, magnitudes that repeat with its stride), passes that only count
-narrow the thresholds down to the candidates, or to two adjacent numbers. The window therefore contains only ties, and no larger
-element is ever left out for a smaller one.
+narrow the thresholds down until few candidates remain, or until the thresholds are adjacent numbers. In the latter case the
+window contains only ties, so no larger element is ever left out for a smaller one.
 
 `Selection` makes the passes, block by block. A magnitude is an integer, the bits of a floating-point number without its sign.
 These integers have the order of the magnitudes, need no special case for subnormals, and place infinities and NaN last.
@@ -32,13 +32,13 @@ _UNSIGNED: dict[str, np.dtype] = {"float32": np.dtype(np.uint32), "float64": np.
 
 @dataclass(frozen=True)
 class Band:
-    """Choice of elements: all with a magnitude of at least `above`, and a window of the others that reach `below`.
+    """Choice of elements: all whose magnitude is at least `above`, and a window of those with magnitudes from `below` to `above`.
 
     Attributes:
-        above: magnitude from which all elements are chosen.
-        below: magnitude that elements of the window reach.
-        first: start of the window, counted among these other elements in the order of their positions.
-        stop: end of the window.
+        above: minimum magnitude of elements that are chosen unconditionally.
+        below: minimum magnitude of elements of the band.
+        first: index of the window's first element among the elements of the band, which are ordered by position.
+        stop: index after the window's last element.
     """
 
     above: int
@@ -48,7 +48,7 @@ class Band:
 
 
 class Selection:
-    """Passes over arrays of one dtype, with scratch memory that compressors may share if they take turns.
+    """Passes over arrays of one dtype, with scratch memory. Compressors may share a selection if their calls never overlap.
 
     Args:
         dtype: "float32" or "float64".
@@ -82,7 +82,7 @@ class Selection:
             self._positions = np.empty(candidates, np.intp)
 
     def counts(self, bits: np.ndarray, thresholds: Sequence[int]) -> list[int]:
-        """Return, for each threshold, the number of elements of `bits` (unsigned, of any sign) whose magnitude reaches it."""
+        """Return, for each threshold, the number of elements of `bits` (unsigned, sign ignored) whose magnitude reaches it."""
         totals = [0] * len(thresholds)
         for start in range(0, bits.size, _BLOCK):
             magnitudes = self._magnitudes(bits[start : start + _BLOCK])
@@ -93,20 +93,20 @@ class Selection:
         return totals
 
     def sampled(self, bits: np.ndarray, stride: int, rank: int) -> int:
-        """Return the magnitude that `rank` elements of a sample reach. The sample is every `stride`-th element of `bits`."""
+        """Return the `rank`-th largest magnitude in a sample, which consists of every `stride`-th element of `bits`."""
         size = bits.size // stride
         sample = self._sorted[:size]
         np.bitwise_and(bits[: size * stride : stride], self.top - 1, out=sample)
         return self._ranked(sample, min(rank, size))
 
     def common(self, bits: np.ndarray, stride: int, rank: int) -> int | None:
-        """Return the result of `sampled` if many elements of the sample have just this magnitude; otherwise None."""
+        """Return the result of `sampled` if many elements of the sample have exactly this magnitude; otherwise None."""
         least = self.sampled(bits, stride, rank)
         sample = self._sorted[: bits.size // stride]
         return least if np.count_nonzero(sample == least) > _COMMON_SHARE * sample.size else None
 
     def threshold(self, bits: np.ndarray, rank: int) -> int:
-        """Return the magnitude of the `rank`-th largest element, by partition of all elements."""
+        """Return the magnitude of the `rank`-th largest element, by a partition of all elements."""
         magnitudes = self._sorted[: bits.size]
         np.bitwise_and(bits, self.top - 1, out=magnitudes)
         return self._ranked(magnitudes, rank)
@@ -129,7 +129,10 @@ class Selection:
         return size
 
     def candidates(self, bits: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (magnitudes, positions) of all elements that reach `least`, in scratch memory; None if it is too small."""
+        """Return (magnitudes, positions) of all elements that reach `least`; None if the scratch memory is too small for them.
+
+        The arrays are views of the scratch memory.
+        """
         size = self.positions(bits, Band(least, least), self._positions)
         if size is None:
             return None
@@ -149,11 +152,11 @@ class Selection:
 
         Args:
             magnitudes: magnitudes of the block.
-            band: the choice of elements.
-            seen: number of elements in the band in earlier blocks.
+            band: choice of elements.
+            seen: number of elements of the band in earlier blocks.
 
         Returns:
-            Number of elements of the block in the band.
+            Number of elements of the band in this block.
         """
         mask = self._mask[: magnitudes.size]
         np.greater_equal(magnitudes, band.above, out=mask)
@@ -174,7 +177,7 @@ class Selection:
 
     @staticmethod
     def _ranked(magnitudes: np.ndarray, rank: int) -> int:
-        """Return the `rank`-th largest element; reorders the elements."""
+        """Return the `rank`-th largest element. The elements are reordered in place."""
         place = magnitudes.size - rank
         magnitudes.partition(place)
         return int(magnitudes[place])
@@ -195,8 +198,9 @@ def kept_at(size: int, density: float) -> int:
 class TopK(Compressor):
     """Compressor that sends the `kept` elements of largest magnitude: their values, then their positions (int32, ascending).
 
-    If not all elements of equal magnitude are kept, the kept ones are consecutive, from a place drawn from the seed and the step.
-    Non-finite elements count as the largest: if an array has any, so has its message.
+    If only some elements of the smallest kept magnitude fit, they are consecutive among the elements of this magnitude, from a
+    place drawn from the seed and the step. Non-finite elements count as the largest, so the message of an array with non-finite
+    elements contains at least one of them.
 
     Args:
         size: number of elements of an array, below 2**31.
@@ -297,7 +301,7 @@ class TopK(Compressor):
         np.take(candidates[1], positions, out=positions, mode="clip")
 
     def _choose_ties(self, bits: np.ndarray, positions: np.ndarray) -> bool:
-        """Write the positions of the elements to keep if many have the smallest kept magnitude; return whether they do."""
+        """Write the positions of the elements to keep if many have the smallest kept magnitude; otherwise return False."""
         rank = round(self.kept / _SAMPLE_STRIDE)
         least = self._selection.common(bits, _SAMPLE_STRIDE, rank) if self.size > _SMALL_SIZE and rank else None
         if least is None:
@@ -317,13 +321,13 @@ class TopK(Compressor):
         return math.ceil(expected + 4 * math.sqrt(expected)) + 2
 
     def _choose_of(self, bits: np.ndarray, positions: np.ndarray) -> None:
-        """Write the positions of the elements to keep, by partition of all of `bits`."""
+        """Write the positions of the elements to keep, by a partition of all elements of `bits`."""
         least = self._selection.threshold(bits, self.kept)
         reached, chosen = self._selection.counts(bits, (least, least + 1))
         self._fill(bits, Band(least + 1, least), chosen, reached - chosen, positions)
 
     def _fill(self, bits: np.ndarray, band: Band, chosen: int, ties: int, positions: np.ndarray) -> None:
-        """Write the positions of the `chosen` elements above a band, and of a window of the `ties` elements in it."""
+        """Write the positions of the elements to keep: the `chosen` ones above a band, and a window of the `ties` ones in it."""
         wanted = self.kept - chosen
         first = 0
         if wanted < ties:
@@ -333,7 +337,7 @@ class TopK(Compressor):
         assert written == self.kept, f"{written} elements are chosen, not {self.kept}"
 
     def _narrowed(self, bits: np.ndarray, guess: int) -> tuple[int, int, int, int]:
-        """Narrow the thresholds by counting, until few enough elements reach the lower one or the two are adjacent numbers.
+        """Narrow the thresholds by counting, until few elements reach the lower one or the thresholds are adjacent numbers.
 
         Returns:
             (lower threshold, upper threshold, number of elements that reach the upper one, number that reach the lower one). The

@@ -1,16 +1,16 @@
-"""The services of a kernel set outside of operators: arithmetic on arrays of host or device, and the needs of transports.
+"""Interfaces of a kernel set's services outside of operators: arithmetic on arrays, and access to arrays for transports.
 
-`Arithmetic` works on activations, parameters and gradients. Only kernel sets and transports touch elements of such arrays by
-other means. On a GPU every call is enqueued, in the order of the calls and together with operators; only `to_host`, `square_sums`
-and a `Fetch`'s `result` wait.
+`Arithmetic` works on activations, parameters and gradients. Only kernel sets and transports access the elements of these arrays
+by other means. On a GPU every call is enqueued, in the order of the calls and together with operators. Only `to_host`,
+`square_sums` and `Fetch.result` wait.
 
-`HostMirrors` serve transports that can read only the host's memory, such as MPI. Where kernels compute on a device, an array that
-travels is copied to a mirror in the host's memory, and back from it, while the device computes. The host enqueues copies, asks
-whether they are done, and never waits for them.
+`HostMirrors` serve transports that can read only the host's memory, such as MPI. If kernels compute on a device, an array is
+copied to a mirror in the host's memory before it is sent, and from the mirror after it is received, while the device computes.
+The host enqueues the copies and polls for their completion. It waits only before it reuses or frees a mirror.
 
 `DeviceMessages` serve transports that access a device's memory directly, without mirrors. There are two kinds: MPI libraries that
-read such memory, for which the host asks whether the work of kernels is done, and groups of devices that exchange arrays in the
-order of a stream, as NCCL does.
+read device memory, for which the host polls whether the kernels are done, and groups of devices that exchange arrays in the order
+of a stream, as NCCL does.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Transit(Protocol):
     """The copies of one operation's arrays to the host and back."""
 
     def on_host(self) -> bool:
-        """Return whether the mirrors hold everything that was copied to them. Never waits."""
+        """Return whether all copies to the mirrors are complete. Never waits."""
         ...
 
 
 @dataclass
 class StagedBytes:
-    """Bytes copied so far, to the host and from it."""
+    """Number of bytes copied so far, to the host and from it."""
 
     to_host: int = 0
     from_host: int = 0
@@ -64,8 +64,9 @@ class PinnedBytes:
 class HostMirrors(Protocol):
     """Mirrors of a device's arrays in the host's memory, and the copies to and from them.
 
-    Called by the thread that enqueues the device's work. Each array has one mirror, allocated when it first travels and then
-    kept, so mirrors take as much memory as the arrays that travel. Arrays inside a covered array share its mirror.
+    Called by the thread that enqueues the device's work. Each array has one mirror, which is allocated at its first transfer and
+    reused for later ones, so mirrors take as much memory as the arrays that travel. Arrays inside a covered array share its
+    mirror.
 
     Attributes:
         copied: bytes copied so far.
@@ -76,9 +77,9 @@ class HostMirrors(Protocol):
     pinned_bytes: int
 
     def mirror(self, array: Array) -> np.ndarray:
-        """Return the flat mirror of an array. It may be overwritten; no other pending operation may use the array.
+        """Return the flat mirror of an array, which the caller may overwrite. No other pending operation may use the array.
 
-        Waits for copies from the mirror that the array's previous operation has enqueued.
+        Waits until the copies from the mirror that the array's previous operation enqueued are complete.
         """
         ...
 
@@ -86,13 +87,13 @@ class HostMirrors(Protocol):
         """Make one mirror for all arrays inside `array`, which may travel one operation at a time. For set-up only.
 
         Args:
-            instead_of: array covered earlier that no operation uses any more. Its mirror is freed, after pending copies from it
+            instead_of: array covered earlier that no operation uses any more. Its mirror is freed after pending copies from it
                 are done.
         """
         ...
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:
-        """Enqueue mirror := array for each pair, after all work of kernels so far.
+        """Enqueue mirror := array for each pair, after all kernels enqueued so far.
 
         Every operation begins with this call, even without pairs.
         """
@@ -101,8 +102,8 @@ class HostMirrors(Protocol):
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
         """Enqueue array := mirror for intervals of the flat elements.
 
-        The copy runs after the work of kernels that precedes `leave`, and before all work that is enqueued later. Call it once
-        for each transit. Without intervals nothing is copied.
+        The copy runs after all kernels enqueued before `leave`, and before all kernels enqueued after this call. Call it once for
+        each transit. Without intervals nothing is copied.
         """
         ...
 
@@ -117,7 +118,7 @@ class WorkMark(Protocol):
 
 
 class Peers(Protocol):
-    """The processes whose devices form a group, in order: a communicator reserved for the group.
+    """Communicator of the processes whose devices form a group, reserved for the group. Its ranks number the devices.
 
     Devices that cannot reach each other directly, such as emulated ones, exchange arrays of the host through it.
     """
@@ -138,12 +139,12 @@ class DeviceLinks(Protocol):
     """The links of one device to the other devices of a group. All calls are enqueued on the stream of the links.
 
     All devices of a group enqueue the same collectives in the same order, and one receive for each send. The arrays of a
-    collective have the same size and dtype on all devices. Sums are of float32 or float64; the other calls move bytes of any
+    collective have the same size and dtype on all devices. Sums require float32 or float64; the other calls move bytes of any
     dtype.
     """
 
     def together(self) -> AbstractContextManager[None]:
-        """Enqueue all calls inside this context at its end, as one operation; they may depend on each other."""
+        """Enqueue all calls inside this context as one operation, at the context's end. The calls may depend on each other."""
         ...
 
     def send(self, array: Array, to: int) -> None: ...
@@ -172,7 +173,7 @@ class DeviceLinks(Protocol):
 
 
 class DeviceGroup(Protocol):
-    """A device's membership of a group.
+    """A device's membership in a group.
 
     Attributes:
         links: links to all devices of the group, itself included, on a stream of this process.
@@ -181,25 +182,25 @@ class DeviceGroup(Protocol):
     links: DeviceLinks
 
     def wait_for_kernels(self) -> None:
-        """Make later work of the links wait for all work of kernels so far; the host does not wait."""
+        """Make later work of the links wait for all kernels enqueued so far. The host does not wait."""
         ...
 
     def mark(self) -> WorkMark:
-        """Mark all work of the links so far."""
+        """Return a mark after all work of the links enqueued so far."""
         ...
 
 
 class DeviceMessages(Protocol):
-    """Marks of a device's work, and groups of devices.
+    """Service for transports that access a device's memory directly: marks of the device's work, and groups of devices.
 
     Attributes:
-        identity: name of the device that no other device has, on any node.
+        identity: name of the device, unique over all nodes.
     """
 
     identity: str
 
     def mark(self) -> WorkMark:
-        """Mark all work of kernels so far."""
+        """Return a mark after all kernels enqueued so far."""
         ...
 
     def group_fault(self) -> str | None:
@@ -219,7 +220,10 @@ class Fetch(Protocol):
     """Values that are being copied to the host."""
 
     def result(self) -> np.ndarray:
-        """Wait for the values and return them, read only. They stay valid until the second next `fetch` of the same array."""
+        """Wait for the values and return them, read only.
+
+        They stay valid until the second subsequent `fetch` of the same array.
+        """
         ...
 
 
@@ -242,7 +246,7 @@ class Descent(Protocol):
     """Gradient descent with momentum on flat buffers, bound to them at set-up."""
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
-        """Compute m := momentum * m + g'; w := w - lr * m, or with Nesterov's w - lr * (g' + momentum * m). Only reads g."""
+        """Compute m := momentum * m + g'; w := w - lr * m (Nesterov: w - lr * (g' + momentum * m)). The gradient is only read."""
         ...
 
 
@@ -294,22 +298,22 @@ class ArrayChecksums(Protocol):
     """Checksums of arrays, bound to them at set-up."""
 
     def fetch(self) -> Fetch:
-        """Fetch the checksum of each array at this point of the work; uint32 (arrays,)."""
+        """Fetch the checksum of each array after all work enqueued so far; uint32 (arrays,)."""
         ...
 
 
 class ArrayGuard(Protocol):
-    """Detects unintended changes of arrays, by sums of 32-bit words. Bound to the arrays at set-up.
+    """Detector of unintended changes of arrays, by sums of 32-bit words. Bound to the arrays at set-up.
 
     It detects every change within one word, but not several changes that cancel in the sum.
     """
 
     def remember(self) -> None:
-        """Record the sums of the arrays at this point of the work."""
+        """Record the sums of the arrays after all work enqueued so far."""
         ...
 
     def compare(self) -> None:
-        """Mark the arrays whose sums differ, at this point of the work, from the recorded ones."""
+        """Mark each array whose sum after all work enqueued so far differs from the recorded one."""
         ...
 
     def fetch_changed(self) -> Fetch:
@@ -332,12 +336,12 @@ class WatchedArrays(Protocol):
         ...
 
     def guard(self) -> ArrayGuard:
-        """Return a guard that has recorded the arrays' present sums."""
+        """Return a guard that has recorded the arrays' current sums."""
         ...
 
 
 class Arithmetic(ABC):
-    """The arithmetic service of a kernel set. The target comes first; unless noted, a call's arrays have one dtype and one size.
+    """Arithmetic service of a kernel set. Targets come first; unless noted, all arrays of a call have the same dtype and size.
 
     Attributes:
         on_host: whether arrays are NumPy arrays. Then no work is enqueued, and `fetch` and `to_host` return the array itself.
@@ -387,7 +391,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
-        """Compute target (N, 1, 1, C) := scale * the sum over the pixels of source (N, H, W, C); zeros without pixels."""
+        """Compute target (N, 1, 1, C) := scale * the sum over the pixels of source (N, H, W, C); 0 if there are no pixels."""
 
     @abstractmethod
     def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
@@ -399,15 +403,15 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        """Fetch whether all elements of each array are finite at this point of the work; bool (len(arrays),)."""
+        """Fetch whether all elements of each array are finite after all work enqueued so far; bool (len(arrays),)."""
 
     @abstractmethod
     def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
-        """Return a watch on flat arrays of whole 32-bit words, which may differ in dtype. For set-up only."""
+        """Return the checksum and guard service for flat arrays of whole 32-bit words, of any dtypes. For set-up only."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:
-        """Fetch the elements at this point of the work. The array must not be written to before the result is read."""
+        """Fetch the elements after all work enqueued so far. The array must not be written to before the result is read."""
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:

@@ -26,7 +26,7 @@ _OTHERWISE = "or set backend to onednn or numpy, which compute on the CPU"
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Number of a rank on its node.
+    """Position of a rank on its node.
 
     Attributes:
         ranks: number of ranks of the job.
@@ -42,8 +42,8 @@ class NodePlace:
 def make_device(precision: Precision, place: NodePlace) -> Device:
     """Return this rank's device for computation in `precision`.
 
-    A rank that sees one GPU uses it, since schedulers may give each rank its own. A rank that sees several uses the one with its
-    number on the node.
+    A rank that sees one GPU uses it, since schedulers may give each rank its own. A rank that sees several GPUs uses the one
+    whose index is the rank's number on the node.
 
     Raises:
         BackendError: there is no device, or it does not compute in `precision`; the message states the remedy.
@@ -67,7 +67,7 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
 
 
 def missing(place: NodePlace) -> str | None:
-    """Return the reason why no GPU can be used here, as a sentence; None if one can. Named devices are ignored."""
+    """Return the reason why no GPU can be used here, as a sentence; None if one can. `DEVICE_VARIABLE` is ignored."""
     try:
         _gpu(place)
     except BackendError as error:
@@ -84,7 +84,7 @@ def _named_device(value: str) -> Device:
     """Return the device that `make_device(argument)` of the module named by `DEVICE_VARIABLE` returns.
 
     Raises:
-        BackendError: the module does not exist, has no `make_device`, or refuses the argument.
+        BackendError: the module does not exist, has no `make_device`, or rejects the argument.
     """
     name, _, argument = value.partition(":")
     try:
@@ -146,7 +146,7 @@ def gpu_index(count: int, place: NodePlace) -> int:
     """Return the index of a rank's GPU among the `count` that it sees.
 
     Raises:
-        BackendError: there are several GPUs, but fewer than ranks on the node.
+        BackendError: there are several GPUs, but fewer than there are ranks on the node.
     """
     if count == 1:
         return 0
@@ -173,7 +173,7 @@ class Backend:
         dtype: dtype of activations: "float32", "float64" or "bfloat16".
         kernels: kernel set, which makes the operators and allocates their memory.
         description: description for users, such as "onednn, float32".
-        versions: versions of the libraries that a run records in addition to those of all runs.
+        versions: versions of this backend's libraries, recorded by a run in addition to the versions that all runs record.
     """
 
     name: str
@@ -188,13 +188,14 @@ def make_backend(
 ) -> Backend:
     """Return the backend of that name.
 
-    "auto" selects a GPU if one can be used, otherwise oneDNN for float32 if its library loads, otherwise NumPy, and logs its
+    "auto" selects a GPU if one can be used, otherwise oneDNN for float32 if its library loads, otherwise NumPy, and logs the
     choice.
 
     Args:
         dtype: dtype of parameters, and of activations at precision "float32": "float32" or "float64".
-        precision: precision of products, for dtype float32: "tf32" rounds their factors, "bfloat16" all activations (cuda only).
-        place: number of this rank on its node, which selects its GPU; default: a single rank.
+        precision: precision of products, for dtype "float32". "tf32" rounds their factors; "bfloat16" rounds all activations.
+            Both require cuda.
+        place: position of this rank on its node, which selects its GPU; default: a single rank.
 
     Raises:
         BackendError: the name is unknown, the backend does not compute in the dtype or precision, or a library is missing.
@@ -229,19 +230,19 @@ def _check(name: str, dtype: str, precision: str) -> None:
 
 
 def precision_fault(name: str, dtype: str, precision: str) -> str | None:
-    """Return the sentence that refuses a precision for a backend and a dtype; None if they are compatible. Checks names only."""
+    """Return the error message if the names of backend, dtype and precision are incompatible; None if they are compatible."""
     if precision == "float32":
         return None
     if dtype != "float32":
         return f"precision is {precision}, which requires dtype float32; for dtype {dtype}, set precision to float32."
     if name not in ("cuda", "auto"):
-        return f"precision is {precision}, in which only backend cuda computes; set precision to float32, or backend to cuda."
+        return f"precision is {precision}, which only backend cuda supports; set precision to float32, or backend to cuda."
     return None
 
 
 def _choose(dtype: str, precision: str, place: NodePlace) -> str:
     if dtype != "float32":
-        _log.info("Backend numpy: the only one that computes in %s.", dtype)
+        _log.info("Backend numpy: no other backend computes in %s.", dtype)
         return "numpy"
     no_gpu = missing(place)
     if no_gpu is None:
@@ -249,7 +250,7 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
         return "cuda"
     if precision != "float32":
         raise BackendError(
-            f"precision is {precision}, in which only backend cuda computes; set it to float32, or use a GPU. {no_gpu}"
+            f"precision is {precision}, which only backend cuda supports; set it to float32, or use a GPU. {no_gpu}"
         )
     reason = _onednn_missing()
     name, remarks = ("onednn", []) if reason is None else ("numpy", [reason])

@@ -1,8 +1,8 @@
 """Random numbers as a pure function of a key and a counter: Philox4x32-10 (Salmon et al., SC 2011), vectorised.
 
-No generator has a state, so any split of samples or indices over ranks, threads or calls draws the same numbers. A number is
-addressed by (key, sample id, index): `key("dropout", seed, step, layer)` names the stream; index i of sample n is word i % 4 of
-the counter (i // 4, n). The numbers are bitwise equal on every machine and with every NumPy version.
+There is no state, so any split of samples or indices over ranks, threads or calls yields the same numbers. A number is addressed
+by (key, sample id, index): `key("dropout", seed, step, layer)` identifies the stream; index i of sample n is word i % 4 of the
+counter (i // 4, n). The numbers are bitwise equal on every machine and with every NumPy version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK = 8192  # counters of a tile, whose state fits the nearest caches
 
 
 def key(*parts: int | str) -> Key:
-    """Return two 32-bit words that name a stream.
+    """Return the key of a stream, two 32-bit words.
 
     The parts may be, for example, "dropout", seed, step and "classifier.1". The key is a cryptographic hash of the parts, their
     types and their lengths, so equal parts have equal keys in all processes.
@@ -71,7 +71,7 @@ def _split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _words(stream: Key, sample_ids: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
-    """Yield (samples, blocks, even, odd) of all pairs, in tiles. The words are valid until the next tile."""
+    """Yield (samples, blocks, even, odd) for all pairs of sample and block, in tiles. The words are valid until the next tile."""
     tile_blocks = min(_BLOCK, max(blocks.size, 1))
     tile_samples = max(1, min(_BLOCK // tile_blocks, sample_ids.size))
     scratch = _WordScratch(tile_samples * tile_blocks)
@@ -91,7 +91,7 @@ def _words(stream: Key, sample_ids: np.ndarray, blocks: np.ndarray) -> Iterator[
 
 
 def _blocks(indices: range | NDArray[np.integer]) -> tuple[np.ndarray, slice | np.ndarray]:
-    """Return the numbers of the four-word blocks that cover `indices`, and where the indices are in the blocks' words."""
+    """Return the numbers of the four-word blocks that cover `indices`, and the positions of the indices in the blocks' words."""
     if isinstance(indices, range) and indices.step == 1 and len(indices):
         first = indices.start // 4
         return np.arange(first, (indices.stop - 1) // 4 + 1), slice(indices.start - 4 * first, indices.stop - 4 * first)
@@ -101,7 +101,7 @@ def _blocks(indices: range | NDArray[np.integer]) -> tuple[np.ndarray, slice | n
 
 
 def words(stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.integer]) -> NDArray[np.uint32]:
-    """Return uniform 32-bit words (N, len(indices)) of samples `sample_ids` (N,) int64 at `indices` (a range or a 1-D array)."""
+    """Return uniform 32-bit words (N, len(indices)) for `sample_ids` (N,) int64 and `indices` (a range or a 1-D array)."""
     ids = np.asarray(sample_ids, np.int64)
     blocks, where = _blocks(indices)
     out = np.empty((ids.size, blocks.size, 4), np.uint32)
@@ -114,7 +114,7 @@ def words(stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.intege
 def uniform(
     stream: Key, sample_ids: ArrayLike, indices: range | NDArray[np.integer], dtype: DTypeLike = np.float64
 ) -> np.ndarray:
-    """Return numbers in [0, 1), (N, len(indices)), of float64 (multiples of 2**-32) or float32 (multiples of 2**-24)."""
+    """Return uniform numbers in [0, 1), (N, len(indices)): float64, multiples of 2**-32, or float32, multiples of 2**-24."""
     drawn = words(stream, sample_ids, indices)
     if np.dtype(dtype) == np.float32:
         return np.asarray((drawn >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24))

@@ -40,7 +40,7 @@ class Node:
         output: number of the output tensor.
         parameters: full names of the parameters, by role.
         statistics: full names of the statistics, by role.
-        input_first: whether the input's gradient is computed before the parameters', because it must travel to other ranks.
+        input_first: whether the input's gradient is computed before the parameters', because it is sent to other ranks.
         shared: whether the parameters also belong to an earlier node, so that their gradients add up.
         frozen: whether the parameters are not trained and have no gradients.
     """
@@ -79,7 +79,7 @@ class Graph:
 
 
 class GraphBuilder:
-    """Collects nodes while layers lower themselves."""
+    """Collector of the nodes that layers emit while they lower themselves."""
 
     def __init__(self, x: TensorSpec) -> None:
         self._nodes: list[Node] = []
@@ -124,7 +124,8 @@ def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *,
     """Return the graph with fused nodes.
 
     Args:
-        products: spec types that become `WithRelu` with a ReLU after them.
+        products: spec types that are fused with a following ReLU into a `WithRelu`.
+        training: whether the graph is for training; False also removes stochastic depth.
     """
     nodes = list(graph.nodes) if training else _without_stochastic_depth(graph)
     for relu in graph.nodes:
@@ -134,7 +135,10 @@ def fuse(graph: Graph, products: tuple[type, ...] = (Conv2dSpec, LinearSpec), *,
 
 
 def _without_stochastic_depth(graph: Graph) -> list[Node]:
-    """Return the nodes without stochastic depth, which evaluation omits: it would separate a batch norm from its sum."""
+    """Return the nodes without stochastic depth.
+
+    In evaluation it is the identity, but it would prevent the fusion of a batch norm with the following sum.
+    """
     nodes: list[Node] = []
     stands_for: dict[int, int] = {}
     for node in graph.nodes:

@@ -1,7 +1,4 @@
-"""Arithmetic on arrays of the host, by NumPy: the service of the CPU's kernel sets.
-
-Checksums and guards of the host's arrays are here too.
-"""
+"""Arithmetic service of the CPU kernel sets: NumPy operations, checksums and guards of arrays in the host's memory."""
 
 from __future__ import annotations
 
@@ -146,7 +143,7 @@ _BLOCK = 1 << 16  # elements that are converted to float64 at a time
 
 
 def square_sum(values: np.ndarray) -> float:
-    """Return the sum of squares of a 1-D array, in float64. Float64 copies are made of blocks, not of the whole array."""
+    """Return the sum of squares of a 1-D array, in float64. The array is converted to float64 block by block."""
     if values.dtype == np.float64:
         return float(np.dot(values, values))
     total = 0.0
@@ -159,8 +156,8 @@ def square_sum(values: np.ndarray) -> float:
 def all_finite(values: np.ndarray) -> bool:
     """Return whether no element of a contiguous array is NaN or infinite.
 
-    Computes the product of the array with itself. If the product overflows, although all elements may be finite, each element is
-    tested.
+    If the array's dot product with itself is finite, so are all elements. Otherwise each element is tested, since the product may
+    overflow although all elements are finite.
     """
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -206,7 +203,7 @@ class HostDescent:
 
 
 class HostMomentDescent:
-    """Implements `MomentDescent`, in chunks as `HostDescent`. Arguments: see `Arithmetic.moment_descent`."""
+    """Implements `MomentDescent`, in chunks like `HostDescent`. Arguments: see `Arithmetic.moment_descent`."""
 
     def __init__(self, data: np.ndarray, gradient: np.ndarray, first: np.ndarray, second: np.ndarray, rule: MomentRule) -> None:
         self._beta1, self._beta2, self._epsilon = float(rule.beta1), float(rule.beta2), float(rule.epsilon)

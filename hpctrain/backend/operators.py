@@ -1,11 +1,11 @@
 """The interface between layers and arithmetic: operators, made at set-up and run every step, and the kernel sets that make them.
 
-A kernel set turns a spec into an `Operator`. The program (nn) plans memory from the operator's declarations and binds it to its
-buffers once. Afterwards it only calls `forward`, `backward_parameters` and `backward_input`. An operator allocates nothing after
-`bind` (scratch and saved memory are planned for it), and keeps no reference to anything but its buffers.
+A kernel set turns a spec into an `Operator`. The program (nn) plans memory from the operator's declarations and binds the
+operator to its buffers once. Afterwards it only calls `forward`, `backward_parameters` and `backward_input`. An operator
+allocates nothing after `bind` (scratch and saved memory are planned for it), and keeps no reference to anything but its buffers.
 
-Optional abilities of operators and kernel sets are base classes, one for each ability. A plan that uses no ability works too, but
-takes more memory, or waits where it could compute. A plan tests for abilities once, when it is made; a step hardly tests at all.
+Optional abilities of operators and kernel sets are base classes, one for each ability. A program also works without them, but
+takes more memory, or waits when it could compute. A plan tests for abilities once, when it is made; a step hardly tests at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIGNMENT_BYTES = 64  # a cache line, and the width of an AVX-512 register
 
 
 def aligned(size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Return the size, rounded up to a multiple of the alignment; default: that of a CPU."""
+    """Return the size, rounded up to a multiple of the alignment; default: 64 bytes, for CPUs."""
     return -(-size_bytes // alignment_bytes) * alignment_bytes
 
 
@@ -39,7 +39,7 @@ class MixedLabels:
     """Two labels of each sample.
 
     Attributes:
-        first: labels (N,) with the share `weight` of the target.
+        first: labels (N,) whose share of the target is `weight`.
         second: labels (N,) with the remaining share.
         weight: share of the first labels. Accuracies count the label with the larger share.
     """
@@ -50,10 +50,10 @@ class MixedLabels:
 
 
 def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return the labels (N,) of any integer dtype as int64, all of them in [0, classes).
+    """Return labels (N,) of any integer dtype as int64, after checking that all are in [0, classes).
 
     Raises:
-        DataError: a label is outside; the message has the first such label and the nearest legal one.
+        DataError: a label is outside; the message states the first such label and the nearest legal one.
     """
     labels = np.asarray(labels).astype(np.int64)
     wrong = labels[(labels < 0) | (labels >= classes)]
@@ -71,10 +71,10 @@ Array = Any  # numpy.ndarray or DeviceArray: the kernel set decides
 
 @dataclass(frozen=True)
 class StepContext:
-    """Facts about a step that every operator receives at the start of a forward pass.
+    """Numbers of a step that every operator receives at the start of a forward pass.
 
     Attributes:
-        training: whether batch statistics and dropout are used, or their evaluation counterparts.
+        training: whether to use batch statistics and dropout; otherwise running statistics and no dropout are used.
         epoch: number of the epoch, counted from 0 since the start of training, not since the last resume.
         step: number of the step, counted from 0 since the start of training.
         sample_ids: int64 (N,): index in the data set of each sample of this (micro-)batch on this rank.
@@ -97,7 +97,7 @@ class StatisticsMerger(Protocol):
         ...
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        """Replace `mean` and `m2` by those of all ranks, merged in rank order, and return the total count.
+        """Replace `mean` and `m2` by their values over all ranks, merged in rank order, and return the total count.
 
         Both are float64 (C,); `m2` is the sum of squared deviations. Collective over the merger's ranks: a rank without samples
         passes count 0.
@@ -127,8 +127,8 @@ class Buffers:
 
     Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, with `TensorSpec.size` elements.
 
-    input_grads[i] is None if it is not wanted. If `accumulate[i]` is set, the operator adds to it instead of writing it; the plan
-    sets it only for `Accumulating` operators.
+    `input_grads[i]` is None if the gradient is not needed. If `accumulate[i]` is set, the operator adds to the buffer instead of
+    overwriting it; the plan sets it only for `Accumulating` operators.
     """
 
     inputs: tuple[Array, ...]
@@ -150,17 +150,18 @@ class Operator(ABC):
 
     All attributes are fixed at construction, so that memory can be planned; `bind` then provides the memory. An operator declares
     optional abilities (work in place, add to gradients, start early ...) by inheriting from the classes below. Backward may read
-    only the buffers that it declares here; all others are overwritten before.
+    only the buffers that are declared here as needed; the plan may reuse all other buffers before.
 
     Attributes:
         spec: spec of the operation.
-        inputs: specs, with layouts, of the inputs that it reads. The plan inserts copies if a neighbour's layout differs.
+        inputs: specs, with layouts, of the inputs that the operator reads. The plan inserts copies if a neighbour's layout
+            differs.
         output: spec, with layout, of the output.
         needs_inputs: whether backward reads each input.
         needs_output: whether backward reads the output.
-        saved_bytes: memory that it keeps from forward to backward.
-        scratch_bytes: memory that it uses within one call.
-        fallback_reason: reason why a kernel set uses another set's operator, for reports; empty for an operator of its own.
+        saved_bytes: size in bytes of the memory kept from forward to backward.
+        scratch_bytes: size in bytes of the memory used within one call.
+        fallback_reason: reason why the kernel set uses another set's operator, for reports; empty if it uses its own.
     """
 
     spec: Spec
@@ -205,7 +206,7 @@ def carve(buffer: Array | None, requests: Iterable[Request], alignment_bytes: in
     """Return arrays of these shapes and dtypes, one after another in `buffer` (uint8), each aligned.
 
     Args:
-        buffer: buffer to divide; None: an empty buffer of the host, if all arrays are empty.
+        buffer: buffer to divide; may be None if all arrays are empty, which are then arrays of the host.
     """
     buffer = np.empty(0, np.uint8) if buffer is None else buffer
     arrays, start = [], 0
@@ -221,7 +222,7 @@ def carve(buffer: Array | None, requests: Iterable[Request], alignment_bytes: in
 class PlainOperator(Operator):
     """An operator on plain NHWC memory. A subclass's constructor calls `declare` last; `bind` then sets its arrays.
 
-    Operators for training compute gradients. The others keep nothing for gradients, and their backward methods must not be
+    Operators for training compute gradients. Other operators save nothing for gradients, and their backward methods must not be
     called.
 
     Attributes:
@@ -247,7 +248,7 @@ class PlainOperator(Operator):
         self._scratch: Sequence[Request] = ()
 
     def declare(self, *, saved: Sequence[Request] = (), scratch: Sequence[Request] = ()) -> None:
-        """Declare the arrays that this operator keeps from forward to backward, and those that it uses within one call."""
+        """Declare the saved arrays, kept from forward to backward, and the scratch arrays, used within one call."""
         self._saved, self._scratch = saved, scratch
         self.saved_bytes = total_bytes(saved, self.array_alignment_bytes)
         self.scratch_bytes = total_bytes(scratch, self.array_alignment_bytes)
@@ -259,7 +260,7 @@ class PlainOperator(Operator):
         self.scratch = carve(scratch, self._scratch, self.array_alignment_bytes)
 
     def input_grad(self, i: int = 0) -> Array | None:
-        """Return the buffer of the gradient of input i; None if it is not wanted."""
+        """Return the buffer of the gradient of input i; None if the gradient is not needed."""
         return self.buffers.input_grads[i] if i < len(self.buffers.input_grads) else None
 
     def accumulates(self, i: int = 0) -> bool:
@@ -286,7 +287,7 @@ class LossSums:
     count: int
 
     def result(self) -> LossSums:
-        """Return these sums, so that sums on the host are a `LossHandle`."""
+        """Return these sums, so that sums on the host implement `LossHandle`."""
         return self
 
 
@@ -294,7 +295,7 @@ class LossHandle(Protocol):
     """Sums that are being copied to the host."""
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them. Call it before the loss operator's second next `run`."""
+        """Wait for the sums and return them. Must be called before the second subsequent `run` of the loss operator."""
         ...
 
 
@@ -306,7 +307,7 @@ class LossOperator(ABC):
         """Compute the sums over this batch, and d_logits = d(sum loss / global_count)/d logits if given. Never waits.
 
         Args:
-            labels: integers (N,) in the host's memory, or two labels of each sample; they may change afterwards.
+            labels: integers (N,) in the host's memory, or two labels of each sample; the arrays may change afterwards.
         """
 
 
@@ -318,7 +319,8 @@ class KernelSet(ABC):
     Attributes:
         arithmetic: arithmetic service for the arrays of this set.
         alignment_bytes: alignment of every buffer in an arena.
-        shadow_dtype: dtype of a rounded copy of all parameters, which operators read instead; None if they need none.
+        shadow_dtype: dtype of the rounded copies of parameters that operators read; None if operators read the parameters
+            themselves.
     """
 
     name: ClassVar[str]
@@ -348,7 +350,7 @@ class KernelSet(ABC):
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
 
     def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
-        """Begin a forward pass: copy the numbers of the step to the memory where operators read them. Never waits."""
+        """Begin a forward pass: copy the context's numbers to the memory from which operators read them. Never waits."""
 
     def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
         """Wait until all work of this set is done, for measurements. A step never calls it."""
@@ -358,15 +360,15 @@ class KernelSet(ABC):
         return None
 
     def used_bytes(self) -> int | None:
-        """Return the bytes of the device's memory that are in use; None if kernels compute in the process's own memory."""
+        """Return the number of bytes of device memory in use; None if kernels compute in the process's own memory."""
         return None
 
     def pinned_bytes(self) -> PinnedBytes | None:
-        """Return the pinned memory allocated so far; None if kernels compute in the host's memory."""
+        """Return the number of bytes of pinned memory allocated so far; None if kernels compute in the host's memory."""
         return None
 
     def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
-        """Return the pinned bytes of batches of at most `samples` stored images (h, w, C).
+        """Return the number of bytes of pinned memory for batches of at most `samples` stored images (h, w, C).
 
         Args:
             resizes: whether images are resized before their windows are read.
@@ -374,7 +376,7 @@ class KernelSet(ABC):
         return 0
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
-        """Return the graph with neighbours replaced by the fused nodes of this set; all other nodes stay as they are."""
+        """Return the graph with neighbouring nodes replaced by this set's fused nodes. Other nodes are unchanged."""
         return graph
 
     def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
@@ -393,7 +395,7 @@ class PixelInput(ABC):
     def make_input(self, target: Array, images: PixelBatch) -> None:
         """Compute target (N, H, W, C) := images, with the values of `np.asarray(images)`, rounded to the target's dtype.
 
-        The pixels may change afterwards.
+        The stored pixels may change afterwards.
         """
 
 
@@ -406,7 +408,7 @@ class CapturedWork(Protocol):
 
 
 class CapturesWork(ABC):
-    """A kernel set whose operators' calls can be captured, as CUDA graphs can.
+    """A kernel set that can capture the calls of its operators, as in CUDA graphs.
 
     Attributes:
         captures: whether programs capture their calls.
@@ -416,13 +418,16 @@ class CapturesWork(ABC):
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[CapturedWork]:
-        """Capture operators' calls inside this context instead of executing them. Each call has been executed once before."""
+        """Capture operators' calls inside this context instead of executing them.
+
+        Each call must have been executed once before.
+        """
 
 
 class AnyArrays:
-    """An operator that computes only by the arithmetic service, so that it runs on the arrays of any kernel set.
+    """An operator that computes only through the arithmetic service, and therefore runs on the arrays of any kernel set.
 
-    Specs that make their own operators (see `nn.compile`) may need it, since they are independent of kernel sets.
+    Specs that make their own operators (see `nn.compile`) can use it, since they are independent of kernel sets.
 
     Attributes:
         arithmetic: arithmetic service; default: the host's.
@@ -436,16 +441,18 @@ class AnyArrays:
 
 
 class InPlace:
-    """An operator whose output may share the buffer of inputs[0], and input_grads[0] that of output_grad, as the plan decides.
+    """An operator that can work in place: inputs[0] and the output may share a buffer, and so may output_grad and input_grads[0].
 
-    Forward and backward must work element by element. Saves the memory of an activation and of a gradient.
+    The plan decides whether they do. Forward and backward must work element by element. Saves the memory of an activation and of
+    a gradient.
     """
 
 
 class InputView:
-    """An operator whose output is the memory of inputs[0] in another shape, and likewise their gradients; it computes nothing.
+    """An operator whose output is the memory of inputs[0] in another shape, so that nothing is computed.
 
-    If other operators read the input, its gradient is a sum, and the program copies the output's gradient to it.
+    The gradients of the input and the output share memory too. If other operators read the input, its gradient is a sum, and the
+    program copies the output's gradient to it.
     """
 
 
@@ -476,16 +483,17 @@ class Accumulating:
 
 
 class OutputReadOnce:
-    """An operator that reads its output only in the first half of backward, so that its memory is free during the second.
+    """An operator that reads its output only in the first half of backward. The output's memory is free during the second half.
 
-    An example is a mask that is applied to the output's gradient before both halves. See also `needs_output`.
+    An example is a fused ReLU, whose mask is applied to the output's gradient once, at the start of backward. See also
+    `needs_output`.
     """
 
 
 class JointBackward:
     """An operator whose `backward_parameters` also writes the inputs' gradients, so that a later `backward_input` does nothing.
 
-    The plan then reserves these gradients one action earlier.
+    The plan then reserves the buffers of these gradients one action earlier.
     """
 
 
@@ -493,8 +501,8 @@ class DeferredStart:
     """An operator whose work takes time without computing, such as a message, and may start before its result is needed.
 
     Attributes:
-        begins_early: whether `begin_forward` is called at the operator's place, and `forward` just before the output's first
-            reader. Otherwise only `forward` is called.
+        begins_early: whether `begin_forward` is called at the operator's position in the program, and `forward` just before the
+            output's first reader. Otherwise only `forward` is called.
     """
 
     begins_early: bool = False
@@ -504,7 +512,7 @@ class DeferredStart:
         raise NotImplementedError
 
     def begin_backward(self) -> None:
-        """Start the backward work, if the plan calls it; the output's gradient is complete. Must not wait."""
+        """Start the backward work; the output's gradient is complete. Optional: the plan may omit this call. Must not wait."""
         raise NotImplementedError
 
 
@@ -512,7 +520,7 @@ class RecomputedOutput:
     """An operator whose output need not be kept from forward to backward: it is computed again if backward reads it.
 
     Attributes:
-        recomputes_output: whether recomputation pays at these shapes.
+        recomputes_output: whether recomputation is worthwhile at these shapes.
     """
 
     recomputes_output: bool = True
@@ -534,27 +542,29 @@ class SufficientFactors:
 
 
 class ParameterCopies:
-    """An operator that keeps copies of parameters, in its own format, from one evaluation to the next."""
+    """An operator that copies parameters to its own format and reuses the copies in later evaluations."""
 
     def parameters_changed(self) -> None:
-        """Mark the copies as stale, since parameters have changed after the last forward."""
+        """Mark the copies as stale, because the parameters have changed since the last forward pass."""
         raise NotImplementedError
 
 
 class FollowsOperator:
-    """An operator that may read the copies of parameters made by an equal operator of another program that runs side by side."""
+    """An operator that may read the parameter copies of an equal operator in another program that runs side by side."""
 
     def follow(self, first: Operator) -> None:
-        """Announce, before `bind`, that each call follows the same call of `first`.
+        """Declare, before `bind`, that each call follows the same call of `first`.
 
         `first` is an operator of the same spec with the same parameters. Between its call and this operator's call, `first` is
-        not called again, and no other code writes to the arrays that it is bound to.
+        not called again, and no other code writes to the arrays that `first` is bound to.
         """
         raise NotImplementedError
 
 
 class CallsHost:
-    """An operator whose calls may need numbers of other ranks, which the host fetches. Such a call waits and is never captured.
+    """An operator whose calls may need numbers from other ranks, which the host exchanges.
+
+    Such a call waits and is never captured.
 
     Attributes:
         calls_host: whether the calls need the host; final after `bind`.

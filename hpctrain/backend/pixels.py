@@ -1,17 +1,18 @@
 """Batches of stored pixels, which are converted to a network's input as late as possible, and resizing of images.
 
-A `PixelBatch` holds stored pixels and the remaining steps to a network's input. A kernel set may do these steps in its own memory
-(`PixelInput`): pixels take a quarter of the bytes of float32. NumPy accepts such a batch as an array, and computes exactly the
-same numbers on the host.
+A `PixelBatch` holds stored pixels and the operations that turn them into a network's input. A kernel set may execute these
+operations in its own memory (`PixelInput`), since pixels take a quarter of the bytes of float32. `np.asarray` computes exactly
+the same numbers on the host.
 
 Images are resized in integer arithmetic, bit-equal to Pillow and OpenCV. Rows and columns are resampled separately, by weighted
 sums of neighbouring pixels:
 
-- *filtered* dimensions, which shrink or keep their length: Pillow's triangle filter, scaled to the size of a result's pixel;
-  weights of 22 bits, rounded to uint8, columns first;
-- *interpolated* dimensions, which grow: OpenCV's INTER_LINEAR_EXACT; two weights of 8 bits, rounded once after both dimensions.
+- *filtered* dimensions, which shrink or keep their length, use Pillow's triangle filter, scaled to the size of an output pixel.
+  Weights have 22 bits. Results are rounded to uint8 after each dimension, of which the columns come first;
+- *interpolated* dimensions, which grow, use OpenCV's INTER_LINEAR_EXACT: two weights of 8 bits, rounded once after both
+  dimensions.
 
-A dimension that grows without interpolation is filtered, by a filter of the size of a stored pixel.
+A dimension that grows while interpolation is off is filtered too. The filter then has the size of a stored pixel.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Taps:
 
     Attributes:
         interpolated: whether the dimension is interpolated; otherwise it is filtered.
-        first: (n,) int64: the first stored pixel of each result.
-        weights: (n, k) int64: weights of this pixel and its successors.
+        first: (n,) int64: index of the first stored pixel of each output pixel.
+        weights: (n, k) int64: weights of the first stored pixel and its successors.
     """
 
     interpolated: bool
@@ -71,7 +72,7 @@ class Taps:
 
 
 def most_taps(size: int, made: int) -> int:
-    """Return an upper bound on the number of stored pixels, of at most `size`, from which one of `made` pixels is computed."""
+    """Return an upper bound on the number of stored pixels per output pixel if at most `size` pixels are resampled to `made`."""
     return 2 * math.ceil(max(1.0, size / made)) + 1
 
 
@@ -82,7 +83,7 @@ def taps(size: int, made: int, *, interpolates: bool) -> Taps:
 
 
 def _filter(size: int, made: int) -> Taps:
-    """Return taps as Pillow's `precompute_coeffs` and `normalize_coeffs_8bpc` of the triangle filter, operation by operation."""
+    """Return the taps of Pillow's triangle filter, by the same operations as `precompute_coeffs` and `normalize_coeffs_8bpc`."""
     scale = size / made
     support = max(scale, 1.0)
     centre = (np.arange(made) + 0.5) * scale
@@ -99,7 +100,7 @@ def _filter(size: int, made: int) -> Taps:
 
 
 def _interpolation(size: int, made: int) -> Taps:
-    """Return taps as OpenCV's `interpolationLinear` with fixed-point weights; the first and last pixels are repeated outside."""
+    """Return the taps of OpenCV's `interpolationLinear` with fixed-point weights. Beyond an edge, its pixel is repeated."""
     scale = 1.0 / (made / size)
     place = scale * (np.arange(made) + 0.5) - 0.5
     before = np.floor(place).astype(np.int64)
@@ -150,11 +151,12 @@ WINDOW = np.dtype(
 class PixelBatch:
     """Images (N, H, W, C) as stored pixels: an element of channel c is p * scale[c] + shift[c], rounded after both operations.
 
-    Indexing by a slice or an array of numbers returns the batch of these images.
+    Indexing by a slice or an array of indices returns a batch of the selected images.
 
     Attributes:
         pixels: stored pixels, uint8 (N, h, w, C).
-        windows: (N,) of `WINDOW`: the pixels p of each image.
+        windows: (N,) of dtype `WINDOW`: crop, reflection and erasure of each image, which determine the positions of its pixels
+            p.
         size: (H, W) of the images.
         scale: (C,), in the dtype of the images.
         shift: (C,), in the dtype of the images.

@@ -36,11 +36,11 @@ NHWC = "NHWC"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor at set-up: logical shape, name of the dtype, and layout.
+    """Description of a tensor: logical shape, name of the dtype, and layout.
 
     Attributes:
-        layout: "NHWC", which is plain row-major memory of the logical shape, whatever its rank, or an opaque token of the kernel
-            set that chose it.
+        layout: "NHWC" for plain row-major memory of the logical shape, whatever its number of dims; otherwise an opaque token of
+            the kernel set that chose the layout.
         padded_size: number of elements in the buffer, padding included; None in plain memory.
     """
 
@@ -87,7 +87,7 @@ class Window:
         return dilation_rows * (rows - 1) + 1, dilation_columns * (columns - 1) + 1
 
     def output_size(self, size: Pair, *, ceil_mode: bool = False) -> Pair:
-        """Return (Ho, Wo) for an input of (H, W); 0 if H or W is 0.
+        """Return (Ho, Wo) for an input of (H, W). A dim of size 0 stays 0.
 
         Raises:
             ShapeError: the input is not empty but smaller than the window (in ceil mode, by a stride or more).
@@ -353,7 +353,7 @@ class SoftmaxCrossEntropySpec:
     """
 
     smoothing: float = 0.0
-    #: rank up to which a label counts as correct for the second accuracy
+    #: k of the second accuracy (top-k)
     top: ClassVar[int] = 5
 
 

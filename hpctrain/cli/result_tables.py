@@ -256,7 +256,7 @@ def _printable(file: Path) -> str:
 
 
 def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Table:
-    """Return a row of each key with the values of all runs, or of many runs a row of each value with the runs that have it."""
+    """Return a table of settings: a column per run, or for many runs a row per value with the runs that have this value."""
     if len(numbers) <= _MOST_COLUMNS:
         table = plain_table("", *numbers, left=1 + len(numbers))
         for setting in settings:

@@ -132,7 +132,7 @@ def _going(state: RunState) -> str:
 
 
 def _position(state: RunState, width: int, *, plain: bool) -> RenderableType:
-    """Return the epoch, a bar, and the step."""
+    """Return one line with the epoch, a bar and the step."""
     start, record = state.latest("start"), state.latest("interval", "epoch")
     epochs = f"/{start['epochs']}" if "epochs" in start else ""
     epoch = f"epoch {record['epoch']}{epochs}" if "epoch" in record else "before the first step"

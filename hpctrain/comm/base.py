@@ -1,10 +1,10 @@
 """Transport interface of hpctrain: buffer operations among an ordered group of ranks.
 
-A communicator has no notion of parameters, and posts nothing by itself. Collectives on one communicator match by posting order,
-so every rank posts the same collectives in the same order. Buffers are C-contiguous arrays of float32, float64, int32, int64,
-uint8 or uint16. They must not be modified between posting and completion. 16-bit floats travel as their bits and are never summed
-by the transport. Methods whose names end in `_object` pickle and are for start-up and shut-down only; they wait with the same
-deadline as all other operations.
+A communicator has no notion of parameters, and posts operations only when it is called. Collectives on one communicator match by
+posting order, so every rank posts the same collectives in the same order. Buffers are C-contiguous arrays of float32, float64,
+int32, int64, uint8 or uint16. They must not be modified between posting and completion. 16-bit floats travel as their bits and
+are never summed by the transport. Methods whose names end in `_object` pickle and are for start-up and shut-down only; they wait
+with the same deadline as all other operations.
 
 `SingleCommunicator` implements the protocol for one process, without MPI: every operation is complete when it returns.
 `raise_on_all_ranks` raises the error of one rank on every rank, so that no rank waits for another forever.
@@ -34,7 +34,7 @@ class Handle(Protocol):
 
 @runtime_checkable
 class LateHandle(Handle, Protocol):
-    """A started operation that is posted later.
+    """Handle of an operation that has been started but may be posted later.
 
     Attributes:
         operation: the posted operation with its size, as text; "" before it is posted.
@@ -44,17 +44,23 @@ class LateHandle(Handle, Protocol):
 
 
 class GradientSums(Protocol):
-    """Sums over ranks that may round messages or add in a fixed order. A communicator's own sums are not rounded.
+    """Sums over ranks that may round messages or add in a fixed order. The sums of a `Communicator` never round messages.
 
     If a rank has several terms of a sum, sums in a fixed order take a tuple of arrays instead of one array.
     """
 
     def iallreduce(self, buffer: Array) -> Handle:
-        """Sum over the ranks, in place. Every rank gets the same bits. Collective."""
+        """Sum `buffer` over the ranks, in place. Every rank receives the same bits. Collective."""
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Send rank r the sum of all ranks' r-th piece of `send`. Pieces have `counts` elements. Collective."""
+        """Sum `send` over the ranks, and write piece r of the sum to `recv` on rank r. Collective.
+
+        Args:
+            send: this rank's terms of all pieces, in rank order.
+            recv: buffer of this rank's piece.
+            counts: elements of each piece.
+        """
         ...
 
 
@@ -71,11 +77,17 @@ class Communicator(Protocol):
     world_ranks: tuple[int, ...]  # world ranks of its ranks, in order
 
     def iallreduce(self, buffer: Array) -> Handle:
-        """Sum over the ranks, in place. Collective."""
+        """Sum `buffer` over the ranks, in place. Collective."""
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Send rank r the sum of all ranks' r-th piece of `send`. Pieces have `counts` elements. Collective."""
+        """Sum `send` over the ranks, and write piece r of the sum to `recv` on rank r. Collective.
+
+        Args:
+            send: this rank's terms of all pieces, in rank order.
+            recv: buffer of this rank's piece.
+            counts: elements of each piece.
+        """
         ...
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
@@ -97,7 +109,7 @@ class Communicator(Protocol):
         ...
 
     def ibarrier(self) -> Handle:
-        """Complete once every rank has posted it. Collective."""
+        """Post a barrier, which is complete once every rank has posted it. Collective."""
         ...
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle: ...
@@ -135,17 +147,17 @@ def piece(array: Array, counts: Sequence[int], rank: int) -> Array:
 
 
 class ForwardingCommunicator:
-    """Base of communicators that forward to another communicator of the same ranks and change some of its operations.
+    """Base of communicators that forward operations to another communicator of the same ranks. Subclasses change some operations.
 
     Args:
-        inner: communicator that operations are forwarded to.
+        inner: communicator to which operations are forwarded.
 
     Attributes:
         rank: rank of this process in `inner`.
         size: number of ranks.
         name: name of `inner`.
         world_ranks: world ranks of `inner`'s ranks.
-        inner: communicator that operations are forwarded to.
+        inner: communicator to which operations are forwarded.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -153,7 +165,7 @@ class ForwardingCommunicator:
         self.inner = inner
 
     def wrap(self, part: Communicator) -> Communicator:
-        """Return the result of a split of this communicator, given a part of `inner`. Collective over the part."""
+        """Return the communicator for a part of `inner` that a split has created. Collective over the part."""
         return part
 
     def iallreduce(self, buffer: Array) -> Handle:
@@ -198,7 +210,7 @@ class ForwardingCommunicator:
 
 
 class Complete:
-    """Handle of an operation that is complete."""
+    """Handle of an operation that is complete when it is posted."""
 
     def test(self) -> bool:
         return True
@@ -208,7 +220,7 @@ class Complete:
 
 
 class _Receive:
-    """A receive from this rank itself, complete once the matching send has filled it."""
+    """Receive from this rank itself, complete once the matching send has filled its buffer."""
 
     def __init__(self, buffer: Array, tag: int) -> None:
         self.buffer = buffer
@@ -231,7 +243,10 @@ _COMPLETE = Complete()
 
 
 class SingleCommunicator:
-    """Rank 0 of 1. Sums return their input; gathers copy; messages to itself match by tag, in posting order."""
+    """Communicator of one process, which is rank 0.
+
+    Sums return their input; gathers copy; messages to itself match by tag, in posting order.
+    """
 
     rank = 0
     size = 1
@@ -328,11 +343,12 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     """Return the result of `work` on this rank, once all ranks are done. Collective.
 
     `work` must not communicate on `comm`. An exception that is not an HpctrainError is a bug; it propagates at once and ends the
-    job.
+    job. CommunicationTimeoutError and RankLostError also propagate at once, because the other ranks would not answer.
 
     Raises:
-        HpctrainError: `work` raised one on any rank. Every rank raises the error of the lowest such rank. Its message names the
-            failing ranks unless all failed; its `ranks` are set to them if it has none. Only the first rank prints it.
+        HpctrainError: `work` raised an HpctrainError on any rank. Every rank raises the error of the lowest such rank. Its
+            message names the failing ranks unless all failed; its `ranks` are set to them if it has none. Only the first rank
+            prints it.
     """
     failure: HpctrainError | None = None
     try:
@@ -354,7 +370,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:
-    """Return the end of a message that names the ranks, such as ' (on ranks 1 and 2 of 4)'; empty if it is all ranks."""
+    """Return a suffix for a message that names the ranks, such as ' (on ranks 1 and 2 of 4)'; empty if all ranks failed."""
     if len(failed) == size:
         return ""
     if len(failed) == 1:

@@ -1,4 +1,4 @@
-"""Trial of MPI messages from a GPU's memory, in a separate process because MPI may end a process if it does not support them.
+"""Test of MPI messages from a GPU's memory, in a separate process because an MPI without support for them may end the process.
 
 The process is started before MPI is, without the launcher's variables, so that it is an MPI job of one rank. It sends a message
 to itself. This shows whether the library detects device memory, but does not test the network.
@@ -32,9 +32,10 @@ _BYTES = 1 << 16
 
 
 def trial() -> str:
-    """Return AWARE, UNAWARE with a reason, UNTRIED, or the output of MPI if it ended the process.
+    """Run the test in a separate process, and return its outcome: AWARE, UNAWARE with a reason, or UNTRIED.
 
-    Must not be called after MPI has started in this process.
+    If MPI reports that its GPU library is missing (`GTL_WORDS`), returns the output of MPI instead. Must not be called after MPI
+    has started in this process.
     """
     try:
         done = subprocess.run(
@@ -63,7 +64,7 @@ def last_line(text: str) -> str:
 
 
 def outcome() -> str:
-    """Start MPI alone, and send a message from the memory of a GPU to itself; return the outcome."""
+    """Start MPI in this process, send a message from GPU memory to itself, and return the outcome."""
     try:
         mpi.world(_DEADLINE_SECONDS)
     except MissingLibraryError:

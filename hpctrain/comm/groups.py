@@ -1,15 +1,15 @@
 """Groups of ranks: the process grid, nodes, and collectives in two levels.
 
 Rank (r, c) of a grid of Pr (`grid.rows`) by Pc (`grid.cols`) ranks belongs to two groups. The Pr ranks with equal c are a split
-group: they share samples and exchange activations, on the critical path. The Pc ranks with equal r are a data group: they hold
-the same weights and exchange gradients, which can be hidden. Ranks of a split group are therefore neighbours: position = c * Pr +
-r, over the ranks ordered by node. A split group lies inside a node if Pr divides the node's ranks.
+group: they share samples and exchange activations, which is on the critical path. The Pc ranks with equal r are a data group:
+they hold the same weights and exchange gradients, which can be hidden. Ranks of a split group are therefore neighbours: position
+= c * Pr + r, over the ranks ordered by node. A split group lies inside a node if Pr divides the number of ranks per node.
 
-`TwoLevel` runs reduce-scatters and allgathers in two levels, within a node and across nodes between ranks with the same local
-number, if nodes have several ranks each. A flat reduce-scatter or allgather of n bytes moves about n times the number of ranks
-per node over each link. With two levels, sums are computed within a node first, and gathered data crosses once: (N - 1) / N n for
-N nodes, as if a node were one rank (Cho, Finkler, Kung and Hunter, "BlueConnect", MLSys 2019). Each rank of a node drives a share
-of its link.
+`TwoLevel` runs reduce-scatters and allgathers in two levels if nodes have several ranks each: within a node, and across nodes
+between ranks with the same local number. A flat reduce-scatter or allgather of n bytes moves about n bytes times the number of
+ranks per node over each link. With two levels, sums are computed within a node first, and gathered data crosses each link once:
+(N - 1) / N n bytes for N nodes, as if a node were one rank (Cho, Finkler, Kung and Hunter, "BlueConnect", MLSys 2019). Each rank
+of a node sends and receives a share of this traffic.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Levels:
 
     @property
     def words(self) -> str:
-        """Suffix for levels in the request of a stored schedule."""
+        """Text about levels that is appended to the request of a stored schedule."""
         return f"; {self.nodes} nodes of {self.per_node}"
 
 
 def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
-    """Return the index of each rank's node, where nodes are counted by their lowest rank. Collective; at set-up only.
+    """Return the index of each rank's node; nodes are numbered in the order of their lowest ranks. Collective; at set-up only.
 
     Args:
-        comm: the ranks.
-        node: ranks of `comm` on this rank's node, from `split_shared_memory`.
+        comm: communicator of the ranks.
+        node: communicator of the ranks of `comm` on this rank's node, from `split_shared_memory`.
     """
     leaders = comm.allgather_object(node.broadcast_object(comm.rank))
     numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
@@ -76,7 +76,10 @@ def levels(nodes: Sequence[Hashable]) -> Levels | None:
 
 
 def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator:
-    """Return the ranks of `comm` in `two.order` and in two levels; in one level if `two` is None. Collective; at set-up."""
+    """Return a communicator with the ranks of `comm`, in two levels if `two` is not None. Collective; at set-up.
+
+    With two levels, its ranks have the order of `two.order`.
+    """
     position = comm.rank if two is None else two.order.index(comm.rank)
     flat = comm.split(0, position, name)
     assert flat is not None
@@ -84,10 +87,10 @@ def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator
 
 
 def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
-    """Return the ranks of this rank's node. Collective; at set-up.
+    """Return a communicator of the ranks on this rank's node. Collective; at set-up.
 
     Args:
-        comm: ranks in the order of `two`, as returned by `in_levels`.
+        comm: communicator whose ranks have the order of `two`, as returned by `in_levels`.
         two: the levels.
         name: name of the communicator, for messages.
     """
@@ -95,9 +98,9 @@ def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
 
 
 def across_nodes(comm: Communicator, two: Levels | None, name: str) -> Communicator:
-    """Return the ranks with this rank's local number on all nodes, in node order. Collective; at set-up.
+    """Return a communicator of the ranks with this rank's local number on all nodes, in node order. Collective; at set-up.
 
-    Returns all ranks of `comm` if there is one level.
+    If there is one level, it contains all ranks of `comm`.
     """
     position = comm.rank if two is None else two.order.index(comm.rank)
     number, node = divmod(position, comm.size if two is None else two.nodes)
@@ -115,17 +118,18 @@ def _split(comm: Communicator, color: int, name: str) -> Communicator:
 class TwoLevel(ForwardingCommunicator):
     """Communicator that runs reduce-scatters and allgathers in two stages, on separate communicators.
 
-    All other operations go to `flat`, whose ranks are in the order of the levels. The second stage of an operation starts in a
-    `test` of its handle or of a later one, once the first stage is complete, in the order in which operations of its kind were
-    posted. Each communicator therefore sees the same order on every rank, whichever stage completes first. Creation is
-    collective.
+    All other operations go to `flat`, whose ranks are in the order of the levels. The second stage of an operation starts once
+    the first stage is complete and the second stages of all earlier operations of its kind have started. It starts in a `test` of
+    its handle or of a later one. Each communicator therefore sees the same order on every rank, whichever stage completes first.
+    Creation is collective.
 
     Args:
-        flat: all ranks, in the order of the levels.
+        flat: communicator of all ranks, in the order of the levels.
         two: the levels.
         make: function (elements, an array like them) -> buffer for sums within a node; default: a NumPy array.
-        within: function that creates, from the ranks of a node, the communicator of all stages there. Stages of both kinds then
-            begin in the order in which operations are posted. None: each kind has its own communicator, split from `flat`.
+        within: function that creates, from the communicator of a node, the communicator of all stages within the node. Stages of
+            both kinds then begin in the order in which operations are posted. None: each kind has a separate communicator, split
+            from `flat`.
     """
 
     def __init__(
@@ -151,9 +155,12 @@ class TwoLevel(ForwardingCommunicator):
         self._spare = SpareBuffers(make)
 
     def with_sums_across(self, sums_over: Callable[[Communicator], GradientSums]) -> TwoLevel:
-        """Return the same communicator with other sums across nodes: `sums_over(ranks with the same local number)`.
+        """Return a copy of this communicator with other sums across nodes.
 
         Operations of both communicators may be mixed: all second stages keep the order in which they were posted.
+
+        Args:
+            sums_over: function that returns the sums for a communicator of the ranks with the same local number.
         """
         other = copy.copy(self)
         other._sums_across = sums_over(self._reduce_across)
@@ -175,7 +182,7 @@ class TwoLevel(ForwardingCommunicator):
         return self._reductions.second_stage(within, across, lambda: self._spare.give_back(of_node))
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """Gather the pieces of all ranks with this local number across nodes, then all other pieces within the node."""
+        """Gather across nodes the pieces of all ranks with this local number, then within the node all other pieces."""
         run_sizes = [sum(counts[run]) for run in self._runs]
         begin = sum(run_sizes[: self._local_rank])
         own_run = recv[begin : begin + run_sizes[self._local_rank]]
@@ -188,10 +195,10 @@ class TwoLevel(ForwardingCommunicator):
         return self._gathers.second_stage(across, within)
 
     def _turn(self) -> Callable[[Callable[[], Handle]], Handle]:
-        """Reserve the place within the node for a stage of an operation that is posted now.
+        """Reserve the place of a stage within the node, at the time when its operation is posted.
 
         Returns:
-            The function that starts the stage in this place.
+            Function that starts the stage in this place.
         """
         return (lambda start: start()) if self._turns is None else self._turns.reserve().fill
 
@@ -200,11 +207,13 @@ class SumsInLevels:
     """Sums in two levels, including allreduces, which `TwoLevel` forwards to `flat`.
 
     An allreduce has three stages: a reduce-scatter within the node, an allreduce across nodes, and an allgather within the node.
-    Each has a separate communicator and begins like a second stage of `TwoLevel`. Creation is collective.
+    Each stage has a separate communicator. The second and the third stage begin in the same way as a second stage of `TwoLevel`.
+    Creation is collective.
 
     Args:
         comm: communicator for the reduce-scatters.
-        sums_over: function (ranks with the same local number) -> sums across nodes, for allreduces.
+        sums_over: function that returns the sums for allreduces across nodes, for a communicator of the ranks with the same local
+            number.
     """
 
     def __init__(self, comm: TwoLevel, sums_over: Callable[[Communicator], GradientSums]) -> None:
@@ -219,7 +228,7 @@ class SumsInLevels:
         self._spare = SpareBuffers()
 
     def iallreduce(self, buffer: Array) -> Handle:
-        """Sum over the ranks, in place. Every rank gets the same bits, because each run is summed across nodes once."""
+        """Sum over the ranks, in place. Every rank receives the same bits, because each element is summed across nodes once."""
         counts = even(buffer.size, self._ranks)
         runs = [sum(counts[begin : begin + self._nodes]) for begin in range(0, self._ranks, self._nodes)]
         run = self._spare.take(runs[self._number], buffer)
@@ -251,7 +260,7 @@ class ProcessGrid:
         row: this rank's r.
         col: this rank's c.
         node: communicator of the ranks on this rank's node.
-        node_of: index of the node of each world rank, where nodes are counted by their lowest rank.
+        node_of: index of the node of each world rank; nodes are numbered in the order of their lowest ranks.
 
     Raises:
         ShapeError: `rows` times `cols` is not the world's size. Raised on every rank, before any communication.
@@ -288,15 +297,15 @@ def check_grid(rows: int, cols: int, size: int) -> None:
     nearest = min(divisors, key=lambda n: (abs(n - rows), n))
     raise ShapeError(
         f"A grid of {rows} x {cols} has {rows * cols} places, but the number of ranks is {size}; grid.rows * grid.cols must be "
-        f"{size}, the nearest legal grid is {nearest} x {size // nearest}."
+        f"{size}, and the nearest legal grid is {nearest} x {size // nearest}."
     )
 
 
 def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:
     """Return (r, c) of each world rank.
 
-    Split groups of `rows` ranks are filled one after another, over the ranks ordered by (node, rank). World rank c * rows + r is
-    (r, c) if nodes hold consecutive ranks; rank 0 is always (0, 0).
+    Split groups of `rows` ranks are filled one after another, over the ranks ordered by (node, rank). If nodes hold consecutive
+    ranks, world rank c * rows + r has the coordinates (r, c). Rank 0 always has (0, 0).
     """
     order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
     by_rank = [(0, 0)] * len(order)

@@ -83,9 +83,8 @@ def _rounds(ranks: int) -> int:
 def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
     """Measure alpha and beta of `comm` on rank 0 by reduce-scatters and allgathers of two sizes, and return them on all ranks.
 
-    This takes a few tens of milliseconds on a fast network, and half a second at 0.5 Gb/s. The values include the overhead of the
-    installed collectives (in alpha) and the sharing of a node's link (in beta). With one rank, both are zero. Collective; at
-    set-up only.
+    The measurement takes a few tens of milliseconds on a fast network, and half a second at 0.5 Gb/s. Alpha includes the overhead
+    of the installed collectives, and beta the sharing of a node's link. With one rank, both are zero. Collective; at set-up only.
     """
     if comm.size == 1:
         return LinkModel(0.0, 0.0)
@@ -100,8 +99,8 @@ def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
 def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> float:
     """Measure the processor time of an operation on rank 0 by concurrent small allgathers, and return it on all ranks.
 
-    Concurrent operations hide each other's latency. The remaining time is posting and testing, as in an averager's queue. This
-    takes some milliseconds. With one rank, the time is 0. Collective; at set-up only.
+    Concurrent operations hide each other's latency. The remaining time is that of posting and testing, as in an averager's queue.
+    The measurement takes some milliseconds. With one rank, the time is 0. Collective; at set-up only.
     """
     if comm.size == 1:
         return 0.0
@@ -112,7 +111,7 @@ def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> f
 
 
 class _Burst:
-    """Several small operations of a separate queue, driven as one handle."""
+    """Handle of several small operations on a separate queue, complete once all of them are."""
 
     def __init__(self, comm: Communicator, count: int) -> None:
         self._queue = PostingQueue(f"{comm.name} measurement")
@@ -127,7 +126,7 @@ class _Burst:
 
 
 def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> float:
-    """Return the seconds until `count` small operations that are posted together are complete."""
+    """Return the seconds in which `count` small operations complete if they are posted together."""
     progress.wait_handle(comm.ibarrier(), "measurement of the link")
     begin = progress.now()
     progress.wait_handle(_Burst(comm, count), "measurement of the link")
@@ -135,7 +134,7 @@ def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> 
 
 
 def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -> tuple[int, float]:
-    """Return (bytes of a rank's piece, half the median time of a reduce-scatter and an allgather of `whole_bytes`).
+    """Return the bytes of a rank's piece, and half the median time of a reduce-scatter and an allgather of `whole_bytes`.
 
     The first pair is a warm-up and is not counted.
     """
@@ -179,7 +178,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """Map from this rank's clock to rank 0's: a straight line through two offsets, because clocks drift.
+    """Map from this rank's clock to rank 0's: a linear interpolation between two offsets, because clocks drift.
 
     Attributes:
         begin: the first offset.
@@ -190,7 +189,7 @@ class ClockMap:
     end: Offset
 
     def to_root(self, times_ns: np.ndarray) -> np.ndarray:
-        """Return rank 0's times, int64, for instants of this rank's clock."""
+        """Return the times on rank 0's clock (int64) that correspond to `times_ns` on this rank's clock."""
         span = self.end.at_ns - self.begin.at_ns
         times_ns = np.asarray(times_ns, np.int64)
         if span <= 0:
@@ -226,7 +225,7 @@ def measure_offset(
 
 
 def _measure_rank(comm: Communicator, wait: Wait, clock_ns: Callable[[], int], rank: int, rounds: int) -> None:
-    """Run rank 0's part: exchange messages with rank `rank`, and send it the offset from the fastest round trip."""
+    """Run rank 0's part of a measurement: exchange messages with `rank`, and send it the offset from the fastest round trip."""
     ping, pong = np.zeros(1, np.int64), np.zeros(1, np.int64)
     best = (0, 0, 0)
     for number in range(rounds):

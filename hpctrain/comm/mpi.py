@@ -1,15 +1,15 @@
-"""Communicator over MPI. This is the only module that imports mpi4py, and it does so only when the world is started.
+"""Communicator over MPI. This is the only module that imports mpi4py, and it does so only when MPI is loaded or started.
 
-Arrays move by MPI's nonblocking collectives on plain datatypes and built-in operations. One thread of a process calls MPI at a
-time, so MPI is started at level "serialized"; "multiple" disables fast paths in several MPI libraries. To use MPI's progress
-thread (MPICH_ASYNC_PROGRESS=1, which requires "multiple"), set MPI4PY_RC_THREAD_LEVEL=multiple. Picklable values are sent by
-buffer operations, so that they wait with the deadline; they are for start-up and shut-down only.
+Arrays are sent by MPI's nonblocking operations with plain datatypes and built-in reductions. One thread of a process calls MPI at
+a time, so MPI is started at thread level "serialized"; "multiple" disables fast paths in several MPI libraries. To use MPI's
+progress thread (MPICH_ASYNC_PROGRESS=1, which requires "multiple"), set MPI4PY_RC_THREAD_LEVEL=multiple. Picklable values are
+sent by buffer operations, so that they wait with the deadline; they are for start-up and shut-down only.
 
 Lost ranks: an MPI with fault tolerance (ULFM, as in Open MPI 5) continues when a rank dies (`goes_on_without_lost_ranks`). A rank
-that waits for a dead rank gets an error. A rank that waits for a living rank which has stopped because of such an error would
-wait forever. Therefore the first rank that detects a loss revokes all its communicators, so that operations on them fail on all
-ranks. Ranks that share no other communicator with it detect the loss at the world's communicator, which all ranks test. All waits
-then raise `RankLostError`, on every rank.
+that waits for a dead rank receives an error and stops. A rank that waits for this stopped rank, which is alive, would wait
+forever. Therefore the first rank that detects a loss revokes all its communicators, so that operations on them fail on all ranks.
+Ranks that share no other communicator with it detect the loss at the world's communicator, which all ranks test. All waits then
+raise `RankLostError`, on every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Wait = Callable[[Handle, str], None]
 
 
 def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
-    """Return every rank's value, in rank order. Collective; waits by `wait(handle, purpose)`."""
+    """Return every rank's value, in rank order. Collective; waits by calling `wait(handle, purpose)`."""
     pickled = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = np.zeros(comm.size, np.int64)
     sizes[comm.rank] = pickled.size
@@ -60,7 +60,7 @@ def allgather_object(comm: Communicator, value: Any, wait: Wait) -> list[Any]:
 
 
 def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> Any:
-    """Return `root`'s value; root gets the object that it passed. Collective; waits by `wait(handle, purpose)`."""
+    """Return `root`'s value; on `root`, the object itself. Collective; waits by calling `wait(handle, purpose)`."""
     data = np.frombuffer(pickle.dumps(value), np.uint8).copy() if comm.rank == root else np.empty(0, np.uint8)
     size = np.array([data.size], np.int64)
     wait(comm.ibroadcast(size, root), "size of a broadcast object")
@@ -78,7 +78,7 @@ _KNOWN_AFTER_SECONDS = 5.0
 
 
 class RevocableCommunicator(Protocol):
-    """Part of an MPI communicator that handling of lost ranks needs, with mpi4py's names."""
+    """Methods of mpi4py's communicators that the handling of lost ranks uses."""
 
     def Get_failed(self) -> Any: ...
 
@@ -94,7 +94,7 @@ class RevocableCommunicator(Protocol):
 
 
 class LostRanks:
-    """Communicators derived from one world, operations in flight on them, and losses of ranks.
+    """Registry of the communicators derived from one world, of the operations in flight on them, and of lost ranks.
 
     Args:
         mpi: the module `mpi4py.MPI`.
@@ -117,7 +117,7 @@ class LostRanks:
         self._communicators.append(communicator)
 
     def begun(self, handle: Handle) -> None:
-        """Register an operation in flight. Its handle, which holds its buffers, is kept until it has ended."""
+        """Register an operation in flight. Its handle, which holds its buffers, stays alive until the operation has ended."""
         self._in_flight.add(handle)
 
     def ended(self, handle: Handle) -> None:
@@ -125,7 +125,7 @@ class LostRanks:
         self._in_flight.discard(handle)
 
     def polled(self) -> None:
-        """Note that an operation was tested and has not ended; periodically check whether another rank has reported a loss.
+        """Note that an operation was tested and has not ended. Every few polls, check whether another rank has reported a loss.
 
         Raises:
             RankLostError: another rank has reported a loss.
@@ -136,9 +136,10 @@ class LostRanks:
             raise RankLostError(self.sentence())
 
     def check(self, error: Exception, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Raise if an MPI call failed because a rank is lost, as far as MPI knows now or within a few seconds.
+        """Raise if an MPI call failed because a rank is lost. Otherwise return, so that the caller can raise the original error.
 
-        All ranks that share a communicator with this rank are notified.
+        MPI may detect the loss after the call has failed, so this method waits for it for a few seconds. All ranks that share a
+        communicator with this rank are notified of the loss.
 
         Raises:
             RankLostError: a rank is lost.
@@ -148,9 +149,9 @@ class LostRanks:
             raise RankLostError(self.sentence()) from error
 
     def _soon_known(self, sleep: Callable[[float], None]) -> bool:
-        """Wait until a loss is known, for a limited time; return whether it is.
+        """Wait until MPI has detected a loss, for a limited time; return whether it has.
 
-        Before that, messages to a rank that has just died can fail with any error.
+        Before MPI detects a loss, messages to the dead rank can fail with any error.
         """
         for _ in range(round(_KNOWN_AFTER_SECONDS / _PAUSE_SECONDS)):
             with contextlib.suppress(self.error):
@@ -161,7 +162,7 @@ class LostRanks:
         return False
 
     def revoke(self) -> None:
-        """Make all operations on all communicators fail, on every rank."""
+        """Revoke all communicators, so that all operations on them fail on every rank."""
         for communicator in self._communicators:
             if not communicator.Is_revoked():
                 communicator.Revoke()
@@ -176,16 +177,18 @@ class LostRanks:
             group.Free()
 
     def sentence(self) -> str:
-        """Return a message for users: the lost ranks, as far as this process has detected them, and the remedy."""
+        """Return an error message for users with the lost ranks that this process has detected, and the remedy."""
+        lost = self.lost()
+        verb = "were" if len(lost) > 1 else "was"
         return (
-            f"{named(self.lost())} of {self._world.Get_size()} was lost because its process or node died; start again with "
-            "--resume, or set on_lost_rank to shrink to continue without lost ranks."
+            f"{named(lost)} of {self._world.Get_size()} {verb} lost because a process or a node died; start again with --resume, "
+            "or set on_lost_rank to shrink to continue without lost ranks."
         )
 
     def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
         """Test operations in flight on revoked communicators for at most `seconds`; return whether all have ended.
 
-        Until an operation has ended, MPI may write into its buffers.
+        MPI may write to the buffers of an operation until it has ended.
         """
         end = time.monotonic() + seconds
         while self._in_flight and time.monotonic() < end:
@@ -250,14 +253,17 @@ class MpiBuffers:
         return array, datatype
 
     def others_parts(self, array: Array, counts: Sequence[int], rank: int) -> tuple[Any, tuple[list[int], list[int]], Any]:
-        """Return the pieces of a buffer for the other ranks. This rank's piece is empty; offsets are unchanged."""
+        """Return the pieces of a buffer for the other ranks, as arguments of MPI calls.
+
+        The piece of rank `rank` has no elements; the offsets of the other pieces are unchanged.
+        """
         buffer, datatype = self.whole(array)
         places = list(accumulate(counts, initial=0))[:-1]
         return buffer, ([0 if other == rank else count for other, count in enumerate(counts)], places), datatype
 
 
 def dtype_char(array: Array) -> str:
-    """Return NumPy's character code of an array's dtype; for bfloat16, that of its bits."""
+    """Return NumPy's character code of an array's dtype; for bfloat16, the code of uint16."""
     return _CHARS[array.dtype] if isinstance(array, DeviceArray) else str(array.dtype.char)
 
 
@@ -282,7 +288,7 @@ class MpiHandle:
     Args:
         request: MPI request of mpi4py.
         operation: name of the operation.
-        buffer: buffer that determines the number of elements in messages; None: none.
+        buffer: buffer whose number of elements is included in messages; None: no number.
         lost: registry of operations in flight and lost ranks; None: MPI ends a job that loses a rank.
     """
 
@@ -303,7 +309,7 @@ class MpiHandle:
         return complete
 
     def _test_with_losses(self, lost: LostRanks) -> bool:
-        """Test the operation with an MPI that continues when a rank dies."""
+        """Test the operation if MPI continues after the loss of a rank."""
         try:
             complete: bool = self._request.Test()
         except lost.error as error:
@@ -422,7 +428,8 @@ def all_done(world: Communicator, *, done: bool) -> bool:
 def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[MpiCommunicator, tuple[int, ...]]:
     """Return the world of the remaining ranks, in their order, and the lost ranks. Collective over the remaining ranks.
 
-    Waits for all of them, with the deadline. Afterwards no operation is in flight on the old world or on a part of it.
+    The call waits for all remaining ranks, with the deadline. Afterwards no operation is in flight on the old world or on a part
+    of it.
 
     Args:
         world: the old world.
@@ -436,12 +443,13 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
     assert lost is not None, "this MPI ends a job that loses a rank"
     lost.revoke()
     settled = lost.settle(_SETTLE_SECONDS)
-    with guard("The agreement on the ranks that are left", world.deadline_seconds, rank=world.rank):
+    with guard("The agreement on the remaining ranks", world.deadline_seconds, rank=world.rank):
         comm = world.comm.Shrink()
     if not settled:
+        verb = "were" if len(lost.lost()) > 1 else "was"
         raise RankLostError(
-            f"{named(lost.lost())} of {world.size} was lost, and on rank {world.rank} {lost.unsettled()[0]} does not end and may "
-            "still write into memory; start again with --resume."
+            f"{named(lost.lost())} of {world.size} {verb} lost, but on rank {world.rank} the operation "
+            f"'{lost.unsettled()[0]}' does not end and may still write to memory; start again with --resume."
         )
     left = translated(comm, world.comm)
     lost_ranks = tuple(sorted(set(range(world.size)) - set(left)))
@@ -451,7 +459,7 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
 def leave(world: Communicator, code: int) -> NoReturn:
     """End this process once all remaining ranks have called this function. Collective. Skips Python's clean-up at exit.
 
-    MPI is not finalized, because with lost ranks this may block forever.
+    MPI is not finalized, because MPI_Finalize may block forever if ranks are lost.
     """
     assert isinstance(world, MpiCommunicator)
     with contextlib.suppress(RankLostError):  # another rank has already ended
@@ -464,8 +472,8 @@ def leave(world: Communicator, code: int) -> NoReturn:
 def abort_job(code: int, deadline_seconds: float) -> None:
     """End the job from a rank that may not have started MPI yet. Returns if MPI has already been finalized or cannot be loaded.
 
-    If MPI has not started here, this call starts it, and the other ranks must do so, too, as they do on their way to `world`. If
-    it has, the call is not collective.
+    If MPI has not started in this process, this call starts it. The start is collective: it completes because the other ranks
+    also start MPI, in `world`. If MPI has started, the call is not collective.
 
     Args:
         code: exit code.
@@ -516,7 +524,11 @@ def describe() -> str:
 
 
 def library() -> str:
-    """Return the MPI library's name and version in one line. Loads MPI without starting it; raises the errors of `world`."""
+    """Return the MPI library's name and version in one line. Loads MPI without starting it.
+
+    Raises:
+        MissingLibraryError: there is no MPI library that mpi4py can load.
+    """
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -551,7 +563,7 @@ def send_to_itself(source: int, target: int, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """World of a communicator.
+    """World from which a communicator is derived, and settings that all derived communicators share.
 
     Attributes:
         world: MPI communicator of the world.
@@ -565,7 +577,7 @@ class _Origin:
 
 
 class MpiCommunicator:
-    """Ranks of one MPI communicator.
+    """Communicator over one MPI communicator.
 
     Sums have a fixed order for given rank and element counts, so a run repeats bit by bit on the same ranks of the same nodes.
     Object operations and splits wait with the deadline and drive no other operations; they are for start-up and shut-down only.

@@ -2,10 +2,11 @@
 
 Within one communicator, a `PostingQueue` starts operations in the order in which they were queued. But some operations cannot
 begin when they are started. The second stage of a collective waits for the first stage, an operation on device arrays waits for
-their copies, and a stage within a node waits for stages that other communicators have posted there. If each began as soon as
-possible, the order would depend on timing and differ between ranks, and collectives would not match. Such operations therefore
-wait in an `InOrder`. An operation begins in a `test` of its own handle or of a later one, once it is ready and everything added
-before it has begun. If all operations of a queue go to one communicator, that communicator sees the same order on every rank.
+their copies, and a stage within a node waits for stages that other communicators have posted there. If each operation began as
+soon as possible, the order would depend on timing and differ between ranks, and collectives would not match. Such operations
+therefore wait in an `InOrder`. An operation begins in a `test` of its own handle or of a later one, once it is ready and all
+operations added before it have begun. If all operations of a queue go to one communicator, that communicator sees the same order
+on every rank.
 
 With NCCL, operations of several communicators would wait for each other on the device, so a run uses one communicator for all
 operations of a group (`averaging.averagers`).
@@ -28,7 +29,7 @@ def _nothing() -> None:
 
 
 class OrderedOperation(ABC):
-    """Base of handles with a place in a queue. Subclasses define when the operation is ready, and its text.
+    """Base of handles with a place in a queue. Subclasses define `ready` and `__str__`.
 
     Args:
         order: queue of the operation.
@@ -69,23 +70,26 @@ class OrderedOperation(ABC):
 
 
 class InOrder:
-    """Queue of operations that have not begun."""
+    """Queue of operations that begin in the order in which they were added."""
 
     def __init__(self) -> None:
         self._waiting: deque[OrderedOperation] = deque()
 
     def add(self, operation: OrderedOperation) -> None:
-        """Append an operation, which begins at once if it may. It must become ready, or nothing after it begins."""
+        """Append an operation and begin it if possible.
+
+        The operation must become ready at some time; otherwise no operation after it begins.
+        """
         self._waiting.append(operation)
         self.advance()
 
     def advance(self) -> None:
-        """Begin the operations whose turn has come."""
+        """Begin operations from the head of the queue while they are ready."""
         while self._waiting and self._waiting[0].ready():
             self._waiting.popleft().begin()
 
     def second_stage(self, first: Handle, start: Callable[[], Handle], finish: Callable[[], None] = _nothing) -> SecondStage:
-        """Return an operation of two stages, given the handle of the first, which has just been posted.
+        """Add the second stage of an operation whose first stage has just been posted, and return a handle of both stages.
 
         Args:
             first: handle of the first stage.
@@ -128,7 +132,7 @@ class SecondStage(OrderedOperation):
 
 
 class ReservedOperation(OrderedOperation):
-    """Place reserved before its operation is known, ready once `fill` was called."""
+    """Place in a queue for an operation that is not known yet, ready once `fill` was called."""
 
     __slots__ = ()
 
@@ -136,7 +140,7 @@ class ReservedOperation(OrderedOperation):
         return self._start is not None
 
     def fill(self, start: Callable[[], Handle]) -> ReservedOperation:
-        """Set the operation of this place. It begins once everything before it has begun."""
+        """Set the operation of this place. It begins once all operations before it have begun."""
         assert self._start is None, "a place is used once"
         assert self.handle is None, "a place is used once"
         self._start = start
@@ -170,7 +174,7 @@ class Finished:
 
 
 class SpareBuffers:
-    """Pool of 1-D buffers for operations in flight, reused step after step.
+    """Pool of 1-D buffers for operations in flight. Buffers are reused in later steps.
 
     Args:
         make: function (elements, an array like them) -> new buffer; default: a NumPy array.

@@ -1,19 +1,19 @@
-"""Progress engine: starts operations in a fixed order, drives all of them, and bounds every wait by a deadline.
+"""Progress engine: starts operations in a fixed order, drives all of them, and limits every wait by a deadline.
 
 A process has one `ProgressEngine`, which owns one `PostingQueue` per communicator. Every wait drives all queues. If a wait drove
 only one communicator, collectives of the split group and of the data group could deadlock each other; separate communicators do
 not prevent this. Operations of a queue start in the order of `post`, never in the order of arrival, so that MPI matches
-collectives alike on every rank. A `Ticket` is a queued operation. A `LocalEvent` is an event on this rank on which queued
-operations depend.
+collectives in the same way on every rank. A `Ticket` is a queued operation. A `LocalEvent` is an event on this rank on which
+queued operations depend.
 
 A `ProgressThread` (`waiting.py`) can drive messages while kernels run. In mode `thread` it only tests operations in flight. It
 completes no operation and starts none (except that an operation of two stages may enter its second stage), so no averager's code
 runs on it, and the main thread notices completions only when it polls. In mode `posting` each pass of the thread is a poll: it
 completes finished operations and starts those that are ready, including their computations, in queue order.
 
-`MessageAccount` accumulates the processor time that messages take from the program: posting, tests and the computations of
-starts. It excludes waits, which are counted separately, and updates, wherever they run. It reads the clock twice per engine call
-that has work to do.
+`MessageAccount` accumulates the time that the program spends on messages: posting, tests and the computations of starts. It
+excludes waits, which are counted separately, and updates, wherever they run. It reads the clock twice per engine call that has
+work to do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
 class _Stretch:
-    """Nested engine calls of one thread; only the outermost call is timed."""
+    """State of the nested engine calls of one thread. Only the outermost call is timed."""
 
     __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
 
@@ -46,10 +46,10 @@ class _Stretch:
 
 
 class MessageAccount:
-    """Account of a process's time for messages, separate for its program and for a second thread.
+    """Account of the time that a process spends on messages, separate for its program and for a second thread.
 
     Args:
-        trace: tracer that records each stretch; None: none is recorded.
+        trace: tracer that records each outermost call; None: no recording.
         clock_ns: clock in nanoseconds; ignored if there is a tracer, whose clock is used.
 
     Attributes:
@@ -65,12 +65,12 @@ class MessageAccount:
 
     @property
     def seconds(self) -> float:
-        """Total seconds of the program so far."""
+        """Total seconds that the program has spent on messages."""
         return self._program.total_ns * 1e-9
 
     @property
     def thread_seconds(self) -> float:
-        """Total seconds of the second thread so far, not included in the program's."""
+        """Total seconds that the second thread has spent on messages; not included in `seconds`."""
         return self._thread.total_ns * 1e-9
 
     def second_thread(self, identifier: int | None) -> None:
@@ -88,7 +88,7 @@ class MessageAccount:
             stretch.begin_ns = self.clock_ns()
 
     def end(self, *, recorded: bool = True) -> None:
-        """End the call, whether or not it failed.
+        """End the call, after success or failure.
 
         Args:
             recorded: whether the call is recorded in the trace, if any.
@@ -131,9 +131,9 @@ class Ticket:
         purpose: name in messages, usually the parameter's.
         sequence: position in its queue, counted from 0 at start-up.
         done: whether the operation is complete; stays True.
-        flight_number: number in the flight record; 0 without one.
+        flight_number: number in the flight record; 0 without a record.
         possible_ns: last time at which a traced operation was known to be incomplete.
-        late: handle of an operation that has not posted what the flight record needs; otherwise None.
+        late: handle of an operation that has not yet posted the messages to be noted in the flight record; otherwise None.
     """
 
     __slots__ = (
@@ -173,13 +173,13 @@ class Ticket:
         return max((ticket.possible_ns for ticket in self._after), default=0)
 
     def begin(self) -> None:
-        """Start the operation and release its dependencies, so that no chain of old tickets stays alive."""
+        """Start the operation and release its dependencies, so that chains of old tickets are freed."""
         assert self._start is not None, "an operation must be started once"
         start, self._start, self._after = self._start, None, ()
         self.handle = start()
 
     def test(self) -> bool:
-        """Drive the started operation and return whether it is complete. Its buffers are then released."""
+        """Drive the started operation and return whether it is complete. A complete operation releases its buffers."""
         assert self.handle is not None
         if self.handle.test():
             self.done = True
@@ -202,7 +202,7 @@ class PostingQueue:
     Args:
         name: name for messages and traces.
         window: maximum number of operations in flight; None: no limit.
-        lock: lock held by the thread that calls the transport.
+        lock: lock that a thread must hold to call the transport.
         trace: tracer that records each operation from its posting to its completion, and the maximum delay of its posting after
             its turn.
         account: account of the time of posting; None: a separate account that is not used elsewhere.
@@ -240,12 +240,12 @@ class PostingQueue:
         self.starting = False
 
     def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
-        """Queue an operation. It starts immediately if it may.
+        """Queue an operation. It starts immediately if the queue's window, earlier operations and its dependencies permit.
 
         Args:
-            start: function that posts the operation and returns its handle. It is called once everything before it in this queue
-                has been started and all tickets of `after` are complete. It may compute (for example a shard's update) and may
-                post; it must not wait.
+            start: function that posts the operation and returns its handle. It is called once all earlier operations of this
+                queue have been started and all tickets of `after` are complete. It may compute (for example a shard's update) and
+                may post; it must not wait.
             purpose: name in messages and traces, usually the parameter's.
             after: tickets of any queue.
         """
@@ -279,7 +279,7 @@ class PostingQueue:
         return (*self._in_flight, *self._waiting)
 
     def collect(self) -> None:
-        """Test every operation in flight once."""
+        """Test every operation in flight once, and remove those that are complete."""
         flying, trace = self._in_flight, self._trace
         full = self.window is not None and len(flying) >= self.window
         now_ns = 0 if trace is None else trace.clock_ns()
@@ -305,8 +305,8 @@ class PostingQueue:
                 ticket.handle.test()
 
     def start_heads(self) -> None:
-        """Start operations from the head of the queue while they may start."""
-        if self.starting:  # called by a `start` that posts; the outer call starts what it adds
+        """Start operations from the head of the queue while the window and their dependencies permit."""
+        if self.starting:  # called by a `start` that posts; the outer call starts the new operation
             return
         self.starting = True
         try:
@@ -331,7 +331,7 @@ class PostingQueue:
             self.starting = False
 
     def _record_posting(self, ticket: Ticket, late: LateHandle) -> None:
-        """Record what a late operation has posted in the flight record, if it has posted."""
+        """Note in the flight record the messages of a late operation, once it has posted them."""
         if self._flight is not None and late.operation:
             self._flight.started(ticket.flight_number, late.operation)
             ticket.late = None
@@ -387,13 +387,14 @@ class ProgressEngine:
 
     One thread of a process posts, polls and waits. A second thread (`start_thread`) works inside `computing`. Every call of the
     transport holds the engine's lock. The second thread drives operations in flight or, as a posting thread, does everything that
-    a poll does; a poll of the first thread inside `computing` then only wakes it. The computations of its starts run concurrently
-    with the program: nothing that a start reads or writes may be in use once its events have happened.
+    a poll does; a poll of the first thread inside `computing` then only wakes the second thread. The computations of starts on
+    the second thread run concurrently with the program. The program must therefore not use the arrays that a start reads or
+    writes after the events on which the start depends have happened.
 
     Args:
         rank: rank of this process, for messages.
-        deadline_seconds: maximum duration of one wait. After it, the rank prints what it is waiting for, everything in flight and
-            the stacks of all threads, and calls `abort`.
+        deadline_seconds: maximum duration of one wait. When it has passed, the rank prints the awaited operation, all unfinished
+            operations and the stacks of all threads, and calls `abort`.
         abort: function that ends the whole job with an exit code (`Communicator.abort` of the world).
         clock: clock in seconds.
         sleep: function that sleeps for a number of seconds.
@@ -405,12 +406,12 @@ class ProgressEngine:
 
     Attributes:
         waited_seconds: total time of all waits so far, which is exposed communication.
-        account: processor time for messages.
+        account: account of the time spent on messages.
         wait_policy: rules for polling, yielding and sleeping in waits.
         further_polls: limit of the polls after an operator; None: one poll after each.
         polls_between_operators: whether `operator_done` polls.
         notes: notes for the flight record.
-        explain: function that returns lines to print at a deadline, about other ranks.
+        explain: function that returns lines about other ranks, to print at a deadline.
     """
 
     def __init__(
@@ -448,7 +449,7 @@ class ProgressEngine:
         self._thread_posts = False
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
-        """Return the queue of `comm`. It is created at the first call, with `window`."""
+        """Return the queue of `comm`. The first call creates it, with `window`."""
         if comm not in self._queues:
             same = sum(other.name == comm.name for other in self._queues)
             name = f"{comm.name} {same + 1}" if same else comm.name
@@ -465,7 +466,7 @@ class ProgressEngine:
         return self._queues[comm]
 
     def communicators(self) -> dict[str, Communicator]:
-        """Return the communicators by the names of their queues, in the order of creation, which is the same on every rank."""
+        """Return the communicators by queue name, in the order of creation, which is the same on every rank."""
         return {queue.name: comm for comm, queue in self._queues.items()}
 
     @property
@@ -478,9 +479,9 @@ class ProgressEngine:
         return self._clock()
 
     def poll(self) -> None:
-        """Make one pass over all queues: test operations in flight, then start those that may start. Never blocks.
+        """Make one pass over all queues: test operations in flight, then start operations that are ready. Never blocks.
 
-        If a posting thread is working, it is woken to make the pass instead.
+        Inside `computing`, a posting thread makes the pass instead, and the call only wakes it.
         """
         if self._thread is not None:
             self._thread.raise_failure()
@@ -501,7 +502,7 @@ class ProgressEngine:
                 self.account.end()
 
     def operator_done(self) -> None:
-        """Drive messages between two operators, unless this is left to the transport."""
+        """Drive messages between two operators if `polls_between_operators` is set, and note that this rank is alive."""
         self.notes.alive()
         if not self.polls_between_operators:
             return
@@ -536,7 +537,10 @@ class ProgressEngine:
             self.account.second_thread(None)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context in which only this engine calls the transport, so that a second thread may drive it."""
+        """Return a context for computations, during which the second thread, if any, may call the transport.
+
+        The caller must not call the transport except through this engine.
+        """
         return _ALONE if self._thread is None else self._thread
 
     def _pass_of_thread(self) -> None:
@@ -579,7 +583,10 @@ class ProgressEngine:
                 self.trace.add(Category.WAIT, purpose, begun_ns, self.trace.clock_ns(), "outside the queues")
 
     def drain(self) -> None:
-        """Drive all queues until they are empty. Every rank has posted the same operations, so every rank may call it."""
+        """Drive all queues until they are empty.
+
+        Ranks need not call it together, but all of them must have posted the same operations.
+        """
         for queue in self._queues.values():
             while unfinished := queue.unfinished():
                 self.wait(unfinished[0])
@@ -596,7 +603,7 @@ class ProgressEngine:
 
     @contextmanager
     def _alone(self, awaited: object) -> Iterator[None]:
-        """Keep the second thread from driving messages. Waits for a pass in progress, up to the deadline."""
+        """Return a context in which the second thread drives no messages. Waits for a pass in progress, up to the deadline."""
         if not self._lock.acquire(blocking=False):
             begin = self._clock()
             if not self._lock.acquire(timeout=min(self.deadline_seconds, threading.TIMEOUT_MAX)):

@@ -1,11 +1,11 @@
 """Progress modes: how messages advance while kernels run, and a measurement of how much time each mode hides on this machine.
 
-- none: not at all between waits, for transports with their own progress (MPICH_ASYNC_PROGRESS=1, offloading networks).
+- none: messages do not advance between waits, or the transport itself drives them (MPICH_ASYNC_PROGRESS=1, offloading networks).
 - test: the program tests operations in flight after each operator.
-- thread: as test, and a thread tests every 200 us while an operator runs. Requires MPI at thread level "serialized".
-- posting: a thread does everything that the program does between operators in mode test: it also completes operations and starts
-  those that may start, including their computations. Requires the same thread level, and a core in addition to those of the
-  kernels.
+- thread: in addition to mode test, a thread tests every 200 us while an operator runs. Requires MPI at thread level "serialized".
+- posting: a thread does everything that the program does between operators in mode test, so it also completes operations and
+  starts operations that are ready, including their computations. Requires MPI at thread level "serialized", and a core in
+  addition to those of the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 
-#: share of `test`'s time below which another mode is chosen; a smaller gain does not justify runs that differ on one machine
+#: share of `test`'s time below which another mode is chosen; for a smaller gain, runs on one machine should not differ in mode
 CLEARLY_BETTER = 0.9
 #: confidence level of the one-sided bound that must be below this share
 CONFIDENCE = 0.99
@@ -36,9 +36,10 @@ _FIRST_BYTES = 1 << 16
 
 
 class ProgressMode(StrEnum):
-    """How messages advance while kernels run.
+    """Way in which messages advance while kernels run.
 
-    NONE: not at all. TEST: by tests after operators. THREAD: also by a thread. POSTING: by a thread that also starts operations.
+    NONE: not driven by hpctrain. TEST: by tests after operators. THREAD: also by a thread. POSTING: by a thread that also starts
+    operations.
     """
 
     NONE = "none"
@@ -64,9 +65,9 @@ class ProgressMode(StrEnum):
 
 @dataclass(frozen=True)
 class OverlapMeasurement:
-    """Measured seconds of the exchange alone, of the computation alone, and of both together by mode.
+    """Measured times of an exchange alone, of a computation alone, and of both together by mode.
 
-    All times are those of the slowest rank, medians over rounds.
+    All times are those of the slowest rank, in seconds. They are medians over rounds, except `by_round`.
 
     Attributes:
         wire_seconds: time of the exchange alone.
@@ -88,12 +89,12 @@ class OverlapMeasurement:
         return {mode: float(np.median(times)) for mode, times in self.by_round.items()}
 
     def hidden(self, mode: ProgressMode) -> float:
-        """Return the hidden share of the shorter of exchange and computation; negative if each slows the other."""
+        """Return the hidden time divided by the shorter of exchange and computation; negative if they slow each other down."""
         saved = self.wire_seconds + self.compute_seconds - self.together_seconds[mode]
         return saved / min(self.wire_seconds, self.compute_seconds)
 
     def ratio(self, mode: ProgressMode) -> float:
-        """Return the median over the rounds of this mode's time divided by that of `test`."""
+        """Return the ratio of this mode's time to that of mode `test`; the median over the rounds."""
         return float(np.median(self._ratios(mode)))
 
     def ratio_limit(self, mode: ProgressMode) -> float:
@@ -126,13 +127,13 @@ def _at_most(successes: int, trials: int) -> float:
 
 
 def choose(measured: OverlapMeasurement) -> ProgressMode:
-    """Return `test`, or the best mode if it is significantly and clearly better."""
+    """Return the fastest mode whose `ratio_limit` is below `CLEARLY_BETTER`; mode `test` if there is none."""
     better = [mode for mode in measured.by_round if mode is not ProgressMode.TEST and measured.ratio_limit(mode) < CLEARLY_BETTER]
     return min(better, key=measured.ratio, default=ProgressMode.TEST)
 
 
 def apply(progress: ProgressEngine, mode: ProgressMode) -> None:
-    """Switch `progress` to this mode."""
+    """Switch `progress` to a mode."""
     progress.polls_between_operators = mode is not ProgressMode.NONE
     if mode.has_thread:
         progress.start_thread(posts=mode is ProgressMode.POSTING)
@@ -150,13 +151,13 @@ def measure(
     worth_seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> OverlapMeasurement | None:
-    """Measure how much time each mode hides, by rounds of all modes in turn, in about two seconds. Collective over `comm`.
+    """Measure how much time each mode hides, in rounds that run every mode once, in about two seconds. Collective over `comm`.
 
-    Returns None if a whole exchange takes less than `worth_seconds`, because there is nothing to hide. The engine is left in the
-    first mode; call `apply` afterwards.
+    Returns None if a whole exchange takes less than `worth_seconds`, because there is little to hide. The call changes the
+    engine's mode; call `apply` afterwards.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         progress: progress engine of the process.
         modes: modes to measure.
         operator_seconds: duration of a typical operator of the run. In mode `test`, messages advance between operators only.
@@ -211,9 +212,9 @@ class _Probe:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def grow_messages(self, most_bytes: int) -> float:
-        """Set the size of the messages, and return the seconds of their exchange alone (rank 0's, on all ranks).
+        """Choose the size of the messages, and return the seconds of their exchange alone as measured by rank 0. Collective.
 
-        Messages grow until an exchange is long enough, because a short one may fit into a buffer and appear too fast.
+        The size grows until an exchange takes long enough, because short messages may fit into a buffer and appear too fast.
         """
         self.run(0, 0)  # connections are established at first use
         size, wire, grows = _FIRST_BYTES, 0.0, True
@@ -225,7 +226,11 @@ class _Probe:
         return wire
 
     def make_operators(self, operator_seconds: float, wire_seconds: float) -> tuple[int, int]:
-        """Return the rows of a product (for this rank) and the number of products (rank 0's) that take as long as an exchange."""
+        """Create the operands of the products. Return this rank's number of rows, and the number of products of a computation.
+
+        Each product takes about `operator_seconds`, and all of them together about as long as an exchange. The number of products
+        is chosen by rank 0. Collective.
+        """
         # Rows differ between ranks so that operators take the same time on all of them.
         rows = self._rows_of(operator_seconds)
         operators = int(self._comm.broadcast_object(max(2, min(100, round(wire_seconds / operator_seconds)))))
@@ -233,7 +238,7 @@ class _Probe:
         return rows, operators
 
     def run(self, rows: int, operators: int, messages: int = _MESSAGES) -> float:
-        """Return the seconds from posting until all products are computed and all messages received. All ranks start together."""
+        """Return the seconds until all products are computed and all messages received. All ranks start together. Collective."""
         self._progress.wait_handle(self._comm.ibarrier(), "start of a probe")
         begin = self._clock()
         tickets = [
@@ -248,7 +253,7 @@ class _Probe:
         return self._clock() - begin
 
     def _rows_of(self, operator_seconds: float) -> int:
-        """Return the number of rows for which a product takes `operator_seconds`. Not collective."""
+        """Return the number of rows with which a product takes `operator_seconds`. Not collective."""
         rows, product = 32, 0.0
         while product < operator_seconds / 2:
             rows *= 2

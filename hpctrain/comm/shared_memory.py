@@ -1,9 +1,9 @@
 """Memory shared by the ranks of a node.
 
-It is a file without a name (`memfd_create`), which the other ranks open through the first rank's descriptor. Nothing is left of
-it if ranks are killed, and the size of /dev/shm, which is 64 MB in many containers, does not limit it. MPI's shared windows, in
-contrast, are files there. If space runs out, MPICH ends the process by SIGBUS at the first access, and Open MPI does not create
-the window.
+The memory is a file without a name (`memfd_create`), which the other ranks open through the first rank's descriptor. It is freed
+if ranks are killed, and the size of /dev/shm, which is 64 MB in many containers, does not limit it. MPI's shared windows, in
+contrast, are files in /dev/shm. If space runs out there, MPICH ends the process by SIGBUS at the first access, and Open MPI does
+not create the window.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class SharedMemory:
         self._order = threading.Lock()
 
     def fence(self) -> None:
-        """Order all reads and writes before the call before those after it, for all ranks.
+        """Order all memory accesses before this call before all accesses after it, as seen by all ranks.
 
-        Accesses from both sides may move into the block of a single lock and be exchanged there. With two consecutive locks, the
-        first keeps earlier accesses before its end, and the second keeps later accesses after its begin.
+        Accesses from both sides may move into the block of a single lock and be reordered there. With two consecutive locks, the
+        first prevents earlier accesses from moving after its end, and the second prevents later accesses from moving before its
+        beginning.
         """
         for _ in range(2):
             with self._order:
@@ -78,7 +79,7 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
 
 
 def _create(size_bytes: int) -> tuple[int, bytes]:
-    """Create a file without a name; return its descriptor and the token at its beginning."""
+    """Create a file without a name. Return its descriptor and the random token that it begins with."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system does not support memory files")
     descriptor = os.memfd_create("hpctrain-samples", os.MFD_CLOEXEC)
@@ -93,7 +94,7 @@ def _create(size_bytes: int) -> tuple[int, bytes]:
 
 
 def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
-    """Open the file of another process's descriptor.
+    """Open a file of another process by its descriptor there.
 
     Args:
         place: process ID, descriptor, and token at the file's beginning.
@@ -113,5 +114,5 @@ def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
 
 
 def _mapped(descriptor: int, size_bytes: int) -> np.ndarray:
-    """Return the bytes of the file after its head. They are unmapped with the last view of them."""
+    """Return the bytes of the file after its head. The file is unmapped when the last view of the bytes is freed."""
     return np.frombuffer(mmap.mmap(descriptor, _HEAD_BYTES + size_bytes), np.uint8, size_bytes, _HEAD_BYTES)

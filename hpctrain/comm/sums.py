@@ -1,13 +1,13 @@
 """Sums of gradients over ranks that MPI's reductions do not provide: in 16 bits, in a fixed order, or by device kernels.
 
-All three send each part to the rank that owns it, which sums the received parts. A reduce-scatter becomes an all-to-all of parts
-and a local sum; an allreduce also has an allgather of the sums. The number of bytes is that of a ring.
+All three classes send each part to the rank that owns it, which sums the received parts. A reduce-scatter becomes an all-to-all
+of parts and a local sum; an allreduce also has an allgather of the sums. The number of elements that are sent is that of a ring.
 
 - `SixteenBitSums`: parts are rounded to 16 bits and summed in full precision, in rank order from 0 on, in the dtype of the
-  buffer. This halves the bytes of float32. Sums of 16-bit numbers, which few MPIs support and which would round after every
-  addition, are not needed. A rank's own part is rounded like all others, so a sum does not depend on which rank owns it, nor on
-  how a buffer is cut. (float16 has one scale per message and rounds very small numbers more coarsely if their part has much
-  larger ones.) `Compressor` is the interface between arrays and messages.
+  buffer. This halves the bytes of float32. MPI need not sum 16-bit numbers, which few MPIs support and which would round after
+  every addition. A rank's own part is rounded like all others, so a sum does not depend on which rank owns it, nor on how a
+  buffer is cut. (float16 has one scale per message and rounds very small numbers more coarsely if their part has much larger
+  ones.) `Compressor` is the interface between arrays and messages.
 - `TreeSums`: the order of additions is that of a tree over shards (`summation_tree`), which is independent of the number of
   ranks. A rank with several terms sends all of them, because summing them first would change the order.
 - `PartSums`: parts travel unrounded and device kernels sum them, for transports that move device arrays without summing them.
@@ -51,15 +51,15 @@ class Compressor(ABC):
         self.dtype = np.dtype(dtype)
 
     def begin_step(self, step: int) -> None:  # noqa: B027  most make no random choices
-        """Derive random choices in the next messages from `step`, so that a resumed run repeats them."""
+        """Set the step from which random choices in the next messages are derived, so that a resumed run repeats them."""
 
     @abstractmethod
     def compress(self, values: np.ndarray, message: np.ndarray) -> None:
-        """Write the message of `values`, which stay unchanged, to `message` (message_size,) uint8."""
+        """Write the message of `values` to `message` (message_size,) uint8. `values` are not modified."""
 
     @abstractmethod
     def decompress(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Write all of `values`: elements in the message, zeros elsewhere."""
+        """Write all elements of `values`: those in the message, and zeros elsewhere."""
 
     @abstractmethod
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
@@ -67,7 +67,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Subtract the message of `values` from `values`, exactly: the rest plus the message is `values`."""
+        """Subtract the elements that `message` represents from `values`, its source. Exact: new values + message = old values."""
 
 
 #: number format of messages; "float32": the dtype of the array, unrounded
@@ -83,7 +83,7 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
     With two levels, only sums across nodes are in 16 bits.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         caster: factory of message compressors; None: nothing is rounded.
         allreduces: whether allreduces are needed, too.
     """
@@ -96,13 +96,13 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
 
 
 def _flat_sums(comm: Communicator, caster: Caster) -> SixteenBitSums:
-    """Return sums over `comm` that include allreduces. Collective; at set-up."""
+    """Return sums over `comm` in one level, including allreduces. Collective; at set-up."""
     return SixteenBitSums(comm, caster, comm.split(0, comm.rank, f"{comm.name} sums"))
 
 
 @dataclass(frozen=True)
 class MessageParts:
-    """Messages of a buffer's parts, one after another.
+    """Layout of the messages of a buffer's parts, which lie one after another.
 
     Attributes:
         casts: compressors by rank.
@@ -124,20 +124,20 @@ class MessageParts:
         return self.bytes[-1][1]
 
     def write(self, part: int, values: np.ndarray, messages: np.ndarray) -> None:
-        """Compress one part of `values` to its place in `messages`."""
+        """Compress one part of `values`, and write its message to its place in `messages`."""
         (start, stop), (begin, end) = self.elements[part], self.bytes[part]
         if stop > start:
             self.casts[part].compress(values[start:stop], messages[begin:end])
 
     def read(self, part: int, messages: np.ndarray, values: np.ndarray) -> None:
-        """Write one part of `values` from its message."""
+        """Decompress one part's message to the part's place in `values`."""
         (start, stop), (begin, end) = self.elements[part], self.bytes[part]
         if stop > start:
             self.casts[part].decompress(messages[begin:end], values[start:stop])
 
 
 class MessageBuffers:
-    """Parts and buffers of messages, created once per size and reused step after step."""
+    """Layouts and buffers of messages, created once per size and reused in later steps."""
 
     def __init__(self, caster: Caster) -> None:
         self._caster = caster
@@ -146,7 +146,7 @@ class MessageBuffers:
         self._spare = SpareBuffers()
 
     def parts(self, counts: Sequence[int], dtype: np.dtype) -> MessageParts:
-        """Return the messages of a buffer of `dtype` whose parts have `counts` elements."""
+        """Return the layout of the messages of a buffer of `dtype` whose parts have `counts` elements."""
         key = tuple(counts), dtype.name
         if key not in self._parts:
             casts = tuple(self._cast(count, dtype.name) for count in counts)
@@ -161,7 +161,7 @@ class MessageBuffers:
         return self._casts[count, dtype]
 
     def take(self, size: int) -> np.ndarray:
-        """Return a uint8 buffer. The caller owns it until `give_back`."""
+        """Return a uint8 buffer of `size` bytes. The caller owns it until `give_back`."""
         taken: np.ndarray = self._spare.take(size, _BYTES)
         return taken
 
@@ -178,8 +178,8 @@ class OwnerSums(ABC):
     """Base of `GradientSums` for 1-D arrays in which each part of a sum travels to its owner, which sums the received parts.
 
     Args:
-        comm: communicator of the parts; other operations may be posted on it in between.
-        gathers: the same ranks in the same order, only for the second stage of allreduces; None: no allreduces.
+        comm: communicator of the parts; callers may post other operations on it, too.
+        gathers: communicator of the same ranks in the same order, only for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, gathers: Communicator | None) -> None:
@@ -196,8 +196,8 @@ class OwnerSums(ABC):
             like: array with the kind and dtype of the sum.
 
         Returns:
-            The operation, and a function that sums all ranks' parts into this rank's part of the sum, to be called once it is
-            complete.
+            The operation, and a function that writes the sum of all ranks' parts to this rank's part of the sum. It must be
+            called once, after the operation is complete.
         """
 
     def gather(self, gathers: Communicator, total: Array, counts: Sequence[int]) -> Handle:
@@ -205,7 +205,7 @@ class OwnerSums(ABC):
         return gathers.iallgather(None, total, counts)
 
     def ireduce_scatter(self, send: Terms, recv: Array, counts: Sequence[int]) -> Handle:
-        """Send each rank its part of the sum over the ranks. If `send` has several terms, they may be reused on return."""
+        """Send each rank its part of the sum over the ranks. Several terms in `send` may be reused when the call returns."""
         handle, add_up = self.send_parts(send, counts, recv)
         return Finished(handle, lambda: add_up(recv))
 
@@ -224,14 +224,14 @@ class OwnerSums(ABC):
 
 
 class SixteenBitSums(OwnerSums):
-    """Sums of float32 or float64 over the ranks of a communicator, in 16-bit messages. `send` may be reused on return.
+    """Sums of float32 or float64 over the ranks of a communicator, in 16-bit messages.
 
-    The sums of an allreduce are rounded once more, by their owners.
+    `send` may be reused when `ireduce_scatter` returns. The sums of an allreduce are rounded once more, by their owners.
 
     Args:
         comm: communicator of the parts.
         caster: factory of message compressors.
-        gathers: the same ranks, for the second stage of allreduces; None: no allreduces.
+        gathers: communicator of the same ranks, for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, caster: Caster, gathers: Communicator | None = None) -> None:
@@ -275,7 +275,7 @@ class TreeSums(OwnerSums):
     Args:
         comm: communicator of the parts.
         shards: shards of the ranks of `comm`.
-        gathers: the same ranks, for the second stage of allreduces; None: no allreduces.
+        gathers: communicator of the same ranks, for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, shards: ShardsOfRank, gathers: Communicator | None = None) -> None:
@@ -321,7 +321,7 @@ def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool
     """Return the sums over `comm` in the order of the tree; None if one rank has all shards. Collective; at set-up.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         shards: shards of the ranks.
         allreduces: whether allreduces are needed, too, which require a separate communicator.
     """
@@ -332,13 +332,13 @@ def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool
 
 
 class PartSums(OwnerSums):
-    """Sums of device arrays by kernels.
+    """Sums of device arrays, computed by kernels.
 
     Each sum in flight has a buffer for received parts, from a pool that grows as needed.
 
     Args:
         comm: communicator that moves device arrays.
-        gathers: the same ranks, for the second stage of allreduces.
+        gathers: communicator of the same ranks, for the second stage of allreduces.
         arithmetic: arithmetic of the device.
     """
 
@@ -352,7 +352,7 @@ class PartSums(OwnerSums):
         received = self._spare.take(owned * ranks, send)
 
         def add_up(total: Array) -> None:
-            """Enqueue the sum of all ranks' parts. Later operations may then reuse the buffer."""
+            """Enqueue the sum of all ranks' parts. Operations that are enqueued later may reuse the buffer."""
             if total.size:
                 self._arithmetic.copy(total, received[:owned])
                 for rank in range(1, ranks):

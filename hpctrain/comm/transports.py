@@ -3,16 +3,16 @@
 - "staged": uses a communicator for host arrays and works with every MPI. An operation has three phases: its arrays are copied to
   mirrors on the host, the operation is posted there, and its results are copied back. It is posted in a `test` of its handle or
   of a later one, once the copies to the host are done and all operations before it have been posted. The communicator therefore
-  sees the order in which operations were started, the same on every rank, whichever device is done first. An operation is
-  complete once the copies back are enqueued: later kernels run after them, and the host continues.
+  sees the order in which operations were started, the same on every rank, in whichever order the devices finish the copies. An
+  operation is complete once the copies back are enqueued: later kernels run after them, and the host continues.
 - "mpi": uses an MPI library that reads and writes a device's memory; nothing is copied to the host. An operation is posted once
   the kernels before it are done, in the order in which operations were started. It is complete when MPI reports it; kernels
   launched later run after it. The library only moves arrays, and kernels sum them (`PartSums`), because nonblocking sums of
   device memory crash some libraries and are computed on the host by others.
 - "nccl": uses NCCL, which moves and sums arrays on the device, in the order of a stream. An operation is enqueued when it is
-  started; the stream waits for the kernels before it, the host does not. All ranks therefore enqueue in the order in which
-  operations were started. It is complete when the host observes that the device has finished it; kernels launched later run after
-  it. Kernels never wait for a rank: only the host does, with its deadline.
+  started; the stream waits for the kernels before it, but the host does not. All ranks therefore enqueue in the order in which
+  operations were started. An operation is complete when the host observes that the device has finished it; kernels launched later
+  run after it. Kernels never wait for a rank: only the host does, with its deadline.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StagedOperation(OrderedOperation):
 
     Args:
         order: queue of the communicator.
-        transit: copies of its arrays to the host.
+        transit: copies of the operation's arrays to the host.
         post: function that posts the operation.
         finish: callback, called when the operation is complete.
         text: name of the operation, for messages before it is posted.
-        finished: description of its state in messages once it is complete.
+        finished: description of the state of the complete operation, for messages.
 
     Attributes:
         operation: the posted operation, for the flight record; "" before it is posted.
@@ -88,7 +88,8 @@ class MirroredArrays:
         Args:
             array: array on the device or the host.
             leaves: intervals of elements that are copied to the mirror before the operation; None: none.
-            arrives: intervals of elements that are copied back, for at most one array of an operation; None: none.
+            arrives: intervals of elements that are copied back after the operation, for at most one array of an operation; None:
+                none.
         """
         if isinstance(array, np.ndarray):
             return array
@@ -101,7 +102,7 @@ class MirroredArrays:
         return mirror
 
     def start(self, order: InOrder, post: Callable[[], Handle], text: str) -> Handle:
-        """Enqueue the copies to the host, and start the operation that waits for them and is followed by the copies back."""
+        """Enqueue the copies to the host, and start an operation that waits for them and then copies its results back."""
         transit = self._mirrors.leave(self._leaving)
         copy_back = partial(self._mirrors.arrive, transit, *self._arriving)
         return StagedOperation(order, transit, post, copy_back, text, "on its way to the device")
@@ -119,7 +120,7 @@ def _own_and_others(counts: Sequence[int], rank: int) -> tuple[_Intervals, _Inte
 
 
 class StagedSums:
-    """`GradientSums` for device arrays, computed by sums over host arrays.
+    """`GradientSums` for device arrays, computed on mirrors by sums of host arrays.
 
     Args:
         sums: sums of host arrays.
@@ -156,7 +157,7 @@ class StagedCommunicator(ForwardingCommunicator):
         self._sums = StagedSums(inner, mirrors, self._order)
 
     def sums_of(self, sums: GradientSums) -> GradientSums:
-        """Return sums over the same ranks, whose operations keep the order of this communicator."""
+        """Return `sums`, which are over the same ranks, for device arrays. Operations share the order of this communicator."""
         return StagedSums(sums, self._mirrors, self._order)
 
     def iallreduce(self, buffer: Array) -> Handle:
@@ -207,7 +208,11 @@ class StagedCommunicator(ForwardingCommunicator):
 
 
 class _AfterKernels:
-    """`Transit` of arrays that stay in place. mark: end of the kernels before; None: there are none."""
+    """`Transit` of arrays that stay on the device.
+
+    Args:
+        mark: mark after the last kernel that must finish first; None: no kernel.
+    """
 
     def __init__(self, mark: WorkMark | None) -> None:
         self._mark = mark
@@ -222,7 +227,8 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
     Args:
         inner: communicator of the messages, which accesses the device's memory; only this communicator posts on it.
         arithmetic: arithmetic of the device.
-        gathers: the same ranks in the same order, for the second stage of allreduces; None: device arrays are not summed.
+        gathers: communicator of the same ranks in the same order, for the second stage of allreduces; None: device arrays are not
+            summed.
     """
 
     def __init__(self, inner: Communicator, arithmetic: Arithmetic, gathers: Communicator | None = None) -> None:
@@ -276,9 +282,9 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
         """Start the next operation.
 
         Args:
-            post: function that posts it.
+            post: function that posts the operation.
             operation: name of the operation.
-            array: array that determines its size and location; None: it has none.
+            array: array that determines its size and location; None: the operation has no array.
         """
         mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()
         text = operation if array is None else f"{operation} of {array.size} elements"
@@ -286,7 +292,10 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
 
 
 def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicator:
-    """Return the ranks of `inner` over an MPI library that accesses device memory, with sums. Collective; at set-up only."""
+    """Return a communicator that moves arrays on the host or the device over `inner`, and sums them. Collective; at set-up only.
+
+    The MPI library must support device memory.
+    """
     gathers = inner.split(0, inner.rank, f"{inner.name} sums")
     assert gathers is not None
     return DeviceMpiCommunicator(inner, arithmetic, DeviceMpiCommunicator(gathers, arithmetic))
@@ -295,8 +304,7 @@ def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicat
 class NcclHandle:
     """Handle that is complete once the device has finished the operation.
 
-    Raises in `test`:
-        BackendError: NCCL has failed in the background, for example because a rank is lost.
+    `test` raises a BackendError if NCCL has failed in the background, for example because a rank is lost.
     """
 
     __slots__ = ("_group", "_mark", "_text")
@@ -329,7 +337,7 @@ class NcclCommunicator(ForwardingCommunicator):
     operations of a group.
 
     Args:
-        inner: communicator of the same ranks by way of the host.
+        inner: communicator of the same ranks that copies device arrays through the host.
         arithmetic: arithmetic of the device.
         group: group of the ranks' devices.
     """
@@ -347,7 +355,10 @@ class NcclCommunicator(ForwardingCommunicator):
         return self._enqueued("allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Sum to each rank, all of them at once, because pieces may have different sizes."""
+        """Enqueue one reduction to each rank, all of them at once.
+
+        NCCL's own reduce-scatter requires pieces of equal sizes.
+        """
         if isinstance(send, np.ndarray):
             return self.inner.ireduce_scatter(send, recv, counts)
         assert (send.size, recv.size) == (sum(counts), counts[self.rank])
@@ -359,7 +370,7 @@ class NcclCommunicator(ForwardingCommunicator):
         return self._enqueued("reduce-scatter", send)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        """Broadcast from each rank, all of them at once."""
+        """Enqueue one broadcast from each rank, all of them at once."""
         if isinstance(recv, np.ndarray):
             return self.inner.iallgather(send, recv, counts)
         assert recv.size == sum(counts)
@@ -405,17 +416,17 @@ class NcclCommunicator(ForwardingCommunicator):
 
 
 def over_nccl(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
-    """Return the ranks of `inner` with their devices joined. Collective; at set-up only, if `group_fault` returned None."""
+    """Return an NCCL communicator of the ranks of `inner`. Collective; at set-up only, if `group_fault` returned None."""
     mirrors = arithmetic.mirrors()
     assert mirrors is not None, "the arrays lie on a device"
     return joined(StagedCommunicator(inner, mirrors), arithmetic)
 
 
 def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
-    """Return the ranks of `inner` with their devices joined. Collective; at set-up only.
+    """Return an NCCL communicator of the ranks of `inner`, whose devices it joins in a group. Collective; at set-up only.
 
     Args:
-        inner: communicator that handles device arrays by way of the host.
+        inner: communicator that copies device arrays through the host.
         arithmetic: arithmetic of the device.
     """
     messages, peers = arithmetic.messages(), inner.split(0, inner.rank, f"{inner.name} devices")
@@ -425,7 +436,7 @@ def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
 
 
 def group_fault(world: Communicator, messages: DeviceMessages) -> str | None:
-    """Return the reason why the devices of these ranks cannot be joined, the same on every rank; None if they can. Collective.
+    """Return the reason why NCCL cannot join the devices of these ranks; None if it can. Collective; the same on every rank.
 
     The reason is a clause for a message.
     """
@@ -439,21 +450,22 @@ def group_fault(world: Communicator, messages: DeviceMessages) -> str | None:
     return None if shared is None else f"ranks {shared[0]} and {shared[1]} share a GPU, but NCCL allows one rank per GPU"
 
 
-#: "staged": by way of the host's memory; "mpi": by an MPI library that accesses device memory; "nccl": by NCCL
+#: "staged": through the host's memory; "mpi": by an MPI library that accesses device memory; "nccl": by NCCL
 Transport = Literal["staged", "mpi", "nccl"]
 
 
 def staged(comm: Communicator, arithmetic: Arithmetic) -> StagedCommunicator:
-    """Return the ranks of `comm` for arrays on the host or, by way of the host, on a device. Not collective."""
+    """Return a communicator of the same ranks that also handles device arrays, through mirrors on the host. Not collective."""
     mirrors = arithmetic.mirrors()
     assert mirrors is not None, "the arrays lie on a device"
     return StagedCommunicator(comm, mirrors)
 
 
 def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -> Communicator:
-    """Return the ranks of `comm` for arrays on the host or on the device of `arithmetic`. Collective; at set-up only.
+    """Return a communicator of the same ranks that also handles arrays on the device of `arithmetic`. Collective; at set-up only.
 
-    With two levels, "mpi" accesses devices in both. "nccl" does so within nodes; between nodes, arrays go by way of the host.
+    With two levels, "mpi" accesses device memory in both levels. "nccl" does so within nodes; between nodes, arrays are copied
+    through the host.
     """
     if transport == "staged":
         return staged(comm, arithmetic)

@@ -24,15 +24,15 @@ from hpctrain.launch import keeper, process_end
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How a wait changes from polling to sleeping. All times are in seconds.
+    """Rules by which a wait changes from polling to sleeping. All times are in seconds.
 
     A wait first polls and yields its core after each poll, for `offering_seconds`; this is as fast as spinning if no other
     process needs the core. Then it sleeps between polls, so that a slow rank gets the core.
 
     Attributes:
-        offering_seconds: time of polling without sleep.
+        offering_seconds: duration of polling without sleep.
         sleep_seconds: minimum sleep between polls.
-        growing_share: sleep as a share of the time waited so far, if that is longer.
+        growing_share: sleep divided by the time waited so far; the minimum and the maximum still apply.
         longest_seconds: maximum sleep.
     """
 
@@ -46,7 +46,7 @@ class WaitPolicy:
         return waited_seconds > self.offering_seconds
 
     def next_sleep(self, waited_seconds: float) -> float:
-        """Return the seconds that a wait sleeps before its next poll after it has lasted `waited_seconds`."""
+        """Return the duration of the sleep before the next poll, for a wait that has lasted `waited_seconds`."""
         return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
 
 
@@ -58,14 +58,14 @@ MORE_RANKS_THAN_CORES = WaitPolicy(growing_share=0.02)
 
 
 class FurtherPolls:
-    """Further polls at the end of an operator, up to a share of the operator's time.
+    """Limit of the number of polls after an operator, by a share of the operator's time.
 
     A message that moves in many small pieces, as over TCP, advances by one piece per poll. A poll is expected to take as long as
     the previous one. Each operator is followed by at least one poll, and by a second one only if it lasted `1 / share` times as
-    long as both.
+    long as both polls.
 
     Args:
-        share: share of an operator's time that all polls after it may take, 0 .. 1.
+        share: share of an operator's time that all polls after it may take, in [0, 1].
     """
 
     def __init__(self, share: float) -> None:
@@ -97,13 +97,13 @@ INTERVAL_SECONDS = 200e-6
 class ProgressThread:
     """Thread that calls `one_pass` repeatedly inside its `with` block, and never outside.
 
-    Blocks do not nest. A pass runs in the context of the block's owner, for example with its handling of floating-point errors.
+    Blocks must not nest. A pass runs in the context of the block's owner, for example with its handling of floating-point errors.
     After an exception, the thread makes no more passes in that block. `raise_failure`, or the end of the block, raises the
     exception in the owner.
 
     Args:
         one_pass: function that makes one pass over all queues.
-        lock: lock held during each pass; every other thread that calls the transport holds it, too.
+        lock: lock held during each pass; every other thread must also hold it to call the transport.
         interval_seconds: time between two passes, unless `wake` is called.
 
     Attributes:
@@ -134,7 +134,7 @@ class ProgressThread:
         self._called.set()
 
     def raise_failure(self) -> None:
-        """Raise the exception of a pass, if any, once."""
+        """Raise the exception of a failed pass, if any. Each exception is raised once."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

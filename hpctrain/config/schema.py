@@ -112,7 +112,7 @@ class CacheConfig(Section):
 
     memory: Size = Field(
         default=AUTO_SIZE,
-        description="Memory per node for samples that its ranks share, in bytes or such as 64GB; 0 switches it off, auto takes "
+        description="Memory per node for samples that its ranks share, in bytes or such as 64GB; 0 switches it off, auto uses "
         "at most half of the memory that is free at the start.",
     )
     fill: Literal["auto", "first_epoch", "start"] = Field(
@@ -128,7 +128,7 @@ class CacheConfig(Section):
     )
     local_limit: Size = Field(
         default=AUTO_SIZE,
-        description="Maximum size of the local copy of a file, in bytes or such as 500GB; auto takes at most 90 % of the space "
+        description="Maximum size of the local copy of a file, in bytes or such as 500GB; auto uses at most 90 % of the space "
         "that is free in the directory.",
     )
     keep: bool = Field(
@@ -184,7 +184,7 @@ class DataConfig(Section):
     )
     threads: Threads = Field(
         default="auto",
-        description="Number of threads per rank that prepare batches; auto takes a quarter of the rank's cores, from 1 to 8.",
+        description="Number of threads per rank that prepare batches; auto uses a quarter of the rank's cores, from 1 to 8.",
     )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="The cache of samples that have been read once.")
     on_unreadable: Literal["stop", "skip"] = Field(
@@ -214,7 +214,7 @@ class EvaluateConfig(Section):
 
     every_epochs: Integer = Field(default=1, ge=0, description="Number of epochs between evaluations; 0 switches evaluation off.")
     batch: Integer | None = Field(
-        default=None, ge=1, description="Global batch size of the evaluation, in samples; null takes that of the training."
+        default=None, ge=1, description="Global batch size of the evaluation, in samples; null uses that of the training."
     )
 
 
@@ -254,7 +254,7 @@ MOST_SHARDS = 1_000_000  # far beyond any machine: a larger value is a typing er
 
 
 class ExactConfig(Section):
-    """The order of sums over samples; true takes 8 shards, false lets the order depend on the ranks."""
+    """The order of sums over samples; true uses 8 shards, false lets the order depend on the ranks."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -365,11 +365,11 @@ class GridConfig(Section, OpenSection):
         default=None,
         ge=1,
         le=MOST_RANKS,
-        description="Number of ranks that split the batch (Pc); null takes the number of ranks divided by rows.",
+        description="Number of ranks that split the batch (Pc); null uses the number of ranks divided by rows.",
     )
     tiles: tuple[Part, Part] | None = Field(
         default=None,
-        description="Numbers of vertical and horizontal parts of an image under domain, whose product is rows; null takes "
+        description="Numbers of vertical and horizontal parts of an image under domain, whose product is rows; null uses "
         "[rows, 1].",
     )
     overlap: tuple[Text, ...] = Field(
@@ -428,7 +428,7 @@ class CheckpointConfig(Section):
     )
     layout: Literal["auto", "single", "sharded"] = Field(
         default="auto",
-        description="One file written by rank 0 (single), or a directory with one file per rank (sharded); auto takes sharded "
+        description="One file written by rank 0 (single), or a directory with one file per rank (sharded); auto uses sharded "
         "for 128 MiB of parameters or more on several nodes.",
     )
     asynchronous: bool = Field(
@@ -567,7 +567,7 @@ class Config(Section):
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Type of activations, parameters and gradients.")
     backend: Literal["auto", "numpy", "onednn", "cuda"] = Field(
         default="auto",
-        description="Kernel set; auto takes cuda if a GPU can be used, else the fastest one on this machine that supports the "
+        description="Kernel set; auto uses cuda if a GPU can be used, else the fastest one on this machine that supports the "
         "dtype.",
     )
     precision: Literal["float32", "tf32", "bfloat16"] = Field(
@@ -577,7 +577,7 @@ class Config(Section):
     )
     threads: Threads = Field(
         default="auto",
-        description="Number of threads per rank; auto takes OMP_NUM_THREADS if it is set, else the rank's cores.",
+        description="Number of threads per rank; auto uses OMP_NUM_THREADS if it is set, else the rank's cores.",
     )
     model: ModelConfig = Field(description="The network: a name, or a mapping of name and options.")
     init: InitConfig = Field(
@@ -630,13 +630,13 @@ class Config(Section):
     progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
         default="auto",
         description="Progress of messages while kernels run: not at all (none), by MPI tests after operators (test), also by a "
-        "thread (thread), or by a thread that also starts operations (posting); auto takes test unless another mode is clearly "
+        "thread (thread), or by a thread that also starts operations (posting); auto uses test unless another mode is clearly "
         "faster.",
     )
     transport: Literal["auto", "staged", "mpi", "nccl"] = Field(
         default="auto",
         description="Transport of gradients and parameters between GPUs: through host memory (staged), by an MPI that reads GPU "
-        "memory (mpi), or by NCCL (nccl); auto takes mpi if a trial shows that MPI reads GPU memory, else staged. For backend "
+        "memory (mpi), or by NCCL (nccl); auto uses mpi if a trial shows that MPI reads GPU memory, else staged. For backend "
         "cuda only.",
     )
     trace: bool = Field(default=False, description="Record every step, write trace.json and print where the time went.")
@@ -650,7 +650,7 @@ class Config(Section):
     max_time: Duration = Field(
         default=None,
         description='Wall time by which the run must have ended with a checkpoint, such as "3h50m", "00:50:00" or a number of '
-        "seconds; slurm takes the end of the Slurm job; null sets no limit.",
+        "seconds; slurm uses the end of the Slurm job; null sets no limit.",
     )
     checks: ChecksConfig = Field(default_factory=ChecksConfig, description="The checks of the state in the memory of the ranks.")
     hashes: HashesConfig = Field(default_factory=HashesConfig, description="The hashes for the comparison of runs step by step.")

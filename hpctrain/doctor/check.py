@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.progress import ProgressEngine
     from hpctrain.config.schema import Config
 
-#: the modules from which a training begins
+#: modules that import everything that a training needs
 TRAINING = ("hpctrain.run.training", "hpctrain.run.resume")
 
 
@@ -79,13 +79,13 @@ class FindingKind:
         return DoctorFinding(self.severity, sentence, fix or self.remedy, self.key)
 
     def from_error(self, error: str) -> DoctorFinding:
-        """Return a finding from the message of an error, whose part after the last semicolon is the fix."""
+        """Return a finding from an error message. The part of the message after the last semicolon is the fix."""
         fact, semicolon, fix = error.removesuffix(".").rpartition("; ")
         return self.found(f"{fact}.", capital(f"{fix}.")) if semicolon else self.found(error)
 
 
 def fine(sentence: str) -> DoctorFinding:
-    """Return a finding that all is well, or that there is nothing to check."""
+    """Return a finding for a check that found no fault or had nothing to check."""
     return DoctorFinding(Severity.OK, sentence)
 
 
@@ -107,10 +107,10 @@ def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:
 
 @dataclass(frozen=True)
 class StartFacts:
-    """The start of one rank.
+    """Start-up cost of one rank.
 
     Attributes:
-        seconds: wall time until everything was loaded, without waits for a core.
+        seconds: wall time until all modules were loaded, without waits for a core.
         cpu_seconds: processor time of all threads, which may exceed the wall time.
         files: number of opened files.
     """
@@ -141,7 +141,7 @@ class OpenedFiles:
 
 
 def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str] = TRAINING) -> StartFacts:
-    """Load the modules of a training; return the time of the start until all are loaded.
+    """Load the modules that a training imports, and return the start-up cost of this rank.
 
     Args:
         age_seconds: time from the process's start until `opened` began to count, without waits for a core.
@@ -184,12 +184,12 @@ class OwnPlace:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank checks what is the same for all ranks of its node."""
+        """Whether this rank runs the checks that one rank per node runs."""
         return not self.launcher.local_rank
 
     @property
     def leads_job(self) -> bool:
-        """Whether this rank checks what is the same for all ranks, and prints."""
+        """Whether this rank runs the checks that one rank per job runs, and prints the report."""
         return not self.launcher.rank
 
 
@@ -217,7 +217,8 @@ class JobView:
     Attributes:
         launcher: launcher of rank 0.
         size: size of MPI's world.
-        hosts, node_of: name and number of the node of each rank.
+        hosts: name of each rank's node.
+        node_of: number of each rank's node.
         library: MPI library with its version and thread level; "" if it could not be started.
         config: configuration; None if none was given.
     """
@@ -238,7 +239,7 @@ class JobView:
         return found
 
     def on(self, ranks: Sequence[int]) -> str:
-        """Return the end of a sentence, such as " on rank 3 (nid001)"; "" if `ranks` are all ranks."""
+        """Return the ranks as the end of a sentence, such as " on rank 3 (nid001)"; "" if `ranks` are all ranks."""
         if len(ranks) == self.size:
             return ""
         hosts = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
@@ -254,10 +255,10 @@ class Check:
         name: name in the table.
         looks_at: subject, for the documentation.
         kinds: kinds of findings that the check may report.
-        gather: returns the facts of this rank, picklable; None if another rank gathers them. Called with an `OwnPlace`; with a
-            `JoinedPlace` if `joined`.
-        judge: returns at least one finding, from the facts of all ranks in rank order. If MPI could not be started, these are the
-            facts of one rank.
+        gather: function from an `OwnPlace`, or a `JoinedPlace` if `joined`, to the picklable facts of this rank; None if another
+            rank gathers them.
+        judge: pure function from the job and the facts of all ranks, in rank order, to at least one finding. If MPI could not be
+            started, the facts are those of one rank.
         joined: whether `gather` is collective, called on all ranks in the same order.
     """
 
@@ -270,7 +271,7 @@ class Check:
 
 
 def present(facts: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return pairs (rank, facts) of the ranks that gathered facts."""
+    """Return pairs (rank, facts) for the ranks that gathered facts."""
     return [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
 
 

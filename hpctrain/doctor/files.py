@@ -280,7 +280,10 @@ def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFi
 
 
 def gather_same(place: JoinedPlace) -> tuple[str, int]:
-    """Return (error of a training if inputs differ between ranks, or "", number of compared files). Collective."""
+    """Compare data files and weights between ranks. Collective.
+
+    Return (message of the error that a training would raise, "" if the ranks agree; number of compared files).
+    """
     config, world = place.own.config, place.world
     if config is None:
         return "", 0
@@ -302,7 +305,7 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
 
 
 def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFinding]:
-    """Return one finding from the comparison by `gather_same`."""
+    """Return one finding: whether all ranks have the same data files and weights."""
     difference, files = facts[0]
     if difference:
         return [OTHER_DATA.from_error(difference)]
@@ -394,7 +397,7 @@ def look(directory: Path, variable: str) -> ScratchFacts:
 
 
 def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> list[DoctorFinding]:
-    """Return a finding for each directory with a fault, for the first node that has it."""
+    """Return a finding for each directory with a fault, on the first node with that fault; else one with the free space."""
     findings: dict[str, DoctorFinding] = {}
     for rank, places in present(facts):
         where = f" of {job.hosts[rank]}" if len(job.nodes) > 1 else ""

@@ -171,8 +171,8 @@ def examine_alone(
     Args:
         own: facts that this rank gathered alone.
         library: name of the MPI library, if it could be started.
-        error: why it could not be loaded; "" if it could.
-        ended: finding on how the rank ended.
+        error: why the MPI library could not be loaded; "" if it could.
+        ended: finding on how the rank ended; None if it did not end early.
     """
     facts = dict(own)
     known = facts.get(ranks.MPI_LIBRARY.name)
@@ -184,7 +184,7 @@ def examine_alone(
 
 
 def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHECKS) -> Examination:
-    """Return the findings of all checks that have facts."""
+    """Judge all checks for which a rank gathered facts, and return the outcome."""
     findings: dict[str, Sequence[DoctorFinding]] = {}
     for check in checks:
         facts = [facts.get(check.name) for facts in by_rank]

@@ -58,13 +58,13 @@ _COPIES = 3
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Memory of a node and, on rank 0, of the rank that needs the maximum.
+    """Memory of a node and, on rank 0, the maximum that a rank needs.
 
     Attributes:
         node_bytes: memory of the node.
-        pass_bytes: memory of a pass through the network on that rank.
-        held_bytes: memory that is always allocated on that rank.
-        samples: number of samples of that rank per step.
+        pass_bytes: memory of a pass through the network, maximum over ranks.
+        held_bytes: memory that is always allocated, maximum over ranks.
+        samples: maximum number of samples of a rank per step.
         reason: why the need is unknown; "" if it is known.
     """
 
@@ -91,7 +91,7 @@ def gather_memory(place: OwnPlace) -> MemoryFacts | None:
 
 
 def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
-    """Return (bytes of a pass, bytes always allocated, samples per step) of the rank that needs the maximum.
+    """Return (bytes of a pass, bytes always allocated, samples per step), each the maximum over ranks.
 
     A single split group is planned, with the largest share of the batch.
 
@@ -107,7 +107,7 @@ def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
 
 
 def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFinding]:
-    """Return one finding on the node with the least free memory."""
+    """Return one finding on the node whose ranks need the largest fraction of its memory."""
     planned = facts[0]
     assert planned is not None, "rank 0 gathers facts"
     if planned.reason:
@@ -190,7 +190,10 @@ class GpuFacts:
 
 
 def gather_gpus(place: OwnPlace) -> GpuFacts:
-    """Return the GPUs of this rank. The first rank of a node starts a test process if there is a GPU or MPI is to support one."""
+    """Return the GPUs of this rank.
+
+    The first rank of a node starts a test process if it sees a GPU or if MPI's GPU support is enabled.
+    """
     named = os.environ.get(_VISIBLE)
     if named is not None:
         visible = tuple(entry.strip() for entry in named.split(",") if entry.strip())
@@ -201,14 +204,14 @@ def gather_gpus(place: OwnPlace) -> GpuFacts:
 
 
 def from_start(text: str) -> DoctorFinding | None:
-    """Return the finding that follows from MPI's last output; None if that does not concern GPUs."""
+    """Return the finding on GPU support in the last output of MPI; None if the output does not concern GPUs."""
     if GTL_WORDS not in text:
         return None
     return NO_GTL.found("MPI reports at its start: GPU support is requested, but the GTL library is not linked.")
 
 
 def judge_gpus(job: JobView, facts: Sequence[GpuFacts]) -> list[DoctorFinding]:
-    """Return all faults of GPUs, or a finding with their number."""
+    """Return all faults of GPUs, or one finding with the number of GPUs per node."""
     aborted = next((finding for fact in facts if (finding := from_start(fact.probe)) is not None), None)
     findings = [] if aborted is None else [aborted]
     if job.config is not None and job.config.backend == "cuda":
@@ -345,7 +348,7 @@ def gather_versions(place: JoinedPlace) -> tuple[str, str]:
 
 
 def judge_versions(job: JobView, facts: Sequence[tuple[str, str]]) -> list[DoctorFinding]:
-    """Return one finding from the comparison by `gather_versions`."""
+    """Return one finding: the first difference between ranks, or the versions that all ranks have."""
     difference, versions = facts[0]
     if difference:
         finding = MISMATCH.from_error(difference)
@@ -454,7 +457,10 @@ _LITTLE = 0.25
 
 
 def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
-    """Return the measurement on rank 0, None on other ranks or without them. Collective; takes 2 to 3 s."""
+    """Measure how much of the messages' time each progress mode hides. Collective; takes 2 to 3 s.
+
+    Return the measurement on rank 0, and None on other ranks or if there is only one rank.
+    """
     if place.world.size == 1:
         return None
     from hpctrain.comm import mpi
@@ -468,7 +474,7 @@ def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
 
 
 def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:
-    """Return one finding with the share of messages that each mode hides."""
+    """Return one finding with the fraction of the messages' time that each progress mode hides."""
     measured = facts[0]
     if measured is None:
         return [fine("One rank: no messages.")]

@@ -238,7 +238,7 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
 
 
 def family(text: str) -> str:
-    """Return the MPI that a version text belongs to; "" if unknown."""
+    """Return the MPI implementation that a version text names; "" if it names none that is known."""
     return next((name for word, name in _FAMILIES if word in text), "")
 
 
@@ -335,10 +335,10 @@ class CoreFacts:
 
     Attributes:
         cpus: logical CPUs on which the rank may run.
-        cores: their physical cores.
-        threads: number of threads of the rank; None if it was refused.
+        cores: physical cores of these CPUs.
+        threads: number of threads of the rank; None if the requested number was refused.
         pools: number of threads of each library's pool.
-        fault: why the number of threads was refused; "" if it was not.
+        fault: why the requested number of threads was refused; "" if it was not.
         variables: environment variables with numbers of threads.
         quota: number of cores that control groups allow; None: no limit.
     """
@@ -402,7 +402,7 @@ def bind_line(job: JobView, cores: int) -> str:
 
 
 def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:
-    """Return one finding: whether the threads of each node fit its cores, else for the first node where they do not."""
+    """Return one finding: a refused number of threads, the first node with more threads than cores, or that all is well."""
     refused = [rank for rank, fact in enumerate(facts) if fact.fault]
     if refused:
         return [THREADS_REFUSED.from_error(facts[refused[0]].fault)]
@@ -462,14 +462,14 @@ SHORT_BATCH = FindingKind(
 
 
 def gather_grid(place: OwnPlace) -> SingleValues | None:
-    """Return the check of the job's batch norms from the header of its training file, on rank 0."""
+    """Return, on rank 0, whether a batch norm would have a single value per channel, from the header of the training file."""
     if place.config is None or not place.leads_job:
         return None
     return single_values_of(place.config, place.launcher.expected_size or 1)
 
 
 def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[DoctorFinding]:
-    """Return one finding: whether grid and batch fit the number of ranks."""
+    """Return one finding: whether the grid, the batch and the batch norms fit the number of ranks."""
     config = job.config
     if config is None:
         return [fine("Not checked: no configuration was given.")]

@@ -39,8 +39,8 @@ class DoctorRank:
 
     Attributes:
         launcher: launcher of this process.
-        read: returns the configuration; None: there is none.
-        directory: directory for runs; None: that of the configuration.
+        read: function that returns the configuration; None: there is no configuration.
+        directory: directory for runs; None: the one of the configuration.
         strict: whether warnings count as faults.
         as_json: whether to print the report as JSON.
         seconds: time limit of the job.
@@ -58,7 +58,7 @@ class DoctorRank:
     world: Communicator | None = field(default=None, init=False)
 
     def rank(self) -> int:
-        """Return the rank of this process, from MPI or else from the launcher."""
+        """Return the rank of this process: from MPI if it has connected several ranks, otherwise from the launcher."""
         return self.world.rank if self.world is not None and self.world.size > 1 else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
@@ -71,6 +71,7 @@ class DoctorRank:
 
         Raises:
             ConfigError: the configuration has a fault; on all ranks.
+            LaunchError: the environment has variables of a launcher that no longer exists.
         """
         from hpctrain.doctor.check import OpenedFiles
 
@@ -111,7 +112,10 @@ class DoctorRank:
         return code
 
     def explain(self, end: RankEnd) -> int:
-        """Report, in the parent of a rank that ended before its report, the findings of its notes; return the exit code."""
+        """Report the findings in the notes of a rank that ended before its report; return the exit code.
+
+        Called in the parent process of that rank.
+        """
         from hpctrain.doctor import job
         from hpctrain.doctor.check import OwnPlace
 
@@ -135,7 +139,10 @@ class DoctorRank:
             return error
 
     def _loaded_place(self, config: Config | None, opened: OpenedFiles) -> OwnPlace:
-        """Set threads before NumPy is loaded, then load the modules of a training and measure the time."""
+        """Set the number of threads before NumPy is loaded, then load the modules of a training and measure the time.
+
+        Return the facts that this rank has before MPI starts.
+        """
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         threads, fault = None, ""
         try:
@@ -162,7 +169,10 @@ class DoctorRank:
         return USER_ERROR
 
     def _with_mpi(self, world: Communicator, place: OwnPlace, notes: RankNotes) -> int:
-        """Run the collective checks and report. If each rank is alone, only the first one reports."""
+        """Run the collective checks and report; return the exit code.
+
+        If each process is a job of its own, only the first one reports.
+        """
         from hpctrain.doctor import job
         from hpctrain.doctor.ranks import first_of_siblings
 
@@ -189,7 +199,7 @@ class DoctorRank:
 
 
 def _with_names_checked(configuration: _Read) -> _Read:
-    """Return the configuration, or the error in its names and options."""
+    """Return the configuration, or an error if one of its names or options is invalid."""
     if isinstance(configuration, tuple):
         from hpctrain.config.checks import check_names
 

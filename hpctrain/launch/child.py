@@ -66,8 +66,8 @@ class RankEnd:
 
     Attributes:
         code: exit code or negative signal number, as `Popen.returncode`; None: the time limit passed.
-        words: end of the text that it wrote to standard error.
-        note: last note; None if it left none.
+        words: end of the text that the rank wrote to standard error.
+        note: last note of the rank; None if there is none.
     """
 
     code: int | None
@@ -76,7 +76,7 @@ class RankEnd:
 
     @property
     def in_words(self) -> str:
-        """The end as the verb of a sentence, such as "exited with code 3"."""
+        """Predicate that describes the end, such as "exited with code 3"."""
         if self.code is None:
             return "did not end"
         if self.code < 0:
@@ -107,13 +107,13 @@ class Notebook:
 def run_watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], int], seconds: float) -> int:
     """Run `work` in a child; return its exit code, or the result of `explain` if the child does not finish its work.
 
-    Returns in both processes. The child returns its work's code, so that it exits as any process does: MPI notifies the launcher
-    when a process exits, and a launcher kills the other ranks of one that ends without that. If no process may be forked
-    (`may_fork`), `work` runs in this process and is not watched.
+    Returns in both processes. The child returns the exit code of `work` instead of exiting here, so that MPI notifies the
+    launcher at its normal exit; otherwise the launcher would kill the other ranks. If the process may not fork (`may_fork`),
+    `work` runs in this process and is not watched.
 
     Args:
-        work: receives the notebook and returns the exit code.
-        explain: called in the parent with the end of the child; returns the exit code.
+        work: function from the notebook to the exit code.
+        explain: function from the end of the child to the exit code; called in the parent.
         seconds: time limit after which the child is killed.
     """
     if not may_fork():

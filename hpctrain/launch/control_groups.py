@@ -123,8 +123,9 @@ class MemoryGroup:
     """Memory of a control group.
 
     Attributes:
-        counts, limit: its files of counts and of the limit; None if they cannot be read.
-        kills: number of processes that the kernel had killed in it when this object was created.
+        counts: file with the number of killed processes; None if it cannot be read.
+        limit: file with the memory limit; None if it cannot be read.
+        kills: number of processes that the kernel had killed in the group before this object was created.
     """
 
     counts: Path | None = None
@@ -142,23 +143,23 @@ class MemoryGroup:
             lines = [line.split(":", 2) for line in listing.read_text().splitlines()]
             for controller, mount, counts, limit in _KILL_FILES:
                 for _, controllers, group in lines:
-                    # In a container the path may be that of the machine, where the group itself is mounted.
+                    # In a container, the listed path may be the machine's, while the group itself is the mount point.
                     for folder in (root / mount.relative_to("/") / group.lstrip("/"), root / mount.relative_to("/")):
                         if controller in controllers.split(",") and (folder / counts).is_file():
                             return cls(folder / counts, folder / limit, _kills(folder / counts))
         return cls()
 
     def hint(self) -> str:
-        """Return whether an end by SIGKILL was for lack of memory (certainly, possibly, or not), as text in brackets."""
+        """Return a bracketed remark on SIGKILL: whether the kernel sent it for lack of memory (yes, no, possibly)."""
         if self.counts is None:
-            return " (as the kernel does where memory runs out)"
+            return " (as the kernel does if memory runs out)"
         try:
             now = _kills(self.counts)
         except (OSError, ValueError):
             now = self.kills
         if now > self.kills:
             return f" (by the kernel, as memory ran out{self._limit_text()})"
-        return " (not by the kernel for lack of memory in this control group, which has counted none)"
+        return " (not by the kernel: since the start, it has ended no process of this control group for lack of memory)"
 
     def _limit_text(self) -> str:
         with contextlib.suppress(OSError, ValueError):

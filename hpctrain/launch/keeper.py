@@ -50,7 +50,7 @@ class Pulse:
 
     @property
     def deadline_seconds(self) -> float:
-        """Latest deadline of the rank, also while its watch is paused; 0 before there is one."""
+        """Deadline of the latest `watch`, also while the watch is paused; 0 before the first one."""
         return self._words[_DEADLINE] * 1e-9
 
     def watch(self, deadline_seconds: float) -> None:
@@ -68,7 +68,7 @@ class Pulse:
         self._words[_WATCHED] = 0
 
     def guard(self, guarded: bool) -> None:
-        """Note whether a timer that needs no interpreter lock will end the rank, with the exit code of a bug.
+        """Note whether a timer will end the rank with the exit code of a bug. The timer does not need Python's lock.
 
         Called in the rank.
         """
@@ -76,7 +76,7 @@ class Pulse:
 
     @property
     def guarded(self) -> bool:
-        """Whether such a timer runs, or has ended the rank."""
+        """Whether the timer noted by `guard` is running, or has ended the rank."""
         return self._words[_GUARDED] != 0
 
     def announce_end(self) -> None:
@@ -167,7 +167,7 @@ class Keeper:
                 self.end()
 
     def stays_stopped(self) -> bool:
-        """Return whether the keeper is stopped for a few seconds. A job that was suspended resumes it sooner."""
+        """Return whether the keeper remains stopped for a few seconds; after a suspension of the whole job, it resumes sooner."""
         end = time.monotonic() + _WAKE_SECONDS
         while self.sender is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
             if time.monotonic() > end:
@@ -200,7 +200,7 @@ def keep(
     Args:
         rank: rank of this process; None: unknown.
         held: blocked signals, which the parent forwards.
-        mark: writes the end of the child into its flight record, unless the child wrote it.
+        mark: function that writes the end of the child into its flight record, unless the child wrote it.
         record: path of the flight record until the child reports another one.
     """
     if not may_fork():
@@ -349,10 +349,12 @@ def _end_hung(child: _Rank) -> NoReturn:
 
 
 def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProcess) -> NoReturn:
-    """Exit after the child has ended because its launcher has ended or was stopped."""
+    """Report that the launcher has ended or was stopped, and exit. The child has already ended."""
     child.mark_end(record, 0 if lost.gone else signal.SIGSTOP, End.LAUNCHER)
     how = "has ended" if lost.gone else f"was stopped for {lost.stopped_seconds:.0f} s"
-    _say(child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended, too.{child.place(record)}")
+    _say(
+        child.rank, f"the launcher's process {lost.name} ({lost.number}) {how}: this rank is ended as well.{child.place(record)}"
+    )
     if not lost.gone:
         _kill(lost)
     os._exit(DEADLINE)
@@ -380,7 +382,10 @@ def _kill(process: WatchedProcess) -> None:
 
 
 def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
-    """End by the child's signal, so that launchers and shells see it. Writes no core dump, as the child may have written one."""
+    """End by the signal that ended the child, so that launchers and shells see it.
+
+    No core dump is written, as the child may have written one.
+    """
     if number == signal.SIGKILL:
         time.sleep(_ALONE_SECONDS)
     hint = child.memory.hint() if number == signal.SIGKILL else ""
@@ -395,7 +400,7 @@ def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
 
 
 def _say(rank: int | None, sentence: str) -> None:
-    """Write a line on standard error, unless its pipe stays full, as that of a stopped launcher does."""
+    """Write a line on standard error, unless its pipe stays full, for example because the launcher is stopped."""
     with contextlib.suppress(OSError):
         writable = select.poll()
         writable.register(2, select.POLLOUT)

@@ -1,4 +1,4 @@
-"""The launcher of this process and its request, read from the environment before MPI starts, or if it never starts.
+"""The launcher of this process and the job requested from it, read from the environment before MPI starts, or if it never starts.
 
 Imports neither NumPy nor mpi4py.
 """
@@ -31,13 +31,13 @@ _LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
 _LISTENING_STATE = "0A"  # state of a listening socket in /proc/net/tcp
 
-# Slurm numbers steps that srun did not start from here: interactive shell, batch script, external.
+# First step number of steps that srun did not start: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The program that started this process, and the job that it was asked for. None stands for an unknown value.
+    """The program that started this process, and the job requested from it. None stands for an unknown value.
 
     Attributes:
         name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.
@@ -45,7 +45,7 @@ class Launcher:
         rank: rank of this process in the job.
         local_size: number of ranks on this node.
         local_rank: rank of this process on its node.
-        rank_variable: environment variable with the rank, which a launcher's child has and the launcher has not.
+        rank_variable: environment variable with the rank, which a launcher's child has and the launcher does not have.
         overruled_size: number of ranks according to the launcher, if HPCTRAIN_EXPECT_RANKS replaces it in expected_size.
     """
 
@@ -107,10 +107,10 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def detect(environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher that this environment shows. HPCTRAIN_EXPECT_RANKS overrides its number of ranks.
+    """Return the launcher that set the variables of this environment. HPCTRAIN_EXPECT_RANKS overrides its number of ranks.
 
     Raises:
-        LaunchError: HPCTRAIN_EXPECT_RANKS is no positive integer.
+        LaunchError: HPCTRAIN_EXPECT_RANKS is not a positive integer.
     """
     launcher = _detect(environ)
     wanted = environ.get(EXPECT_RANKS)
@@ -212,8 +212,8 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
         return None
     left = " ".join(sorted(name for name in environ if name.startswith(_LEFT_OVER)))
     return (
-        f"{gone}: the variables of {launcher.name} are left over from another process, and this one is no rank of its job; start "
-        f"it by a launcher, such as `mpiexec -n 4 python -m mpi4py -m hpctrain ...`, or `unset {left}` for one rank."
+        f"{gone}: the variables of {launcher.name} are left over from another process, and this one is not a rank of its job; "
+        f"start it by a launcher, such as `mpiexec -n 4 python -m mpi4py -m hpctrain ...`, or `unset {left}` for one rank."
     )
 
 
@@ -262,7 +262,7 @@ def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str |
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return a sentence if a process without a launcher is the only rank of a job with several tasks or nodes; otherwise None.
 
-    In a batch script, that is right for every command except a training, which should use all ranks.
+    This is a fault only for a training, which should use all ranks. Other commands usually run like this in a batch script.
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None
@@ -295,9 +295,9 @@ _SRUN_OPTIONS = (
 
 
 def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
-    """Raise unless MPI's world has the size that the launcher was asked for.
+    """Raise unless MPI's world has the size that was requested from the launcher.
 
-    Such a world is usually one of N jobs of one rank each, none of which reports an error.
+    If the sizes differ, the launcher has usually started N jobs of one rank each, none of which reports an error.
 
     Args:
         library: name of the MPI library, if known.
@@ -311,7 +311,7 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
 
 
 def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple[str, str] | None:
-    """Return (both sizes, the remedy) as parts of a sentence if the world has not the requested size; otherwise None."""
+    """Return (both sizes, the remedy) as parts of a sentence if the world does not have the requested size; otherwise None."""
     expected = launcher.expected_size
     if expected is None or expected == world_size:
         return None
@@ -340,7 +340,7 @@ def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple
 
 def _srun_advice(library: str) -> str:
     """Return the `--mpi` option that srun needs for this MPI library."""
-    others = "it is MPI in jobs/slurm.sbatch, and `srun --mpi=list` names what this Slurm has"
+    others = "set it as MPI in jobs/slurm.sbatch; `srun --mpi=list` lists the options of this Slurm"
     for word, name, option in _SRUN_OPTIONS:
         if word in library:
             return f"{name} needs `srun {option}` ({others})"

@@ -67,7 +67,7 @@ def turn_seconds(rank: int, deadline_seconds: float) -> float:
 
 
 def await_turn(rank: int | None, deadline_seconds: float) -> None:
-    """Wait until this rank's turn to report; usually the job has ended before."""
+    """Wait until this rank's turn to report. Usually the job ends during the wait."""
     time.sleep(turn_seconds(rank or 0, deadline_seconds))
 
 
@@ -101,9 +101,9 @@ def stacks_of_threads() -> str:
 
 
 def flush_to_reader(seconds: float = 1.0) -> None:
-    """Flush standard output and error, and wait at most `seconds` until the readers of their pipes have taken everything.
+    """Flush standard output and error, and wait at most `seconds` until the readers of their pipes have read everything.
 
-    A launcher that is asked to end a job may not read what ranks wrote just before: the sentence with the reason.
+    A launcher that ends a job may discard what ranks wrote just before, including the message with the reason.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # it has no reader, or it is closed
@@ -114,7 +114,7 @@ def flush_to_reader(seconds: float = 1.0) -> None:
 
 
 def _unread(descriptor: int) -> int:
-    """Return the bytes in a pipe that its reader has not taken; 0 if the descriptor is no pipe."""
+    """Return the number of bytes in a pipe that its reader has not read; 0 if the descriptor is not a pipe."""
     count = array.array("i", [0])
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):

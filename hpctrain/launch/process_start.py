@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STOPS = (Signals.SIGINT, Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP)
 #: signal that prints the stacks of all threads; the run continues
 STACKS = Signals.SIGUSR2
-# They have no meaning for a run and must not end it.
+# Signals that are ignored: they have no meaning for a run and must not end it.
 _DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 #: signals blocked in the process of a run
 HELD = (*STOPS, STACKS, *_DROPPED)

@@ -196,7 +196,7 @@ def process_namespace() -> str:
 
 @cache
 def process_place() -> str:
-    """Return the host's name with a digest of the PID namespace: process IDs start again in a container and after a reboot."""
+    """Return the host's name with a digest of the boot and the PID namespace, since each of them has its own process IDs."""
     try:
         numbered = process_namespace()
     except OSError:

@@ -56,8 +56,8 @@ class SchedulerJob:
     def lives(self) -> bool | None:
         """Query the scheduler: return False if the job is over, True if it is suspended, otherwise None.
 
-        A running job says nothing about the training in it, hence None. Starts a process; without a scheduler, returns None at
-        once.
+        None includes a running job, whose training may have ended. Starts a process if the job is another one of this process's
+        scheduler and cluster.
         """
         if not self.number or (self.scheduler, self.cluster) != (here := own_job(os.environ)).scheduler_and_cluster:
             return None
@@ -77,7 +77,7 @@ class SchedulerJob:
 
     @property
     def scheduler_and_cluster(self) -> tuple[str, str]:
-        """The scope in which the job's number is unique."""
+        """Scheduler and cluster, within which the job's number is unique."""
         return self.scheduler, self.cluster
 
 
@@ -120,6 +120,6 @@ def age_seconds() -> float:
 
 
 def slurm_seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds until Slurm ends this job; None if the environment does not have its end."""
+    """Return the seconds until Slurm ends this job; None if the environment does not contain the end time."""
     end = environ.get(SLURM_END, "")
     return int(end) - time.time() if end.isdecimal() else None

@@ -49,8 +49,8 @@ class _Entry:
     """Recorded segments of one process.
 
     Attributes:
-        file: file that records them.
-        begin_ns: time at which its MPI began to start; None: MPI had started.
+        file: file that records the segments.
+        begin_ns: time at which MPI began to start in the process; None: MPI had started.
     """
 
     file: Path

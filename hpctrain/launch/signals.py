@@ -35,7 +35,7 @@ _OF_PROCESS: list[SignalWatch] = []
 
 
 def of_process(watch: SignalWatch) -> None:
-    """Register this watch as the one of the process, for `taken_signals`."""
+    """Register the watch that `taken_signals` uses in this process."""
     _OF_PROCESS[:] = [watch]
 
 
@@ -114,7 +114,7 @@ class SignalWatch:
         """Set the callback that describes the existing checkpoint if the process ends at once.
 
         Args:
-            kept: returns the end of a sentence. Called on the watch's thread.
+            kept: callback on the watch's thread, which returns the end of a sentence.
         """
         self._kept = kept
 

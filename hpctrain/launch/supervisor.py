@@ -118,10 +118,10 @@ class SupervisedCommand:
     """Runs commands one after another. Create one per process, on the main thread, while there are no other threads.
 
     Args:
-        say: prints a sentence.
+        say: function that prints a sentence.
 
     Attributes:
-        request: signal that asked for the end; None if none did.
+        request: signal that requested the end; None if none did.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -162,13 +162,13 @@ class SupervisedCommand:
         return process.returncode if process.returncode >= 0 else SIGNALLED - process.returncode
 
     def pause(self, seconds: float) -> None:
-        """Wait; return early if a signal asks for the end."""
+        """Wait; return early if a signal requests the end."""
         end = time.monotonic() + seconds
         while self.request is None and (left := end - time.monotonic()) > 0:
             self._take(self._next(min(left, _LOOK_SECONDS)), None)
 
     def _prepare(self) -> None:
-        """Set signals in the command's process, between fork and exec."""
+        """Unblock signals, and request SIGTERM at the supervisor's end. Called in the command, between fork and exec."""
         release()
         end_with_parent(signal.SIGTERM)
 
@@ -238,11 +238,11 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Rules of when to restart a training.
+    """Rules for restarting a training.
 
     Attributes:
-        restarts: maximum number of consecutive failures without a new checkpoint that are followed by a restart.
-        pause_seconds: first pause; each later one is twice as long.
+        restarts: maximum number of consecutive restarts without a new checkpoint.
+        pause_seconds: first pause; doubled after each further failure without a new checkpoint, up to LONGEST_PAUSE_SECONDS.
         requeue: whether to restart after exit code 85 as well.
         excludes: whether to exclude nodes that failed twice.
     """
@@ -258,10 +258,10 @@ class AttemptOutcome:
     """Outcome of an attempt.
 
     Attributes:
-        run: its run directory; None if there is none.
-        checkpoint: newest checkpoint that it wrote; None if it wrote none.
+        run: run directory of the attempt; None if there is none.
+        checkpoint: newest checkpoint that the attempt wrote; None if it wrote none.
         step: last step; None if unknown.
-        finding: first finding of its flight records.
+        finding: first finding of the attempt's flight records.
         node: node of the ranks that the findings blame, if the job has several nodes; otherwise "".
     """
 
@@ -279,7 +279,7 @@ class Attempt:
     Attributes:
         begin, end: wall-clock times in seconds since the epoch.
         excluded: excluded nodes.
-        next: what followed, in words.
+        next: action after the attempt, in words.
     """
 
     number: int
@@ -318,9 +318,9 @@ class Supervisor:
     """Runs a training until it finishes, is asked to stop, cannot continue, or has failed too often.
 
     Args:
-        look: returns the outcome of the latest attempt.
-        keep: called with each attempt.
-        say: prints a sentence.
+        look: function that returns the outcome of the latest attempt.
+        keep: callback with each finished attempt.
+        say: function that prints a sentence.
 
     Attributes:
         attempts: all attempts so far.

@@ -28,7 +28,7 @@ class ThreadPlan:
 
     Attributes:
         threads: size of every library's thread pool.
-        cores: physical cores that this rank does not share; 1 if ranks outnumber them.
+        cores: number of physical cores that this rank does not share; 1 if ranks outnumber them.
         reason: origin of the number, in words.
     """
 

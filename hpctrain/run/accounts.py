@@ -124,7 +124,7 @@ class PeakMemory:
         rank: lowest rank with the maximum.
         mean_bytes: mean over the ranks.
         device_bytes: maximum memory in use on the GPU of a rank, at the end; None if ranks compute on the processor.
-        pinned: largest pinned memory of a rank; None if ranks compute on the processor.
+        pinned: pinned memory of the rank that has most of it; None if ranks compute on the processor.
     """
 
     most_bytes: int
@@ -210,19 +210,22 @@ class WaitsOfRanks:
 
     @classmethod
     def of(cls, table: np.ndarray) -> WaitsOfRanks:
-        """Return the waits from a table with a row per rank: world rank, number of steps, their seconds, seconds of waits."""
+        """Return the waits from a table with a row per rank.
+
+        Columns: world rank, number of steps, duration of the steps, and waits for data, both in seconds.
+        """
         ranks, steps, seconds, waited = table.T
         slowest = int(waited.argmax())
         return cls(int(steps.min()), float(seconds.mean()), float(waited.mean()), float(waited[slowest]), int(ranks[slowest]))
 
     @property
     def share(self) -> float:
-        """Fraction of the steps' time that was spent waiting for data; 0 without steps."""
+        """Fraction of the steps' duration that was spent waiting for data, mean over ranks; 0 without steps."""
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def most_share(self) -> float:
-        """Fraction of the steps' time that the slowest rank spent waiting for data; 0 without steps."""
+        """Waits of the rank that waited longest, as a fraction of the steps' mean duration; 0 without steps."""
         return self.most_waited_seconds / self.seconds if self.seconds else 0.0
 
     def facts(self) -> dict[str, object]:
@@ -238,7 +241,7 @@ class WaitsOfRanks:
         }
 
     def lines(self, ranks: int) -> list[str]:
-        """Return the lines for the end of a run: the share of time in which steps waited for data."""
+        """Return the lines for the end of a run: the fraction of the steps' duration that was spent waiting for data."""
         words = [f"steps waited for data {self.share:.1%} of the time"]
         if ranks > 1:
             words[0] += f" (mean of the ranks; rank {self.rank} {self.most_share:.1%})"
@@ -276,7 +279,7 @@ class DataAccount(DataWaits):
             self._reporter.record("data", {"epoch": epoch, "step": position.global_step, **of_epoch.facts()})
 
     def _gathered(self) -> np.ndarray:
-        """Return a table with a row per rank: the sums since the previous call, as `WaitsOfRanks.of` reads them."""
+        """Return the sums since the previous call, a row per rank with the columns of `WaitsOfRanks.of`. Collective."""
         comm, progress = self._session.groups.all_ranks, self._session.progress
         mine = self.take()
         own = np.array([self._session.world.rank, mine.steps, mine.seconds, mine.waited_seconds])
@@ -389,7 +392,7 @@ class RunHashes(Observer):
 
 
 class RunAccount:
-    """Account of steps, made before the first step and finished after the last one. Both are collective over the world.
+    """Account of steps. Its creation, before the first step, and `finish`, after the last one, are collective over the world.
 
     Args:
         mode: progress mode of messages.
@@ -418,7 +421,7 @@ class RunAccount:
             self._prediction = StepPrediction(session, setup, mode, sample)
 
     def finish(self, outcome: Outcome, reporter: Reporter) -> None:
-        """Report and record the account, unless there were too few steps. Collective over the world."""
+        """Report and record the account, unless the run had too few steps. Collective over the world."""
         if not self._wanted:
             return
         measured = steps_over_ranks(self._session.world, self._step_times.measured())
@@ -430,7 +433,7 @@ class RunAccount:
             reporter.say(line)
 
     def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
-        """Return the prediction, or None and the reason; both on rank 0.
+        """Return (prediction, "") or (None, reason). Only rank 0's values are meaningful.
 
         Args:
             in_haste: whether to skip measurements, because the job must end.

@@ -66,7 +66,7 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
     """Choose the sections that the configuration leaves open, from an earlier run or by a search. Collective over the world.
 
     Args:
-        resume: run directory, checkpoint or keyword, as `find_start` takes it; None: start a new run.
+        resume: run directory, checkpoint or keyword, see `find_start`; None: start a new run.
         repeated: run directory or checkpoint whose averaging is repeated; None: no repetition.
 
     Raises:
@@ -125,7 +125,7 @@ def put_weights(
     Args:
         ignore: patterns of parameter names that keep their values.
         model: name of the model, for messages.
-        hint: how to leave out names, for messages.
+        hint: advice on how to ignore names, for messages.
 
     Raises:
         CheckpointError: as for `start_from_weights`; the replica is then unchanged on every rank.
@@ -216,8 +216,9 @@ def build(
     """Return all objects of this rank. Its averagers have not agreed yet. Collective; every error is raised on every rank.
 
     Args:
-        known: data that the network was trained on before: the order of classes and the normalisation are kept.
-        stop_requested: returns whether this rank was asked to stop; filling the cache then ends early.
+        known: data that the network was trained on before, whose order of classes and normalisation are used; None: a new
+            network.
+        stop_requested: function that returns whether this rank was asked to stop; filling the cache then ends early.
 
     Raises:
         HpctrainError: configuration, data files and grid do not fit each other.

@@ -1,8 +1,8 @@
 """Checkpoints of a run: their content, the ranks that write them, which ones are kept, and the rollback to the newest.
 
-In addition to the `checkpoint.keep` newest checkpoints, the best one as of the oldest of these is kept. Thus the best of all
-checkpoints exists, and after a resume from any of the newest ones, the best one up to that step exists as well. That is at most
-one file more than `checkpoint.keep`, since a better checkpoint is among the newest for a while.
+In addition to the `checkpoint.keep` newest checkpoints, two others are kept: the best one, and the one that was the best when the
+oldest of the newest checkpoints was written. The latter is the best checkpoint after a resume from any of the newest ones. These
+add at most one checkpoint to the newest: a best checkpoint that is not one of the newest was also the best at that earlier time.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collecti
 
 
 def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequence[int], keep: int) -> set[int]:
-    """Return the steps whose checkpoints are kept at any age: the best, and the best as of the oldest of the `keep` newest.
+    """Return the steps whose checkpoints are kept at any age.
+
+    They are the best one, and the best one up to the oldest of the `keep` newest.
 
     Args:
         by_age: steps of all existing checkpoints, in the order in which they were written.
@@ -131,21 +133,21 @@ def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequen
 
 
 def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
-    """Return why `checkpoint.best` has no effect: no evaluation, no checkpoints, or a single candidate. None if it has."""
+    """Return why `checkpoint.best` has no effect: no evaluation, no checkpoints, or a single candidate; else None."""
     settings = config.checkpoint
     if "best" not in settings.model_fields_set or settings.best == NONE or not config.epochs:
         return None
     if config.data.test is None:
-        reason = "data.test is not set, so that nothing is evaluated"
+        reason = "data.test is not set, so nothing is evaluated"
     elif not settings.every_epochs and not settings.every_steps:
-        reason = "checkpoint.every_epochs and every_steps are 0, so that no checkpoints are written"
+        reason = "checkpoint.every_epochs and every_steps are 0, so no checkpoints are written"
     elif not config.evaluate.every_epochs:
-        reason = "evaluate.every_epochs is 0, so that the end of the run alone is evaluated"
+        reason = "evaluate.every_epochs is 0, so only the end of the run is evaluated"
     elif config.epochs > 1 and not any(_is_candidate(config, epoch, steps_per_epoch) for epoch in range(1, config.epochs)):
         reason = f"no epoch before the last of {config.epochs} has both an evaluation and a checkpoint"
     else:
         return None
-    return f"checkpoint.best is {settings.best}, but {reason}: the newest checkpoints are kept and no other"
+    return f"checkpoint.best is {settings.best}, but {reason}; only the newest checkpoints are kept"
 
 
 def _is_candidate(config: Config, epoch: int, steps_per_epoch: int) -> bool:
@@ -161,7 +163,7 @@ class BestCheckpoint:
 
     Args:
         directory: directory of checkpoints.
-        reporter: receives warnings of lost checkpoints.
+        reporter: reporter of warnings about lost checkpoints.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig, reporter: Reporter) -> None:
@@ -199,7 +201,9 @@ class BestCheckpoint:
         return lambda: self._retain(evaluations, {step})
 
     def settle(self) -> None:
-        """Delete old checkpoints, including evaluations that came after their checkpoint in the choice. Call at the end of a run.
+        """Delete old checkpoints according to all evaluations. Call at the end of a run.
+
+        Evaluations after the last checkpoint can change which checkpoint is the best.
 
         Raises:
             CheckpointError: old checkpoints cannot be deleted.
@@ -300,7 +304,9 @@ def _nothing() -> None:
 
 
 class RunCheckpoints(Observer):
-    """Writes the checkpoints of a run into its directory, and keeps the best. All methods but `after_evaluation` are collective.
+    """Writes the checkpoints of a run into its directory, and keeps the best.
+
+    All methods except `after_evaluation` are collective.
 
     Attributes:
         saver: writer of the checkpoints.
@@ -337,7 +343,7 @@ class RunCheckpoints(Observer):
         raise_on_all_ranks(self._session.world, take)
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
-        """Note an evaluation, which decides which checkpoints are kept."""
+        """Note an evaluation. It affects which checkpoints are kept."""
         if self.best is not None:
             self.best.evaluated(position, sums)
 
@@ -494,7 +500,7 @@ class Rollback:
 
     Args:
         directory: directory of the run, which has a checkpoint from its first step on.
-        reporter: receives a line and a record per rollback.
+        reporter: reporter of a line and a record per rollback.
         checkpoints: checkpoints of the run; one in progress is completed first.
         most: maximum number of rollbacks to one checkpoint.
     """
@@ -544,7 +550,7 @@ class Rollback:
         return target
 
     def _cut_records(self, target: Position) -> None:
-        """Remove, on rank 0, the run's records and checkpoints after `target`. Collective."""
+        """On rank 0, remove records and set aside checkpoints of steps after `target`. Collective."""
 
         def cut() -> None:
             if self._session.is_root:

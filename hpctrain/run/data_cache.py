@@ -36,11 +36,11 @@ class KeptSamples:
     """Samples of a file that a node keeps.
 
     Attributes:
-        memory, memory_bytes: number of samples in memory, from the first one on, and their bytes.
-        denied: why ranks cannot share that memory; "" if they can.
-        local_first, local, local_bytes: first sample of the local copy, number of samples, and their bytes.
-        found: number of samples of the local copy that an earlier run left.
-        local_denied: why there is no local copy, or one smaller than requested; "" otherwise.
+        memory, memory_bytes: number of samples in memory, from the first one on, and their size in bytes.
+        denied: why the ranks of the node cannot share memory; "" if they can.
+        local_first, local, local_bytes: first sample of the local copy, number of its samples, and their size in bytes.
+        found: number of samples that were already in the local copy, from an earlier run.
+        local_denied: why there is no local copy, or a smaller one than requested; "" otherwise.
     """
 
     memory: int = 0
@@ -75,14 +75,14 @@ def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
     elif kept.local_denied:
         yield f"data {file.path}: there is no local copy, as {kept.local_denied}"
     if not kept.memory and not kept.local:
-        yield f"data {file.path}: no sample stays in memory of a node, all are read again in each epoch"
+        yield f"data {file.path}: no sample stays in memory of a node; all are read again in each epoch"
 
 
 def _part(samples: int, file: ImageFile) -> str:
     return "all samples" if samples == len(file) else f"{math.floor(100 * samples / len(file))} % of the samples"
 
 
-# Maximum bytes of a chunk, and of all that a rank receives in a round.
+# Maximum bytes of a chunk, and of all chunks that a rank receives in a round.
 _CHUNK_BYTES = 4 << 20
 _RECEIVED_BYTES = 64 << 20
 _TAG = 411
@@ -91,13 +91,13 @@ _TAG = 411
 def fill(rank: StartedRank, memory: SampleCache, *, shared: bool, stop_requested: Callable[[], bool] = lambda: False) -> int:
     """Fill the memory of every node; return the number of samples that all nodes then hold, except unreadable ones. Collective.
 
-    An unreadable sample is left to the ranks that need it if others may replace it. If the job is to stop, the remaining samples
-    are left to these ranks as well; all ranks end after the same round.
+    A sample that cannot be read, but may be replaced, is skipped; the ranks that need it handle it later. If a rank was asked to
+    stop, all ranks end after the same round, and the remaining samples are read later as well.
 
     Args:
         memory: empty cache of this rank or its node.
         shared: whether the ranks of this node share `memory`.
-        stop_requested: returns whether this rank was asked to stop.
+        stop_requested: function that returns whether this rank was asked to stop.
 
     Raises:
         DataError: a rank could not read a sample that must not be replaced; on every rank.
@@ -125,7 +125,7 @@ def _some_rank_ends(rank: StartedRank, ends: object) -> bool:
 
 
 def _plan(rank: StartedRank, memory: SampleCache, *, shared: bool) -> FillingPlan:
-    """Return the plan of rounds. Memories are numbered by node, then those that a rank does not share. Collective."""
+    """Return the plan of rounds. Memories are numbered: shared ones first, by node, then unshared ones, by rank. Collective."""
     world = rank.world
     mark = rank.grid.node_of[world.rank] if shared else world.size + world.rank
     of_ranks = world.allgather_object((memory.held, mark))
@@ -137,7 +137,7 @@ def _plan(rank: StartedRank, memory: SampleCache, *, shared: bool) -> FillingPla
 def _round(rank: StartedRank, memory: SampleCache, plan: FillingPlan, turn: int, errors: list[HpctrainError]) -> None:
     """Read a chunk, send it, and receive the chunks of other ranks.
 
-    After an error, nothing is read, and the chunk is sent with no sample marked as valid.
+    After an error, the rank reads nothing, and sends its chunk with no sample marked as valid.
     """
     comm, me, size = rank.world, rank.world.rank, 1 + memory.image_bytes
     incoming: list[tuple[int, np.ndarray, Handle]] = []
@@ -162,7 +162,7 @@ def _round(rank: StartedRank, memory: SampleCache, plan: FillingPlan, turn: int,
 
 
 def _parts(message: np.ndarray, memory: SampleCache) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images (n, H, W, C) of a message, and n bytes that mark the valid ones."""
+    """Return views of a message: the images (n, H, W, C), and n bytes that mark the valid images."""
     count = len(message) // (1 + memory.image_bytes)
     return message[count:].reshape(count, *memory.shape[1:]), message[:count]
 
@@ -227,7 +227,7 @@ def give_levels(
     Args:
         loaders: loaders in order of priority if memory is short.
         auto_share: fraction of a node's free memory that `auto` may use.
-        stop_requested: returns whether this rank was asked to stop; filling memory then ends.
+        stop_requested: function that returns whether this rank was asked to stop; filling memory then ends early.
     """
     counts, node = ReadCounts(), rank.grid.node
     budget, shortage = _budget(node, config, auto_share)
@@ -271,7 +271,7 @@ def _filled(rank: StartedRank, file: ImageFile, cache: SampleCache, stop_request
 
 
 def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple[int, str]:
-    """Return the bytes of this node's memory for samples, and why these are fewer than configured; "" if they are not."""
+    """Return the bytes of this node's memory for samples, and why they are fewer than configured; "" if they are not."""
     free = node.broadcast_object(available_bytes() if node.rank == 0 else None)
     if config.memory == AUTO_SIZE:
         return (_UNKNOWN_BYTES if free is None else int(auto_share * free)), ""

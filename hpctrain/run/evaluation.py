@@ -100,11 +100,11 @@ def run_evaluation(
     The training file is opened only for a checkpoint of format version 1, which does not store classes and normalisation.
 
     Args:
-        source: run directory, checkpoint or keyword, as `find_checkpoint` takes it.
+        source: run directory, checkpoint or keyword, see `find_checkpoint`.
         averaged: whether to evaluate the averaged weights.
         flip: whether to use the mean of the outputs for each image and its mirror image.
         confusion: whether to count a confusion matrix.
-        show: returns a progress display for a number of samples (see `Reporter.evaluation`); None: no display.
+        show: function from a number of samples to a progress display (see `Reporter.evaluation`); None: no display.
 
     Raises:
         ConfigError: no test set is configured.
@@ -173,7 +173,7 @@ def known_data(
         opened: open files, at least those of `unknown_splits`.
 
     Raises:
-        CheckpointError: the configuration describes another model than the checkpoint's.
+        CheckpointError: the configuration describes another model than that of the checkpoint.
     """
     data, place = data_of(content), CHECKPOINT
     if data is None:
@@ -188,7 +188,7 @@ def trained_replica(
     """Return a replica with the checkpoint's parameters, without an optimiser.
 
     Args:
-        images: images of the shape that the model was trained on.
+        images: evaluated images, of the training images' shape unless the model was trained on several sizes.
         averaged: whether to load the averaged weights.
 
     Raises:
@@ -288,8 +288,8 @@ def judge(session: Session, source: str, most: int) -> Judgement:
     """Judge a checkpoint by the configured test set. Collective; every rank has the result.
 
     Args:
-        source: run directory, checkpoint or keyword, as `find_checkpoint` takes it.
-        most: maximum number of right images and of wrong images.
+        source: run directory, checkpoint or keyword, see `find_checkpoint`.
+        most: maximum number of images of each kind: correctly classified and misclassified.
 
     Raises:
         ConfigError, CheckpointError, DataError, ShapeError: as for `run_evaluation`.
@@ -339,15 +339,15 @@ _NOT_A_NUMBER = "The network's outputs for the image are not finite."
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """Pictures to classify, and how.
+    """Pictures to classify, and options of the prediction.
 
     Attributes:
         places: files and directories of pictures.
         top: number of classes to return per picture, at least 1.
         flip: whether to use the mean of the outputs for each picture and its mirror image.
         averaged: whether to use the averaged weights.
-        fit: how pictures are fitted to the network's input size; None: as the evaluation images of the checkpoint were.
-        batch: number of pictures per batch over all ranks; None: the batch of evaluations, at most 64 per rank.
+        fit: how pictures are fitted to the network's input size; None: as the checkpoint's evaluation images.
+        batch: number of pictures per batch over all ranks; None: the batch size of evaluations, at most 64 pictures per rank.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
     """
 
@@ -396,7 +396,8 @@ class Predictions:
         averaged: whether its averaged weights were used.
         class_names: names of the classes by label.
         files: all pictures, in order.
-        answers: one result per file in the same order, on every rank. Each is computed when it is requested; collective.
+        answers: iterator over one result per file, in the same order, on every rank. Each result is computed when it is
+            requested; collective.
     """
 
     checkpoint: Path
@@ -409,7 +410,7 @@ class Predictions:
         """Return the predictions with a callback for progress.
 
         Args:
-            advance: called before each result with the number of finished pictures.
+            advance: callback, called before each result with the number of finished pictures.
         """
 
         def answers() -> Iterator[PredictedPicture]:
@@ -424,11 +425,11 @@ def run_prediction(session: Session, source: str, request: PredictionRequest) ->
     """Load a checkpoint and predict the classes of pictures. Collective.
 
     Args:
-        source: run directory, checkpoint or keyword, as `find_checkpoint` takes it.
+        source: run directory, checkpoint or keyword, see `find_checkpoint`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it belongs to another model, or it has no averaged weights.
-        DataError: there is no such picture.
+        CheckpointError: the checkpoint does not exist, belongs to another model, or has no averaged weights.
+        DataError: a file or directory does not exist, or there are no pictures.
         ShapeError: the pictures cannot be fitted to the network's input.
     """
     from hpctrain.data.pictures import picture_facts, picture_files  # here: evaluations decode no pictures
@@ -465,7 +466,7 @@ def _build_prediction(
 
 
 def _form(content: CheckpointContent, data: DataFacts) -> ImageForm:
-    """Return the form of the checkpoint's evaluation images; if it is not stored, that of its training images."""
+    """Return the form of the checkpoint's evaluation images or, if it is not stored, of its training images."""
     stored: Any = content.meta.get(EVALUATION_IMAGES)
     return ImageForm.of(data) if stored is None else ImageForm.from_meta(stored)
 
@@ -489,9 +490,9 @@ def _answers(session: Session, setup: EvaluationSetup, files: Sequence[Path], to
 
 
 def _broken(session: Session, replica: Replica, decoded: DecodedPictures, numbers: range) -> dict[int, str]:
-    """Return the error of each picture of a batch that a rank could not decode, by number. Collective.
+    """Return the error messages of the pictures of a batch that a rank could not decode, by the picture's number. Collective.
 
-    All ranks exchange errors, since the rank that owns a sample may have read no part of it if ranks share samples.
+    All ranks exchange errors. If ranks share samples, the rank that owns a sample may not have read any part of it.
     """
     flags = np.array([number in decoded.broken for number in numbers], np.int64)
     comm = replica.groups.all_ranks

@@ -1,4 +1,4 @@
-"""From data files to loaders: one order of classes, one normalisation, and each rank's share.
+"""Loaders of data files, with one order of classes, one normalisation, and each rank's share.
 
 An unreadable sample either ends the job, or is replaced by another one, reported and recorded.
 """
@@ -33,7 +33,7 @@ def set_policy(session: Session, file: ImageFile) -> None:
     """Set how unreadable samples of a file are handled, from the configuration. No effect for synthetic images.
 
     Raises:
-        ConfigError: samples may be skipped, but ranks share samples, so that one of them cannot replace a sample alone.
+        ConfigError: samples may be skipped, but ranks share samples, so no rank can replace a sample alone.
     """
     config, world = session.config, session.world
     skips = config.data.on_unreadable == SKIP
@@ -106,7 +106,7 @@ class UnreadableReport:
 
 
 def _samples(numbers: Collection[int]) -> str:
-    """Return a text with the lowest number and the count of the other ones."""
+    """Return a text with the lowest number and the count of the other numbers."""
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return f"sample {min(numbers)}{more}"
 

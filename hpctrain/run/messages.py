@@ -1,6 +1,7 @@
 """Choice of the transport between devices (MPI, NCCL or host memory) and of the progress mode of messages.
 
-Both follow the configuration, or are tried and measured at the start of the run if it leaves them open.
+If the configuration does not set them, the transport is chosen after a trial, and the progress mode after a measurement, at the
+start of the run.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _UNPROVED = "not yet run between GPUs"
 
 
 def try_transport(config: Config | None, launcher: Launcher) -> str | None:
-    """Return the outcome of a trial whether MPI can send from GPU memory; None if it does not matter or another rank tries.
+    """Test whether MPI can send from GPU memory, and return the outcome.
 
-    Starts a process; call it before MPI starts.
+    None if the outcome does not matter or another rank runs the test. Starts a process; call it before MPI starts.
     """
     matters = config is not None and config.backend in ("cuda", "auto") and config.transport in ("auto", "mpi")
     if not matters or not launcher.starts_mpi or launcher.expected_size == 1 or launcher.local_rank:
@@ -97,10 +98,10 @@ class ChosenProgress:
 
     Attributes:
         mode: chosen mode.
-        reason: why it was chosen.
+        reason: why the mode was chosen.
         matters: whether there are messages to hide; otherwise the choice need not be printed.
-        measurement: measurement that decided; None if none was needed.
-        seconds: time that the measurement took.
+        measurement: measurement on which the choice is based; None if none was needed.
+        seconds: duration of the measurement.
     """
 
     mode: ProgressMode
@@ -140,7 +141,7 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
         samples: number of samples in a pass of this rank.
 
     Raises:
-        ConfigError: the mode has a thread, but MPI does not allow calls of a second thread.
+        ConfigError: the mode has a thread, but MPI does not allow calls from a second thread.
     """
     if rank.world.size > 1 and not network.kernels.arithmetic.on_host:
         chosen = _beside_device(wanted)
@@ -155,7 +156,7 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
             )
         chosen = ChosenProgress(mode, "as configured", matters=rank.world.size > 1)
         if mode is ProgressMode.POSTING and rank.world.size == 1:
-            chosen = ChosenProgress(ProgressMode.TEST, "one rank: nothing travels that a thread could post", matters=False)
+            chosen = ChosenProgress(ProgressMode.TEST, "one rank: there are no messages that a thread could post", matters=False)
     progress_mode.apply(rank.progress, chosen.mode)
     return chosen
 
@@ -176,7 +177,7 @@ def _beside_device(wanted: str) -> ChosenProgress:
 def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgress:
     """Return `test`, or another mode if a measurement shows it to be clearly faster. Collective over the world."""
     if rank.world.size == 1:
-        return ChosenProgress(ProgressMode.TEST, "one rank: nothing travels", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "one rank: there are no messages", matters=False)
     begin = time.perf_counter()
     messages = rank.groups.messages
     first_group = int(messages.broadcast_object(rank.world.rank)) == 0
@@ -185,15 +186,15 @@ def _measured(rank: StartedRank, network: Network, samples: int) -> ChosenProgre
         shared, measurement = True, _measure(rank, network, samples)
     shared, measurement = rank.world.broadcast_object((shared, measurement))
     if not shared:
-        return ChosenProgress(ProgressMode.TEST, "no ranks share the batch: no gradients travel", matters=False)
+        return ChosenProgress(ProgressMode.TEST, "no ranks share the batch: no gradients are exchanged", matters=False)
     if measurement is None:
-        reason = f"all gradients travel in less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
+        reason = f"exchanging all gradients takes less than {_WORTH_SECONDS * 1e3:g} ms: there is nothing to hide"
         return ChosenProgress(ProgressMode.TEST, reason, matters=False)
     return from_measurement(measurement, time.perf_counter() - begin)
 
 
 def from_measurement(measurement: OverlapMeasurement, seconds: float) -> ChosenProgress:
-    """Return the mode that a measurement leads to, with the reason in words."""
+    """Choose the mode from a measurement; return it with the reason in words."""
     mode = progress_mode.choose(measurement)
     if mode is ProgressMode.TEST:
         reason = "the usual mode; no other was clearly faster here"
@@ -225,7 +226,7 @@ def _allowed(rank: StartedRank) -> Sequence[ProgressMode]:
 
 
 def _operator_seconds(network: Network, samples: int, threads: int) -> float:
-    """Return the approximate time of a typical operator: the mean, weighted by time."""
+    """Return the estimated time of a typical operator: the mean, weighted by time, within fixed bounds."""
     graph = network.graph(samples)
     specs = [node.spec.flops(*(graph.tensors[index].plain() for index in node.inputs)) for node in graph.nodes if node.inputs]
     total = sum(specs)

@@ -1,4 +1,4 @@
-"""Weights with the model that they belong to, read from a foreign file or from a checkpoint, to be written to a file."""
+"""A model and its weights, read from a foreign file or a checkpoint, and written to a file."""
 
 from __future__ import annotations
 
@@ -115,18 +115,19 @@ def of_checkpoint(
     *,
     averaged: bool = False,
 ) -> ModelWeights:
-    """Return the weights in a checkpoint of any layout and grid, all checksums verified.
+    """Return the weights in a checkpoint of any layout and grid, after verifying all checksums.
 
     Args:
         name: name of the model; required if the model is user code, or if `job.save` wrote the checkpoint.
-        classes: number of classes of the model, for a checkpoint without a configuration; default: that of its last layer.
+        classes: number of classes of the model, for a checkpoint without a configuration; default: number of outputs of its last
+            layer.
         options: further options of the model, for a checkpoint without a configuration.
         averaged: whether to return the averaged weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged, belongs to another model, lacks facts about its data or averaged weights, or
             has values that are not finite.
-        ConfigError: its configuration is invalid, or names user code that `name` does not.
+        ConfigError: the checkpoint's configuration is invalid, or its model is user code and `name` is None.
     """
     content = checkpoint.read(path)
     if "config" not in content.meta:
@@ -169,7 +170,7 @@ def of_checkpoint(
 def _of_own_loop(
     content: CheckpointContent, path: Path, name: str | None, classes: int | None, options: Mapping[str, Any], *, averaged: bool
 ) -> ModelWeights:
-    """Return the weights in a checkpoint that `job.save` wrote: it contains no model, no image size and no facts of the data."""
+    """Return the weights in a checkpoint that `job.save` wrote, without a model, an image size or facts about the data."""
     if name is None:
         raise CheckpointError(
             f"{path} was written by job.save and does not name its model; give --model, as in `--model resnet50`."
@@ -191,7 +192,7 @@ def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None
     return None if foreign else training_shape(config, data)
 
 
-#: metadata of a file that a file written from it keeps
+#: keys of a file's metadata that are copied to a file written from it
 _KEPT = ("classes", "image_shape", "mean", "std", "step", "averaged")
 
 

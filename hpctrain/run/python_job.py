@@ -56,10 +56,10 @@ from hpctrain.train.weight_watch import CheckCadence
 
 
 def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
-    """Raise unless a replica takes images of a shape (H, W, C).
+    """Raise unless a replica accepts images of a shape (H, W, C).
 
     Raises:
-        ShapeError: the replica takes images of another shape.
+        ShapeError: the replica accepts images of another shape.
     """
     expected = replica.network.image_shape
     if tuple(shape) != tuple(expected):
@@ -126,7 +126,7 @@ class LoopCheckpoints:
         position, meta = replica.loop.position(replica.global_step), {"notes": notes}
         saver = self.saver if background else self._at_once
         if not background:
-            self.saver.finish()  # one writes in a directory at a time
+            self.saver.finish()  # only one checkpoint may be written at a time
         if saver.ready(replica.global_step):
             if checkpoint.is_sharded(path):
                 saver.begin(shards(self._world, replica, position, meta, path))
@@ -232,7 +232,7 @@ class Job(StartedRank):
     def stop(self) -> NoReturn:
         """Leave the block of `start` and end the program with exit code 85, which requests a restart.
 
-        Of the program, only `finally` clauses and context managers still run. A checkpoint in the background is completed.
+        Only `finally` clauses and exits of context managers still run. A checkpoint in the background is completed.
         """
         raise Stopped
 
@@ -498,7 +498,7 @@ class Job(StartedRank):
     def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
         """Write parameters, statistics and optimiser state. The checkpoint is complete or absent, and can be read on any grid.
 
-        The sums of the last step are settled. To use them, call `replica.settle()` first.
+        The call discards the sums of the last step. To use them, call `replica.settle()` first.
 
         Args:
             path: path of a file, which rank 0 writes, or of a directory that ends with .shards, to which each rank writes its

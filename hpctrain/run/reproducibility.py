@@ -1,7 +1,7 @@
-"""What determines the bits of a run in addition to its configuration: agreed on by all ranks, stored, and compared at a resume.
+"""Facts other than the configuration that determine the bits of a run: agreed on, stored, and compared at a resume.
 
-These are the schedules of averagers, stored in the run directory and in checkpoints. With `exact`, these are also the versions of
-kernels and NumPy and the number of threads, stored in checkpoints.
+They are the schedules of averagers, which are stored in the run directory and in checkpoints. With `exact`, they also include the
+versions of kernels and NumPy and the number of threads, which are stored in checkpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def agree_schedules(
 
 
 def _guarded(session: Session, setup: TrainingSetup) -> AbstractContextManager[None]:
-    """Return a deadline guard for NCCL's start, which waits for all ranks without one; a null context for other transports."""
+    """Return a guard that ends the job if NCCL's start exceeds the deadline; a null context for other transports."""
     if setup.replica.transport != "nccl":
         return nullcontext()
     seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)

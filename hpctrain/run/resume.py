@@ -1,6 +1,6 @@
 """The checkpoint that a run resumes from: found and verified by all ranks together, and compared with the configuration.
 
-Each rank reads only what it needs. Differences from the time of writing are checked by `config/resume_rules.py`, reported and
+Each rank reads only what it needs. Changes since the checkpoint was written are checked by `config/resume_rules.py`, reported and
 recorded.
 """
 
@@ -70,14 +70,15 @@ def find_checkpoint(
 ) -> tuple[Path, CheckpointContent] | None:
     """Return the newest intact checkpoint that a source refers to; None if there is none and the source is "auto". Collective.
 
-    All ranks return the same one. A damaged checkpoint is skipped, with a line in the log.
+    All ranks return the same checkpoint. A damaged checkpoint is skipped, with a line in the log.
 
     Args:
         output, name: directory and name of the runs.
         source: "auto" (newest intact checkpoint of the newest run that has one), "best" (best checkpoint of the newest run that
             has one), a run directory or a checkpoint.
-        take: takes ownership of a checkpoint's run before the checkpoint is read. Returns True if the job did not own the run
-            before: another job may have written to it since the search, which then starts again. Collective.
+        take: collective function that takes ownership of a checkpoint's run before the checkpoint is read. It returns True if the
+            job did not own the run before. Another job may then have written to the run since the search, so the search starts
+            again.
 
     Raises:
         CheckpointError: the source does not exist, or has no intact checkpoint.
@@ -196,14 +197,14 @@ def _is_of(run: Path, path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint that fits the configuration, before replica and data are made from it.
+    """A checkpoint that fits the configuration, before the replica and the data are made from it.
 
     Attributes:
-        directory: directory of the run that continues; None: the checkpoint lies outside its run, and a new run begins with its
+        directory: directory of the run that continues; None if the checkpoint lies outside its run, so a new run begins with its
             state.
         path: path of the checkpoint.
-        position: position at which training continues, in the present training file.
-        changes: changes from the checkpoint's values to the present ones.
+        position: position at which training continues, in terms of the current training file.
+        changes: changes from the checkpoint's values to the current ones.
         data: facts about the training file stored in the checkpoint; None for format version 1.
     """
 
@@ -224,7 +225,7 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
 
     Args:
         source: "auto", "best", a run directory or a checkpoint.
-        ownership: takes ownership of the run; None: this job owns it already.
+        ownership: ownership with which this job takes the run; None: this job owns the run already.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it does not fit the configuration.
@@ -275,7 +276,7 @@ def data_of(content: CheckpointContent) -> DataFacts | None:
 
 
 def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
-    """Return the changes from the checkpoint's configuration, ranks and data to the present ones."""
+    """Return the changes from the checkpoint's configuration, ranks and data to the current ones."""
     config = session.config
     old, new = _stored_values(content, config), _values(dump(config), config)
     old["ranks"], new["ranks"] = content.meta["ranks"], session.world.size
@@ -288,7 +289,7 @@ def _changes(content: CheckpointContent, data: DataFacts | None, session: Sessio
         differs = class_difference(data.class_names, now.class_names)
         if differs is not None:
             old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
-    elif old.get("data.train") != config.data.train:  # all that is known of the images
+    elif old.get("data.train") != config.data.train:  # format version 1 stores only the path of the images
         old["images"], new["images"] = old.get("data.train"), config.data.train
     return changes(old, new, _absent(config, data or now))
 
@@ -297,7 +298,7 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
     """Raise unless a configuration describes the network of a checkpoint.
 
     Raises:
-        CheckpointError: it describes another one; the message lists the differences.
+        CheckpointError: the configuration describes another network; the message lists the differences.
     """
     differences = changes(_stored_values(content, config), _values(dump(config), config), _absent(config, data))
     resume_rules.check_model(differences, str(path))

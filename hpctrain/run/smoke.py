@@ -1,4 +1,4 @@
-"""Trial of a configuration before it is queued: a few steps on synthetic images with everything that it names.
+"""Trial of a configuration before it is queued: a few steps on synthetic images with all components that it names.
 
 Model, augmentations, mixing, optimiser, schedule with its warm-up, averager, average of weights, evaluation and checkpoints are
 those of the configuration. Only sizes that cost time are reduced: number and size of images, batch and epochs.
@@ -42,12 +42,12 @@ class SmokeTrial:
 
 @dataclass(frozen=True)
 class RecipeImages:
-    """Images that a configuration is made for.
+    """Images for which a configuration is made.
 
     Attributes:
         shape: stored shape (H, W, C).
         classes: number of classes.
-        notes: sentences on files that are missing, and on what is assumed instead.
+        notes: sentences on missing files, and on what is assumed instead.
     """
 
     shape: Image
@@ -85,7 +85,7 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
 
 
 def recipe_images(config: Config) -> RecipeImages:
-    """Return facts about the images of the training file, or of the model's usual images if the file does not exist yet.
+    """Return facts about the images of the training file or, if the file does not exist yet, about the model's usual images.
 
     Raises:
         HpctrainError: an existing file cannot be read, or files and model do not fit each other.
@@ -145,7 +145,7 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
     augment, evaluate = (
         [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
     )
-    height, width = (max(1, round(side * factor)) for side in images.shape[:2])  # never below a crop, which is rounded alike
+    height, width = (max(1, round(side * factor)) for side in images.shape[:2])  # at least a crop, rounded likewise
     made_up = {
         "height": height,
         "width": width,
@@ -261,7 +261,10 @@ def _with_weights_that_exist(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration with its grid, or with the legal grid for this number of ranks that has the most rows."""
+    """Return the configuration with a grid that fits the ranks, and a sentence if its grid was changed.
+
+    A changed grid has as many rows as fit, at most the configured number.
+    """
     rows, cols = config.grid.rows, config.grid.cols
     if config.grid.automatic or (ranks % rows == 0 and cols in (None, ranks // rows)):
         return config, ()

@@ -53,7 +53,7 @@ class StepPrediction:
         """Return the configured machine, or measure the links of this one. Collective; all ranks return or raise the same.
 
         Raises:
-            HpctrainError: the machine file cannot be read, the job must end, or operators were not timed.
+            HpctrainError: the machine file cannot be read, there is no time for a measurement, or operators were not timed.
         """
         session, name = self._session, self._session.config.machine
         if name is not None:

@@ -1,4 +1,4 @@
-"""The run of a command that receives no configuration. It is found by its directory, and its own files describe it.
+"""The run of a command that receives no configuration, found by its directory and described by its own files.
 
 NumPy is imported only if the argument is a checkpoint outside of any run directory.
 """
@@ -40,9 +40,9 @@ class StoredRun:
     """A run or one of its checkpoints.
 
     Attributes:
-        source: run directory or checkpoint, as `find_checkpoint` takes it.
+        source: path of the run directory or checkpoint, for `find_checkpoint`.
         config: text of its configuration.
-        label: file with that text, for messages.
+        label: path of the file that contains the text, for messages.
     """
 
     source: str
@@ -112,7 +112,7 @@ def _of_run(run: RunDirectory) -> StoredRun:
 
 
 def _of_checkpoint(path: Path) -> StoredRun:
-    """Return a checkpoint with the configuration in its metadata. It may lie outside of its run."""
+    """Return a checkpoint, possibly outside of its run, with the configuration in its metadata."""
     from hpctrain.storage.checkpoint import open_checkpoint
 
     meta = open_checkpoint(path).meta

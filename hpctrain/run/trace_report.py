@@ -1,8 +1,8 @@
 """Report at the end of a traced run: the events of all ranks on one clock in one file, and a table of the time spent.
 
-It can be compared with a step without communication, and with communication alone. For the step without communication, every rank
-trains on its own share with its own gradients, at the same time as all others, since they share memory and power. Ranks that
-split layers still exchange activations. The resulting parameters are discarded.
+For comparison, `run_compute_only` times steps without communication, and communication alone. In steps without communication,
+every rank trains on its own share with its own gradients, at the same time as all others, since they share memory and power.
+Ranks that split layers still exchange activations. The resulting parameters are discarded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def without_communication(session: Session) -> Session:
             "averager": AveragerConfig(name="blocking"),
             "evaluate": EvaluateConfig(every_epochs=0),
             "checkpoint": CheckpointConfig(every_epochs=0),
-            "checks": ChecksConfig(every_steps=0),  # each rank trains something else
+            "checks": ChecksConfig(every_steps=0),  # each rank trains different parameters
             "hashes": HashesConfig(every_steps=0),
         }
     )
@@ -58,13 +58,13 @@ def without_communication(session: Session) -> Session:
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """Time of a reduce-scatter and an allgather of all gradients with nothing else running: medians, on the slowest rank.
+    """Median times of a reduce-scatter and an allgather of all gradients with nothing else running, on the slowest rank.
 
-    The exchange is hierarchical if nodes have several ranks, as averagers exchange gradients.
+    Like the exchange of averagers, it is hierarchical if nodes have several ranks.
 
     Attributes:
         payload_bytes: bytes of the gradients.
-        seconds: wall time until both are complete.
+        seconds: wall time until both operations are complete.
         cpu_seconds: processor time of the process.
     """
 
@@ -164,11 +164,13 @@ class RankTrace:
 
 
 class TraceReport:
-    """Report of a traced run, made at its start and finished at its end on every rank. Both are collective over `world`.
+    """Report of a traced run.
+
+    Every rank creates it at the start of the run and calls `finish` at the end; both are collective over `world`.
 
     Args:
         progress: progress engine of the process; its queues must be idle at both times.
-        trace: tracer that it records into.
+        trace: tracer of the progress engine.
     """
 
     def __init__(self, world: Communicator, progress: ProgressEngine, trace: Tracer) -> None:
@@ -180,7 +182,7 @@ class TraceReport:
     def finish(self, directory: Path, about: Mapping[str, Any], width: int | None = None) -> list[str]:
         """Write `trace.json` and `time_table.json` on rank 0, and return the lines to print there; none on other ranks.
 
-        An error of the disk becomes one of the lines.
+        If a file cannot be written, one of the lines reports the error.
 
         Args:
             about: versions, machine and configuration, written into both files.

@@ -1,6 +1,6 @@
 """A run from start to end: directory, resume, training or evaluation, and printed lines.
 
-A run ends early at a signal or at its time limit, which is measured by this rank's clock.
+A signal or the time limit, measured by this rank's clock, ends a run early.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class MaxTime:
     """Time limit of a run.
 
     Attributes:
+        limit: time limit as the trainer checks it.
         name: name of the limit, for messages.
-        sentence: sentence for the start of the run; "" if there is no limit.
+        sentence: sentence on the limit, reported at the start of the run; "" if there is no limit.
     """
 
     limit: TimeLimit = field(default_factory=TimeLimit)
@@ -81,10 +82,10 @@ class MaxTime:
 
 
 def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ) -> MaxTime:
-    """Return the limit of `max_time`, counted from the launcher's start of this rank, or until the end of the Slurm job.
+    """Return the limit of `max_time`: a duration from the launcher's start of this rank, or the time until the Slurm job ends.
 
     Raises:
-        ConfigError: `max_time` is "slurm", but the environment does not have the end of the Slurm job.
+        ConfigError: `max_time` is "slurm", but the environment does not contain the end of the Slurm job.
     """
     if configured is None:
         return MaxTime()
@@ -140,7 +141,7 @@ def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = Non
 
 
 def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Path, checkpoint: Path) -> list[str]:
-    """Return lines that say how the run ended and how to resume it."""
+    """Return the lines on how the run ended and how to resume it."""
     position = outcome.position
     return [
         f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
@@ -150,7 +151,7 @@ def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Pat
 
 
 def kept_clause(directory: RunDirectory) -> str:
-    """Return the end of a sentence on a run that ends at once: which checkpoint to resume from. Checkpoints are not opened."""
+    """Return the end of a sentence on a run that ends at once: the checkpoint to resume from. Checkpoints are not opened."""
     try:
         written = checkpoints(directory.checkpoints)
     except OSError:
@@ -205,12 +206,11 @@ class _Request:
 def enter(session: Session, phase: RunPhase) -> None:
     """Enter a phase of the run together with all ranks, and note it in the flight record. Collective.
 
-    Use it for phases that occur once in a run. Phases of the training loop are only noted; an autopsy compares them after a
-    deadline.
+    Use it for phases that occur once in a run. Phases of the training loop are noted without this comparison; an autopsy compares
+    them after a deadline has passed.
 
     Raises:
-        CollectiveMismatchError: a rank has entered another phase, so that ranks would wait for each other or match the wrong
-            messages.
+        CollectiveMismatchError: a rank has entered another phase, so ranks would wait for each other or match the wrong messages.
     """
     session.progress.notes.phase(phase)
     entered = dict(enumerate(session.world.allgather_object(str(phase))))
@@ -229,7 +229,7 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
         start = find_start(session, asked.resume, state.ownership)
     enter(session, RunPhase.BUILD)
     setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
-    if start is None:  # else the checkpoint has them
+    if start is None:  # a checkpoint contains the weights
         enter(session, RunPhase.WEIGHTS)
         start_from_weights(session, setup.replica)
     enter(session, RunPhase.AGREE)
@@ -293,7 +293,7 @@ def _most_steps(session: Session, setup: TrainingSetup, done: int, steps: int) -
 
 @dataclass(frozen=True)
 class _Accounts:
-    """Everything that is recorded during training and reported at the end."""
+    """Accounts and trace of a run, recorded during training and reported at its end."""
 
     session: Session
     setup: TrainingSetup
@@ -344,7 +344,7 @@ def _train(
     *,
     nothing_left: bool,
 ) -> Outcome:
-    """Train, evaluate unless the end of an epoch did, and wait for the last checkpoint. Collective.
+    """Train, evaluate the final state unless the last epoch already did, and wait for the last checkpoint. Collective.
 
     Args:
         nothing_left: whether the requested steps are done already.
@@ -373,7 +373,7 @@ def _train(
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
     """Time steps without communication, then the communication alone; print and record both.
 
-    The session must trace. Collective.
+    The session must have a tracer. Collective.
     """
     from hpctrain.run import trace_report as compute_only
     from hpctrain.run.trace_report import TraceReport
@@ -428,14 +428,14 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
 
 
 def _remove_left(config: Config, directory: RunDirectory) -> None:
-    """Delete unfinished checkpoints of earlier runs with this name, except in runs that another job owns."""
+    """Delete the unfinished checkpoints that other runs of this name left behind, except those of a run that another job owns."""
     for run in runs(Path(config.output), config.name):
         if run.path != directory.path and living_owner(run.path) is None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
 
 
 def _directory(session: Session, setup: TrainingSetup, start: Start | None, state: ShrinkState) -> RunDirectory:
-    """Return the run's directory, with records and checkpoints after the start removed. Collective."""
+    """Return the run's directory, without metrics and checkpoints of steps after `start`. Collective."""
     ownership = state.ownership
     directory = None if start is None else start.directory
     if directory is None and state.directory is not None:  # ranks were lost before its first checkpoint
@@ -449,7 +449,7 @@ def _directory(session: Session, setup: TrainingSetup, start: Start | None, stat
 
 
 def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
-    """Remove, on rank 0, the run's metrics and checkpoints after its start, and write the present configuration. Collective."""
+    """On rank 0, remove metrics and set aside checkpoints of steps after `start`; write the current configuration. Collective."""
     position = Position() if start is None else start.position
     evaluates = position.epoch >= session.config.epochs and setup.test_loader is not None
 
@@ -600,17 +600,17 @@ def _end(
 
 
 def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
-    """Return lines on the end of a run with --steps, which evaluates only at the end of an epoch, and on how to resume it."""
+    """Return lines on the end of a run with --steps and on how to resume it, with a remark if no evaluation was made."""
     position = outcome.position
-    end = "" if outcome.evaluation is not None else "\nno evaluation was made: these come at ends of epochs"
+    end = "" if outcome.evaluation is not None else "\nno evaluation was made; the test set is evaluated only at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as --steps asked{end}\ncontinue with the same command and --resume {directory.path}"
+    return f"ended {where}, as requested by --steps{end}\ncontinue with the same command and --resume {directory.path}"
 
 
 def _skipped(position: Position) -> str:
     """Return a line with the number of skipped steps."""
     were = "step was" if position.skipped == 1 else "steps were"
-    return f"{position.skipped:,} of {position.global_step:,} {were} skipped, as something in them was not finite"
+    return f"{position.skipped:,} of {position.global_step:,} {were} skipped because of values that were not finite"
 
 
 def _versions(session: Session, setup: TrainingSetup) -> dict[str, str]:

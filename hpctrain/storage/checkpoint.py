@@ -425,7 +425,7 @@ def restore(
             f"Tensor {key} has shape {stored_shape} in the checkpoint and {tuple(shape)} here; "
             f"the checkpoint probably belongs to another model or number of classes."
         )
-    if stored_dtype != np.dtype(dtype):
+    if stored_dtype.newbyteorder("=") != np.dtype(dtype).newbyteorder("="):  # files are little-endian on every host
         raise CheckpointError(
             f"Tensor {key} is {stored_dtype} in the checkpoint and {np.dtype(dtype)} here; "
             f"set dtype to {stored_dtype} to continue."

@@ -2,7 +2,7 @@
 
 Work is done as late and in as unusual an order as the dependencies between queues allow. Each call that enqueues work also does
 some of the work that may be done, of any queue. A wait does the work that it waits for, alone or with other work. A program that
-lacks a wait therefore probably computes with missing results, and the seed that reveals this does so again.
+lacks a wait therefore probably computes with missing results, and does so reproducibly with the same seed.
 
 A graph is recorded work with the addresses and values of its arguments. `DeviceCounters` count the requests to a device, so that
 tests can assert what a step does not do.
@@ -84,7 +84,7 @@ class WorkQueue:
 
 @dataclass(frozen=True)
 class Mark:
-    """A position in a queue; stands for all work before it."""
+    """A position in a queue, which represents all work before it."""
 
     queue: WorkQueue
     position: int

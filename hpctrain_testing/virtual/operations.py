@@ -313,7 +313,7 @@ class Allreduce(PostedOperation):
 
 
 class ReduceScatter(Allreduce):
-    """Sum of which party r receives part r."""
+    """Sum, part r of which is received by party r."""
 
     def result(self, party: int) -> Array:
         posting = self.postings[party]

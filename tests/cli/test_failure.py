@@ -90,7 +90,7 @@ config show: CONFIG batch => must have the form key=value
 config show: file => file:1: This is not valid YAML
 config check: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config check: bytes => is not valid UTF-8
-config check: CONFIG backend=onednn precision=bfloat16 => precision is bfloat16, in which only backend cuda computes
+config check: CONFIG backend=onednn precision=bfloat16 => precision is bfloat16, which only backend cuda supports
 config check: CONFIG backend=cuda progress=posting => progress is posting, but backend cuda enqueues kernels
 config check: CONFIG dtype=float16 => dtype is float16, but must be 'float32' or 'float64'.
 config copy: nowhere => nowhere
@@ -112,7 +112,7 @@ bench data: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 bench data: CONFIG => There is no data file data/fashion-mnist/train.h5
 bench data: CONFIG 'data.augment=[cropp]' => There is no augmentation "cropp"
 bench engine: --model resnet51 => There is no model "resnet51"
-bench engine: --model small --backend numpy --precision tf32 => precision is tf32, in which only backend cuda computes
+bench engine: --model small --backend numpy --precision tf32 => precision is tf32, which only backend cuda supports
 bench scaling: --config nowhere.yaml --ranks 1 => nowhere.yaml: Cannot read the configuration
 bench scaling: --config CONFIG --ranks 1 averager=sharted => the nearest is "sharded"
 data fetch: fashion-mnist --out file/data => file/data

@@ -32,7 +32,7 @@ def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, col
     [found] = rank_checks.judge_grid(view(ranks, config=config), [None] * ranks)
     assert found.key == ("" if rows * cols == ranks else "wrong-grid")
     if found.key:
-        assert f"must be {ranks}, the nearest legal grid is" in found.fix
+        assert f"must be {ranks}, and the nearest legal grid is" in found.fix
 
 
 def test_a_batch_that_is_smaller_than_the_ranks_is_named() -> None:

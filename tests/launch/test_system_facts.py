@@ -242,7 +242,9 @@ def place(root: Path, listing: str, folder: str, counts: str, limit: str, value:
 def test_a_kill_since_the_start_is_said_surely(tmp_path: Path, listing: str, folder: str, counts: str, limit: str) -> None:
     path = place(tmp_path, listing, folder, counts, limit, "250000000")
     group = MemoryGroup.own(tmp_path / "cgroup", tmp_path)
-    assert group.hint() == " (not by the kernel for lack of memory in this control group, which has counted none)"
+    assert (
+        group.hint() == " (not by the kernel: since the start, it has ended no process of this control group for lack of memory)"
+    )
     path.write_text("oom 1\nunder_oom 0\noom_kill 4\n")
     assert group.hint() == " (by the kernel, as memory ran out: the job's limit here is 0.250 GB)"
 
@@ -258,8 +260,8 @@ def test_no_limit_is_none(tmp_path: Path, limit: str) -> None:
 @pytest.mark.parametrize("listing", ["", "what\n", _V1, _V2])
 def test_without_counts_it_is_a_guess(tmp_path: Path, listing: str) -> None:
     (tmp_path / "cgroup").write_text(listing)
-    assert MemoryGroup.own(tmp_path / "cgroup", tmp_path).hint() == " (as the kernel does where memory runs out)"
-    assert MemoryGroup.own(tmp_path / "nowhere", tmp_path).hint() == " (as the kernel does where memory runs out)"
+    assert MemoryGroup.own(tmp_path / "cgroup", tmp_path).hint() == " (as the kernel does if memory runs out)"
+    assert MemoryGroup.own(tmp_path / "nowhere", tmp_path).hint() == " (as the kernel does if memory runs out)"
 
 
 @pytest.fixture

@@ -263,7 +263,7 @@ WHY = "in memory of each rank, as the ranks of a node cannot share it (Operation
         ),
         ({"local": 13}, [LOCAL.format("all samples")]),
         ({"memory": 8} | DENIED, [MEMORY.format(EIGHT) + AGAIN, "there is no local copy, as /disk has room for 2 GB"]),
-        ({}, ["no sample stays in memory of a node, all are read again in each epoch"]),
+        ({}, ["no sample stays in memory of a node; all are read again in each epoch"]),
         ({"memory": 13, "denied": "Operation not permitted"}, [f"all samples stay {WHY}"]),
     ],
 )
@@ -362,7 +362,7 @@ def test_beside_a_device_one_thread_does_everything() -> None:
     assert set_progress(rank, network, "auto", 1).mode is TEST
     assert set_progress(rank, network, "none", 1).mode is NONE
     for mode in ("thread", "posting"):
-        with pytest.raises(ConfigError, match=f"^progress is {mode}, but one thread enqueues"):
+        with pytest.raises(ConfigError, match=f"^progress is {mode}, but backend cuda enqueues"):
             set_progress(rank, network, mode, 1)
 
 

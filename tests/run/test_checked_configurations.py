@@ -77,7 +77,7 @@ def passes(text, *overrides):
         ("width: 0.5", "depth: 32", 3, ["depth", "20", "32"]),
         ("name: pad_crop", "name: padcrop", 7, ["padcrop", "pad_crop"]),
         ("padding: 2", "pading: 2", 8, ["pading", "padding"]),
-        ("padding: 2", "padding: -2", 8, ["-2", "smallest is 0"]),
+        ("padding: 2", "padding: -2", 8, ["-2", "the minimum is 0"]),
         ("- flip", "- {name: flip, probability: 2}", 9, ["probability", "2", "[0, 1]"]),
         ("      size: 24\n", "", 11, ["center_crop", "size"]),
         ("size: 24", "size: large", 12, ["size", "large", "integer"]),
@@ -127,7 +127,7 @@ def passes(text, *overrides):
         ("cols: 3", 'rows: 4\n  tiles: [2, 2]\n  overlap: ["*.conv2"]\nplan:\n  default: domain', 27, ["split by columns too"]),
         ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
         ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
-        ("batch: 9", "batch: 9\nprecision: bfloat16\nbackend: onednn", 14, ["precision is bfloat16, in which only backend cuda"]),
+        ("batch: 9", "batch: 9\nprecision: bfloat16\nbackend: onednn", 14, ["precision is bfloat16, which only backend cuda"]),
         ("batch: 9", "batch: 9\nprecision: tf32\ndtype: float64", 14, ["precision is tf32, which requires dtype float32"]),
         (
             "    - flip",

@@ -514,7 +514,7 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
         outcome = trainings.run(output, KEEP)
         assert outcome.code == 0, outcome.output
         assert same_bits(final_tensors(trainings.folder, output), undisturbed[2])
-        told = [line for line in outcome.output.splitlines() if "cannot be trusted" in line]
+        told = [line for line in outcome.output.splitlines() if "local copy of samples is damaged" in line]
         return told, trainings.reads(output)["file_samples"]
 
     assert run("first") == ([], IMAGES + TEST_IMAGES)
@@ -546,7 +546,7 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
 def test_a_copy_without_room_grows_no_further(trainings: Trainings, undisturbed: dict[int, Any]) -> None:
     outcome = trainings.run_faulty(local_copies.NO_SPACE, "runs", KEEP)
     assert outcome.code == 0, outcome.output
-    told = [line for line in outcome.output.splitlines() if "gets no larger" in line]
+    told = [line for line in outcome.output.splitlines() if "cannot grow" in line]
     assert len(told) == 2  # of rank 1, for each data file once
     assert all("(No space left on device); other samples are read from the data file" in line for line in told)
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[2])

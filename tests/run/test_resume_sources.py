@@ -634,7 +634,7 @@ def test_whoever_asks_for_the_best_is_told_where_it_cannot_be_known(
 
 def test_the_run_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _whole(folder, "data.test=", "checkpoint.best=top5", accuracies=(1,))
-    assert "\ncheckpoint.best is top5, but data.test is not set, so that nothing is evaluated: " in capsys.readouterr().out
+    assert "\ncheckpoint.best is top5, but data.test is not set, so nothing is evaluated; " in capsys.readouterr().out
 
 
 def _save(directory: Path, best: BestCheckpoint, step: int, right: int) -> None:

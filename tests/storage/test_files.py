@@ -213,9 +213,9 @@ def test_work_goes_on_beside_the_program_and_gives_its_result() -> None:
     writer.start(lambda: go.wait(30) and 7)
     assert writer.busy
     assert not writer.wait(0.01)
-    with pytest.raises(AssertionError, match="one piece"):
+    with pytest.raises(AssertionError, match="another task is in progress"):
         writer.start(lambda: None)
-    with pytest.raises(AssertionError, match="not done"):
+    with pytest.raises(AssertionError, match="the task is not finished"):
         writer.result()
     go.set()
     assert writer.wait(30)

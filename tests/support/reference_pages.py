@@ -23,11 +23,11 @@ from hpctrain.doctor.job import CHECKS, JOB_KINDS
 
 _HEAD = """# Commands
 
-`hpctrain --help`, and `--help` after each command, print the same. `hpctrain completion bash` makes the tab key complete them.
-Those that train or measure are started on ranks, as `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; the others are one
-process.
+`hpctrain --help` and `hpctrain COMMAND --help` print the same texts. `hpctrain completion bash` enables completion.
+Commands that train or measure are started on ranks, as in `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; others run as
+one process.
 
-This page is written by `make docs`, from the program itself.
+`make docs` writes this page from the program.
 """
 
 
@@ -92,12 +92,12 @@ The names that a configuration can choose, and their options: keys next to `name
 `hpctrain config show FILE` prints a configuration with all options filled in, and `hpctrain config schema` prints everything as a
 JSON schema for editors.
 
-This page is written by `make docs`, from the constructors themselves.
+`make docs` writes this page from the constructors.
 """
 
 _KEYS_NOTE = """
-"Needed" keys have no default. Further keys of `model`, `optimizer`, `schedule`, `averager`, augmentations and reporters are
-options, which [options.md](options.md) lists. This table is written by `make docs`.
+Keys marked "needed" have no default. Further keys of `model`, `optimizer`, `schedule`, `averager`, augmentations and reporters
+are options ([options.md](options.md)). `make docs` writes this table.
 
 """
 

@@ -1,4 +1,4 @@
-"""Blocking averaging, the reference of all strategies: one allreduce of all gradients after backward, one update everywhere."""
+"""Blocking averaging, the reference of all strategies: one allreduce of all gradients after backward, then the update."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hpctrain.nn.parameter import Parameter
 class BlockingAverager(GradientAverager):
     """Averager that sums all gradients in `end_backward` and then updates all parameters. `end_backward` is collective and waits.
 
-    All gradients travel in one message of any size. The sums are therefore those of the transport, and no rule for cutting
-    determines which numbers are added first; this makes it the reference for all other strategies. Nothing is hidden: in addition
-    to forward, backward and the allreduce, a step includes the full update on every rank and the wait for the slowest rank. For a
-    message above some 32 MB, MPI may allocate and touch memory in every step. Cutting it as `parts_of` does would avoid that, but
-    could change last bits with MPI's algorithm.
+    All gradients travel in one message of any size. The order of additions is therefore that of the transport and does not depend
+    on a rule for cutting messages; this makes the averager the reference for all other strategies. No communication is hidden: in
+    addition to forward, backward and the allreduce, a step includes the full update on every rank and the wait for the slowest
+    rank. For a message above some 32 MB, MPI may allocate and touch memory in every step. Cutting it as `parts_of` does would
+    avoid that, but could change the last bits, because MPI may choose another algorithm.
     """
 
     def __init__(self, setup: AveragerSetup, agreement: Agreement) -> None:
@@ -44,7 +44,7 @@ class BlockingAverager(GradientAverager):
         self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self._terms(0, self.group.size)), "all gradients"))
         if self.optimizer.needs_norms:
             self.optimizer.prepare_norms(self.group.segments)
-        if self._step is not None:  # the update needs what other groups have not summed yet
+        if self._step is not None:  # the update needs norms of groups that have not been summed yet
             fill_share(self._step.norms[self._member], self.group, self.comm, self._names)
             self._step.contribute(self._member)
             self._unfinished = self._step
@@ -73,7 +73,7 @@ class BlockingAverager(GradientAverager):
 class Blocking(Strategy):
     """One allreduce of all gradients after backward, and a wait for it: the simplest strategy, and the reference of all others.
 
-    Every rank holds all parameters and all optimiser state. It has no schedule.
+    Every rank holds all parameters and all optimiser state. The strategy has no schedule.
     """
 
     Options = WireOptions

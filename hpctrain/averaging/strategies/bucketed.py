@@ -17,13 +17,13 @@ class BucketedOptions:
     """Options of `bucketed`.
 
     Args:
-        bucket_bytes: Minimum size of a bucket in bytes; null: by `sizes`.
+        bucket_bytes: Minimum size of a bucket in bytes; null: chosen by `sizes`.
         sizes: Rule for sizes that are not set: "rule" uses the same sizes in every run on the same number of ranks, so that runs
             repeat bit by bit; "measured" follows the link, which is measured at the start.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
             bits, and sums are still computed in full precision.
-        two_level: If nodes have several ranks each, sum gradients that travel in 16 bits in full precision within a node first,
-            and round them only to cross nodes; float32 is left to MPI's allreduce.
+        two_level: Whether, on nodes with several ranks each, to sum gradients that travel in 16 bits within a node first, in full
+            precision, and to round them only to cross nodes. Sums in float32 are left to MPI's allreduce.
 
     Raises:
         OptionError: bucket_bytes is below 1, or set although sizes are measured, or wire is unknown.

@@ -1,11 +1,12 @@
 """Lazy averaging: front layers accumulate their gradients locally and are averaged every few steps. It changes the optimisation.
 
 Lee, Kang, Al-Bahrani, Agrawal, Choudhary and Liao, "Improving scalability of parallel CNN training by adaptively adjusting
-parameter update frequency", JPDC 2022. The messages of front layers leave last, when no backward is left to hide them under.
+parameter update frequency", JPDC 2022. The messages of front layers are sent last, when no backward computation remains that
+could hide them.
 
 The lazy parameters lie in separate slices at the front of the flat buffers. In a step that averages, the sum G of their gradients
-since the last averaging replaces the latest gradient f. In a step that compares f and G, the sum of f over the ranks costs a
-second reduce-scatter of these slices.
+since the last averaging replaces the latest gradient f. In a step that compares f and G, a second reduce-scatter of these slices
+sums f over the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2
 
 
 def next_interval(interval: int, steps: int, latest: float, total: float, difference: float, most: int) -> int:
-    """Return the interval that follows from one averaging.
+    """Return the next interval, given the squared norms of one averaging.
 
     If both conditions of the paper hold, it grows by one. If both fail, it shrinks by one, down to 1. Otherwise it stays.
 
@@ -65,14 +66,14 @@ class LazyStep:
 class LazyInterval:
     """Number of steps between two averagings of the lazy layers, shared by the averagers of all groups.
 
-    Every rank sums the squares of f and G over the elements that it owns in any group, so each element of the network counts on
-    exactly one rank. One small allgather per comparison distributes these numbers. All ranks add them in rank order and come to
-    the same decision. The allgather has a separate communicator and starts once all groups of a rank have contributed, driven by
-    any wait of the rank; a rank that owns nothing contributes zeros. The interval that follows from one averaging applies from
-    the next averaging on, so no rank waits for the decision within a step. Creation is collective over `comm`.
+    Every rank sums the squares of f and G over the elements that it owns in any group, so each element of the network is counted
+    on exactly one rank. One small allgather per comparison distributes these numbers. All ranks add them in rank order and come
+    to the same decision. The allgather has a separate communicator. It starts once all groups of a rank have contributed, during
+    any wait of the rank; a rank that owns nothing contributes zeros. The decision after one averaging applies from the next
+    averaging on, so no rank waits for it within a step. Creation is collective over `comm`.
 
     Args:
-        comm: all ranks that hold a part or a copy of the network.
+        comm: communicator of all ranks that hold a part or a copy of the network.
         progress: progress engine of the process.
         members: number of parameter groups of the network.
         max_interval: maximum interval.
@@ -100,13 +101,13 @@ class LazyInterval:
         self.interval = self._decided = 1
 
     def join(self) -> int:
-        """Return the index of another group among the members."""
+        """Add a parameter group to the members, and return its index."""
         self._joined += 1
         assert self._joined <= len(self._begun), "there are more groups of parameters than members of the interval"
         return self._joined - 1
 
     def begin_step(self, member: int) -> LazyStep:
-        """Begin this member's step. All members begin a step before any begins the next.
+        """Begin this member's step. All members must begin a step before any member begins the next.
 
         A step that averages waits for the comparison of an earlier step.
         """
@@ -135,7 +136,7 @@ class LazyInterval:
         return LazyStep(averages=True, compares=True)
 
     def compare(self, add_squares: Callable[[np.ndarray], None], after: Sequence[Ticket]) -> None:
-        """Queue one member's part of a comparison. Called once by every member in a step that compares. Never waits.
+        """Queue one member's part of a comparison. Every member must call it once in a step that compares. Never waits.
 
         Args:
             add_squares: function that adds |f|^2, |G|^2 and |f - G|^2 of this rank's elements to an array (3,).
@@ -154,7 +155,7 @@ class LazyInterval:
         return Complete()
 
     def settle(self) -> None:
-        """Wait for the comparison in progress, if any, and decide. Every rank calls it between the same steps."""
+        """Wait for the comparison in progress, if any, and decide on the interval. All ranks call it between the same steps."""
         if self._ticket is None:
             return
         self._progress.wait(self._ticket)
@@ -163,20 +164,21 @@ class LazyInterval:
         self._decided = next_interval(self.interval, self._compared_steps, latest, total, difference, self._max_interval)
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers, by name, that later steps depend on. Call it after `settle`."""
+        """Return numbers, by name, on which later steps depend. Call it after `settle`."""
         return {"interval": self.interval, "decided": self._decided, "steps": self._steps, "averagings": self._averagings}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Load what `counters` returned, limited to the current maximum interval."""
+        """Load the numbers that `counters` returned, limited to the current maximum interval."""
         self.interval = min(counters.get("interval", 1), self._max_interval)
         self._decided = min(counters.get("decided", self.interval), self._max_interval)
         self._steps, self._averagings = counters.get("steps", 0), counters.get("averagings", 0)
 
 
 class LazyAverager(ReduceScatterAverager):
-    """Averager that averages the lazy parameters every few steps, with the sum of their gradients, and all others in every step.
+    """Averager that averages all parameters in every step, except lazy parameters, which it averages every few steps.
 
-    A step that does not average the lazy parameters neither sums, updates nor gathers their slices.
+    A step that averages the lazy parameters uses the sum of their gradients since the last averaging. Other steps neither sum,
+    update nor gather their slices.
 
     Args:
         setup: objects of this rank that the averager works with.
@@ -241,12 +243,12 @@ class LazyAverager(ReduceScatterAverager):
         super().grad_ready(parameter)
 
     def _add_up_and_keep(self, place: slice, gradient: Array, added: Array) -> None:
-        """Replace f by G in the gradient, and keep what the comparison needs of f."""
+        """Replace f by G in the gradient. Keep f, or its squared norms on a single rank, for the comparison."""
         if self._latest_sums:
             self._arithmetic.copy(self._latest[place], gradient)
             self._arithmetic.add(gradient, added)
         else:
-            latest, difference = self._arithmetic.square_sums((gradient, added))  # the sum so far is G - f
+            latest, difference = self._arithmetic.square_sums((gradient, added))  # `added` is G - f
             self._arithmetic.add(gradient, added)
             self._squares_alone += (latest, self._arithmetic.square_sums((gradient,))[0], difference)
         self._arithmetic.fill(added, 0.0)
@@ -258,7 +260,7 @@ class LazyAverager(ReduceScatterAverager):
     # -- the comparison of f and G -------------------------------------------------------------------------------------------
 
     def _queue_comparison(self) -> None:
-        """Queue the sums of the latest gradients f, after the operations that updates wait for."""
+        """Queue the sums of the latest gradients f, then this group's part of the comparison."""
         assert self.step is not None
         self._arithmetic.fill(self._latest, 0.0)
         self._squares_alone[...] = 0.0
@@ -282,7 +284,7 @@ class LazyAverager(ReduceScatterAverager):
         return self._sums_of.ireduce_scatter(latest, self._latest_sums[k], piece.counts(self._comm.size))
 
     def _add_squares(self, squares: np.ndarray) -> None:
-        """Add |f|^2, |G|^2 and |f - G|^2 of the elements that this rank owns."""
+        """Add |f|^2, |G|^2 and |f - G|^2 of the elements that this rank owns to `squares`."""
         squares += self._squares_alone
         for k, latest in self._latest_sums.items():
             total = self.operations.sums[k]
@@ -300,7 +302,7 @@ class LazyAverager(ReduceScatterAverager):
         return [*super().changed(), self._added]
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Return the state of the base and, by rank, the gradients accumulated since the last averaging. Collective."""
+        """Return the state that the base returns and, by rank, the gradients accumulated since the last averaging. Collective."""
         state = super().full_state(parameter)
         if parameter.name in self._lazy:
             segment = self.group.segment(parameter.name)
@@ -352,11 +354,11 @@ class Lazy(Sharded):
     """Sharded averaging that sums the gradients of front layers over several steps. It changes the optimisation.
 
     Slices of the front layers, which contain no other parameters, are reduced, updated and gathered every `interval` steps, with
-    the sum of the gradients since the last averaging. In between, these layers keep their parameters and their optimiser state.
+    the sum of the gradients since the last averaging. In between, parameters and optimiser state of these layers do not change.
     The interval starts at 1 and adapts (see `next_interval`); a change applies from the next averaging on. The comparison costs a
     second reduce-scatter of these layers and is therefore made only every `check_every` averagings.
 
-    Linear layers among them never exchange inputs and errors, because the accumulated values are gradients.
+    Linear layers among the front layers never exchange inputs and errors, because the accumulated values are gradients.
     """
 
     sums_shards = False

@@ -14,7 +14,7 @@ class Overlap(AllreduceStrategy):
     """One allreduce for each parameter, posted when its gradient is ready and waited for in the next forward of its layer.
 
     It is a baseline for comparisons; `bucketed` sends the same data in fewer messages. Most parameters of a network with batch
-    norm hold a few hundred numbers, and each message costs its latency and several polls on either side.
+    norm have a few hundred elements, and each message costs its latency and several polls by sender and receiver.
     """
 
     Options = WireOptions

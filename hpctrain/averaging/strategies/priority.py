@@ -41,14 +41,15 @@ class PriorityOptions:
             repeat bit by bit; "measured" follows the link and the processor time of a message, both measured at the start.
         window: Maximum number of slices in flight, of gradients and of parameters each. Null uses the number that the measured
             link sends between two polls: with a smaller window the link idles, with a larger one urgent slices wait longer.
-        fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less),
-            "always" or "never".
-        two_level: On nodes with several ranks each, sum within a node first, and gather parameters across nodes first.
-        replan: Plan the order of the slices again after a few steps, from measured times.
+        fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
+            data), "always" or "never".
+        two_level: Whether, on nodes with several ranks each, to sum within a node first and to gather parameters across nodes
+            first.
+        replan: Whether to plan the order of the slices again after a few steps, from measured times.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
             bits, and sums are still computed in full precision.
-        wire_parameters: Number format in which updated parameters travel. Every rank computes with the rounded ones; their owner
-            keeps the rounding errors for the next update.
+        wire_parameters: Number format in which updated parameters travel. Every rank computes with the rounded parameters; the
+            owner of a part adds its rounding errors back before the next update.
 
     Raises:
         OptionError: a size or window is below 1, a size is set although sizes are measured, or a wire is unknown.
@@ -73,7 +74,7 @@ class Priority(ReduceScatterStrategy):
     """Sharded averaging in small slices, front layers first: slices of early layers overtake those of late layers.
 
     Reduce-scatters and allgathers have separate communicators, whose queues keep them in the planned order. A front layer's
-    gradient overtakes gradients of late layers that are still waiting, and then its allgather overtakes theirs.
+    gradient overtakes waiting gradients of late layers, and then its allgather overtakes the allgathers of late layers.
     """
 
     Options = PriorityOptions
@@ -109,16 +110,16 @@ class Priority(ReduceScatterStrategy):
         return credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether a measured link is needed, including for the window."""
+        """Return whether a measured link is needed for sizes, for the order or for the window."""
         return super().needs_link(usable) or (usable is None and self.options.window is None)
 
     def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether the processor time of operations is to be measured: only if sizes are measured."""
+        """Return whether the processor time of an operation must be measured: only if sizes are measured."""
         return usable is None and self.options.sizes == "measured"
 
 
 def _typical_bytes(total_bytes: int, ranks: int) -> int:
-    """Return the size of slices by rule for float32, for `StrategyCosts`."""
+    """Return the size of slices that the rule chooses for float32, for `StrategyCosts`."""
     return slicing.slice_bytes(4 * _LEAST_PARAMETERS, total_bytes, ranks, slicing.RULE_LINK)
 
 

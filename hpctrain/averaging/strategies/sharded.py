@@ -1,7 +1,8 @@
 """Sharded averaging, the default: reduce-scatter, update of 1/P per rank, allgather of parameters under the next forward.
 
 Lee, Agrawal, Balaprakash, Choudhary and Liao, "Communication-efficient parallelization strategy for deep convolutional neural
-network training", MLHPC 2018. It moves as much data as an allreduce, half of it under the next forward; the update costs 1/P.
+network training", MLHPC 2018. It moves as much data as an allreduce, half of it under the next forward. The update on each rank
+costs 1/P of a full update.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ class ShardedOptions:
     """Options of `sharded`.
 
     Args:
-        fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less),
-            "always" or "never".
-        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: by `sizes`.
+        fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
+            data), "always" or "never".
+        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: chosen by `sizes`.
         sizes: Rule for sizes that are not set: "rule" uses the same sizes in every run on the same number of ranks, so that runs
             repeat bit by bit; "measured" follows the link, which is measured at the start.
-        two_level: On nodes with several ranks each, sum within a node first, and gather parameters across nodes first.
-        replan: Plan the order of the allgathers again after a few steps, from measured times.
+        two_level: Whether, on nodes with several ranks each, to sum within a node first and to gather parameters across nodes
+            first.
+        replan: Whether to plan the order of the allgathers again after a few steps, from measured times.
         window: Maximum number of operations in flight on each communicator; null: no limit.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
             bits, and sums are still computed in full precision.
-        wire_parameters: Number format in which updated parameters travel. Every rank computes with the rounded ones; their owner
-            keeps the rounding errors for the next update.
+        wire_parameters: Number format in which updated parameters travel. Every rank computes with the rounded parameters; the
+            owner of a part adds its rounding errors back before the next update.
 
     Raises:
         OptionError: a size or window is below 1, a size is set although sizes are measured, or a wire is unknown.

@@ -3,7 +3,7 @@
 Shi et al., "Towards scalable distributed training of deep learning on public cloud clusters", arXiv 2010.10458 (HiTopKComm): a
 dense reduce-scatter within the node, an allgather of the largest elements of each part across nodes among ranks with the same
 local number, and a dense allgather within the node. Here the last step gathers parameters, because the ranks with the same local
-number all update the part, each for its node. Elements that are not sent are added to the next step's gradient. This sends less
+number all update the part, each for its node. Elements that are not sent are added to the next step's gradient. This saves time
 if links between nodes are slow.
 
 Residuals: Seide et al., Interspeech 2014. Largest elements of a shard: Shi et al. Momentum correction and factor masking: Lin,
@@ -13,8 +13,8 @@ are sent).
 Whether compression pays is predicted from bytes, messages and the time of the selection. Between m nodes, a part of d elements of
 b_v bytes costs 2 (m - 1) (alpha + d b_v beta / m) if all of it is reduced and gathered. It costs (m - 1) (alpha + k (b_v + b_i)
 beta) + c d if only the k largest elements are sent, each with a position of b_i bytes; selection and update cost c seconds per
-element. Without alpha and c, the second is less for k / d < 2 b_v / (m (b_v + b_i)). Traffic within nodes is the same in both
-cases and left out.
+element. Without alpha and c, sending the largest elements costs less for k / d < 2 b_v / (m (b_v + b_i)). Traffic within nodes is
+the same in both cases and left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from hpctrain.core.errors import ConfigError, OptionError
 from hpctrain.nn.parameter import Parameter, Segment
 
 #: processor time per float32 element of a part, on one core of a server: 2 ns to add the residual and to select
-#: (benchmarks/compress.py), and 1 ns because all nodes update the element, not one of m
+#: (benchmarks/compress.py), and 1 ns because the element is updated by every node instead of by one of m
 SELECTION_SECONDS = 3e-9
 
 
@@ -63,7 +63,7 @@ class PartOnLink:
         elements: number d of elements.
         nodes: number m of nodes.
         item_bytes: bytes b_v of an element.
-        selection_seconds: time c to select and update, per element; 0: only bytes and messages count.
+        selection_seconds: time c to select and update, per element; 0: the time is neglected.
     """
 
     elements: int
@@ -100,7 +100,7 @@ def crossover_density(part: PartOnLink, link: LinkModel) -> float:
 
 @dataclass(frozen=True)
 class SparseSettings:
-    """Options that do not affect the schedule.
+    """Options of `sparse` that do not affect the schedule.
 
     Attributes:
         density: final density.
@@ -186,7 +186,7 @@ class SparsePart:
         return self._comm.iallgather(None, self._buffer[: sum(counts)], counts)
 
     def receive(self, gradient: np.ndarray) -> None:
-        """Write the sum of all nodes' messages, added in node order, so that it has the same bits on all nodes."""
+        """Write the sum of all nodes' messages to `gradient`. They are added in node order, so all nodes have the same bits."""
         gradient[...] = 0.0
         for message in self._messages():
             self._top.add_to(message, gradient)
@@ -198,7 +198,7 @@ class SparsePart:
 
 
 class SparseOperations(OwnerOperations):
-    """Operations of owners, with the exchange of the largest elements. Creation is collective.
+    """Operations of the ranks that own parts, including the exchange of the largest elements. Creation is collective.
 
     Args:
         setup: objects of this rank that the averager works with.
@@ -248,15 +248,18 @@ class SparseOperations(OwnerOperations):
         return self.schedule.slices[k].part(self.comm.rank, self.comm.size)
 
     def begin_step(self) -> None:
-        """Begin a step. The previous step can then not be undone."""
+        """Begin a step. After this call, the previous step can no longer be undone."""
         self._added.clear()
 
     def undo(self) -> None:
-        """Note that the last step was undone: residuals of an earlier run that it added are added again in the next step."""
+        """Note that the last step was undone.
+
+        The residuals of an earlier run that the last step had added are added again in the next step.
+        """
         self._left |= self._added
 
     def kept_back(self) -> list[np.ndarray]:
-        """Return the arrays of residuals and momentum that steps change."""
+        """Return the arrays with residuals and momentum, which steps change."""
         of_parts = (array for part in self._parts.values() for array in (part.residual, part.velocity))
         return [*of_parts, *self._velocities.values()]
 
@@ -297,7 +300,7 @@ class SparseOperations(OwnerOperations):
             self.group.arithmetic.from_host(gradient, self._corrected(k, values))
 
     def _receive(self, k: int, gradient: Array) -> None:
-        """Write the sum of all nodes' messages to a gradient. Messages and residuals lie on the host."""
+        """Write the sum of all nodes' messages to a gradient on the host or on a device. Messages are summed on the host."""
         if self.group.arithmetic.on_host:
             self._parts[k].receive(gradient)
             return
@@ -318,22 +321,22 @@ class SparseOperations(OwnerOperations):
         velocity += gradient
         return velocity
 
-    # -- what is kept back, in a checkpoint: an array of each node, of which the sum matters -----------------------------------
+    # -- residuals and momentum in a checkpoint: one array per node, of which only the sum matters ----------------------------
 
     def keeps_back(self, name: str) -> bool:
-        """Return whether some of a parameter's gradient is or may be kept back, the same on every rank."""
+        """Return whether a part of a parameter's gradient is or may be kept back, the same on every rank."""
         return any(k in self._parts or k in self._left for k in self.touching[name])
 
     def residual(self, name: str, progress: ProgressEngine) -> np.ndarray:
-        """Return (nodes, size), the residuals of a whole parameter; those of dense slices are in the first row. Collective."""
+        """Return the residuals (nodes, size) of a whole parameter; the first row has those of dense slices. Collective."""
         return self._by_node(name, lambda k: self._parts[k].residual if k in self._parts else self._left.get(k), progress)
 
     def velocity(self, name: str, progress: ProgressEngine) -> np.ndarray:
-        """Return the momentum before the selection, in the form of `residual`. Collective."""
+        """Return the momentum before the selection, in the same form as `residual`. Collective."""
         return self._by_node(name, lambda k: self._parts[k].velocity if k in self._parts else self._velocities[k], progress)
 
     def load_residual(self, name: str, by_node: np.ndarray) -> None:
-        """Load what `residual` returned, including the rows of other nodes."""
+        """Load the residuals that `residual` returned; `by_node` includes the rows of other nodes."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, end = self._bounds(k)
@@ -347,7 +350,7 @@ class SparseOperations(OwnerOperations):
                 self._load(segment, begin, by_node.sum(axis=0), left)
 
     def load_velocity(self, name: str, by_node: np.ndarray) -> None:
-        """Load what `velocity` returned."""
+        """Load the momentum that `velocity` returned."""
         segment = self.group.segment(name)
         for k in self.touching[name]:
             begin, _ = self._bounds(k)
@@ -357,16 +360,23 @@ class SparseOperations(OwnerOperations):
                 self._load(segment, begin, by_node.sum(axis=0), self._velocities[k])
 
     def _load(self, segment: Segment, begin: int, whole: np.ndarray, part: np.ndarray) -> None:
-        """Copy the elements of one whole parameter that lie in a rank's part, which begins at `begin`."""
+        """Copy the elements of one whole parameter that lie in a rank's part of a slice.
+
+        Args:
+            segment: segment of the whole parameter.
+            begin: start of the part in the flat buffers.
+            whole: elements of the parameter.
+            part: elements of the part, to which they are copied.
+        """
         inside = segment.part(begin, begin + part.size)
         part[inside.start - begin : inside.stop - begin] = whole[inside.start - segment.start : inside.stop - segment.start]
 
     def _by_node(self, name: str, of_slice: Callable[[int], np.ndarray | None], progress: ProgressEngine) -> np.ndarray:
-        """Gather (nodes, size) of a parameter from all ranks' parts.
+        """Return an array (nodes, size) of a parameter, gathered from the parts of all ranks. Collective.
 
         Args:
             name: name of the parameter.
-            of_slice: function slice -> this rank's part; None if no rank has one.
+            of_slice: function slice -> array of this rank's part; None if no rank has an array for the slice.
             progress: progress engine of the process.
         """
         segment, comm = self.group.segment(name), self.comm
@@ -394,9 +404,10 @@ _STEPS = "sparse_steps"
 
 
 class SparseAverager(ReduceScatterAverager):
-    """Averager that updates this rank's part of every slice: 1/P of a dense one, a share of its node's copy of a compressed one.
+    """Averager that updates this rank's part of every slice.
 
-    The holders of gradients that are kept back are the nodes; each rank has its part of its node's.
+    Its part is 1/P of a dense slice, and a part of its node's copy of a compressed slice. Gradients are kept back per node
+    (`holders`); each rank holds its part of its node's gradients.
 
     Args:
         setup: objects of this rank that the averager works with.
@@ -436,7 +447,7 @@ class SparseAverager(ReduceScatterAverager):
         return (_RESIDUAL, _VELOCITY) if self._has_velocity else (_RESIDUAL,)
 
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
-        """Return the state of the base with each node's residual and, if kept, momentum before the selection. Collective."""
+        """Return the state of the base, and by node the residuals and, if any, the momentum before the selection. Collective."""
         state = super().full_state(parameter)
         if self._sparse.keeps_back(parameter.name):
             state[_RESIDUAL] = self._sparse.residual(parameter.name, self.progress)
@@ -445,7 +456,7 @@ class SparseAverager(ReduceScatterAverager):
         return state
 
     def state_names(self, parameter: Parameter) -> Collection[str]:
-        """Return the names of the base and of residuals, which an earlier run may have kept for parameters now sent whole."""
+        """Return the names of the base's states and of residuals. Dense parameters may have residuals of an earlier run."""
         return {**dict.fromkeys(super().state_names(parameter)), **dict.fromkeys(self.by_holder)}
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
@@ -474,19 +485,21 @@ class SparseOptions:
         density: Share of a gradient's elements that a node sends to the other nodes, above 0 and at most 1.
         warmup_density: Share in the first step, from which it falls exponentially to `density` in `warmup_steps` steps.
         warmup_steps: Number of steps until `density` is reached; 0 starts with it.
-        compress: Large parameters that are compressed: "auto" compresses those for which this takes less time than sending them
-            whole, by bytes and messages (and on a measured link by the time of the selection), "always" compresses all.
+        compress: Large parameters that are compressed: "auto" compresses a parameter if that takes less time than sending it
+            whole, as predicted from bytes and messages (and from the time of the selection if sizes are measured); "always"
+            compresses all of them.
         least_elements: Minimum number of elements of a compressed parameter; smaller ones, biases and the parameters of batch
             norms are sent whole.
-        momentum_correction: Factor of a momentum that each node accumulates before it chooses what to send, in [0, 1); requires
-            an optimizer without momentum. 0 leaves the momentum to the optimizer.
-        factor_masking: With momentum correction, reset the momentum of elements that are sent to zero.
-        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: by `sizes`.
-        sizes: Rule for sizes that are not set, and for the slices that are compressed: "rule" decides alike in every run on the
-            same number of ranks, so that runs repeat bit by bit; "measured" follows the link, measured at the start.
-        two_level: Sum the gradients of a node's ranks before the node chooses, if all nodes have the same number of ranks;
-            otherwise every rank chooses by itself.
-        replan: Plan the order of the allgathers again after a few steps, from measured times.
+        momentum_correction: Factor, in [0, 1), of a momentum that each node accumulates before it chooses the elements to send;
+            requires an optimizer without momentum. 0 leaves the momentum to the optimizer.
+        factor_masking: Whether, with momentum correction, to set the momentum of sent elements to zero.
+        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: chosen by `sizes`.
+        sizes: Rule for sizes that are not set, and for the slices that are compressed: "rule" makes the same choices in every run
+            on the same number of ranks, so that runs repeat bit by bit; "measured" follows the link, which is measured at the
+            start.
+        two_level: Whether to sum the gradients of a node's ranks before the elements to send are chosen. If false, or if nodes
+            have different numbers of ranks, every rank chooses elements of its own gradients.
+        replan: Whether to plan the order of the allgathers again after a few steps, from measured times.
         window: Maximum number of operations in flight on each communicator; null: no limit.
 
     Raises:
@@ -533,8 +546,9 @@ class Sparse(ReduceScatterStrategy):
     """Send only the largest gradients between nodes, and add the rest to the next step's gradients. It changes the optimisation.
 
     Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of each
-    part with their positions. Ranks that own the same part on all nodes add these in the same order and update the part. Then
-    parameters are gathered within the node. Small parameters are averaged as with `sharded`, with the same overlap.
+    part with their positions. Ranks that own the same part on all nodes add the received elements in the same order and update
+    the part. Then parameters are gathered within the node. Small parameters are averaged as with `sharded`, with the same
+    overlap.
 
     Raises:
         ConfigError: several ranks are all on one node.
@@ -583,7 +597,10 @@ class Sparse(ReduceScatterStrategy):
         return self.group.ranks if self.levels is None else self.levels.nodes
 
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-        """Return large parameters in compressed slices if that pays, and the other parameters fused and cut as by `sharded`."""
+        """Return compressed slices of large parameters, if compression pays, and slices of all other parameters.
+
+        The other slices are fused and cut as by `sharded`.
+        """
         layout, (least, most) = self.group.layout, self.slice_elements(link)
         small = [one.parameter for one in layout.segments if not one.decay or one.size < self.options.least_elements]
         candidates = fused(layout, least, small if self.nodes > 1 else list(layout.specs))
@@ -598,7 +615,10 @@ class Sparse(ReduceScatterStrategy):
         return tuple(sorted((*compressed, *dense), key=lambda piece: piece.start))
 
     def _pays(self, size: int, link: LinkModel | None) -> bool:
-        """Return whether a slice of `size` elements is compressed, judged by the first rank's part, which is the largest."""
+        """Return whether a slice of `size` elements is compressed.
+
+        The decision is based on the first rank's part, which is the largest.
+        """
         if self.options.compress == "always":
             return True
         elements = -(-size * self.nodes // self.group.ranks)

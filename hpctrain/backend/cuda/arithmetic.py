@@ -1,8 +1,11 @@
 """The arithmetic service of the cuda set: implements `Arithmetic` on the stream of all computation.
 
-In order: tables of arrays, with sums of squares, tests for finite elements, checksums and guards of all arrays of a table in one
-or two launches; descents on flat memory, with one launch for all runs of an update; the service, with copies between boxes (to
-pack and unpack halos) and sums over the pixels of images.
+The module has three parts, in this order:
+
+- tables of arrays: sums of squares, tests for finite elements, checksums and guards of all arrays of a table in one or two
+  launches;
+- descents on flat memory: one launch for all runs of an update;
+- the service: copies between boxes (to pack and unpack halos), sums over the pixels of images, and all other operations.
 """
 
 from __future__ import annotations
@@ -95,7 +98,8 @@ class ArrayTable(_TiledArrays):
         """Enqueue and fetch whether all elements of each array are finite, bool.
 
         Args:
-            arrays: arrays of the table, if the caller may drop them before the result is read.
+            arrays: arrays of the table, which the fetch keeps alive; needed if the caller may drop them before it reads the
+                result.
         """
         self._runtime.device.copy(self._runtime.stream, self._flags, self._no_flags)
         self._launch_tiles("sums", f"find_not_finite_{self._tag}", self._flags)
@@ -103,7 +107,7 @@ class ArrayTable(_TiledArrays):
 
 
 class _Tables:
-    """Tables of arrays, each made at the first call for its arrays and then kept."""
+    """Tables of arrays. Each is made at the first call for its arrays and reused by later calls."""
 
     def __init__(self, runtime: CudaRuntime, staging: Staging) -> None:
         self._runtime, self._staging = runtime, staging
@@ -118,7 +122,7 @@ class _Tables:
 
 
 class WordSums(_TiledArrays):
-    """A sum over the 32-bit words of each array.
+    """Sums over the 32-bit words of each array.
 
     Args:
         kind: "remainders" for CRC-32 without its inversions, or "words" for sums of words.
@@ -139,7 +143,7 @@ class CudaChecksums:
     """Implements `ArrayChecksums`. Keeps the arrays alive.
 
     Args:
-        of_zeros: checksums of as many zero bytes as each array has, if `kind` omits this term; otherwise 0.
+        of_zeros: CRC-32 of as many zero bytes as each array has, which completes sums of kind "remainders"; 0 for other kinds.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class CudaWatchedArrays:
 
 
 def checksum_of_zeros(size_bytes: int) -> int:
-    """Return the CRC-32 of `size_bytes` zero bytes, computed without them.
+    """Return the CRC-32 of `size_bytes` zero bytes, in time proportional to the logarithm of the size.
 
     It equals the term that the inversions of CRC-32 contribute to the checksum of any data of this size.
     """
@@ -282,7 +286,7 @@ class RunTables:
         self._runtime.launch(source, kernel, grid, (_THREADS,), *self.buffers, table.memory, np.int32(len(wanted)), *last)
 
     def _table(self, runs: Sequence[UpdateRun]) -> RunTable:
-        """Return the table of the part of the buffers from the first to the last run.
+        """Return the table for the part of the buffers from the first to the last run.
 
         A step updates a part once. If a table is too small, a larger one is added, since kernels may still read the small one.
         """
@@ -354,7 +358,7 @@ class CudaMomentDescent:
 
 
 #: pinned memory for copies of whole arrays: initial number of buffers, maximum number, and size of a buffer. Large arrays add
-#: buffers, so that the host can fill them with a batch while the device computes.
+#: buffers, so that the host can copy a whole batch to them while the device computes.
 STAGING_COUNT, STAGING_MOST, STAGING_BYTES = 4, 64, 4 << 20
 
 #: number of elements that a thread casts at a time: 16 bytes of float32
@@ -364,7 +368,7 @@ _CAST_WIDTH = 4
 class CudaArithmetic(Arithmetic):
     """Implements `Arithmetic` on one device. Only `to_host`, `square_sums` and `Fetch.result` wait.
 
-    Tables of arrays, and pinned memory for fetches, are allocated at the first call for the same arrays and kept, so that later
+    Tables of arrays, and pinned memory for fetches, are allocated at the first call for the same arrays and reused, so that later
     steps allocate nothing.
 
     Attributes:
@@ -381,7 +385,7 @@ class CudaArithmetic(Arithmetic):
         self._messages: CudaMessages | None = None
 
     def mirrors(self) -> CudaMirrors:
-        """Return the mirrors, made at the first call, so that a single rank has neither mirrors nor their streams."""
+        """Return the mirrors, made at the first call. A single rank never calls it, and has neither mirrors nor their streams."""
         if self.made_mirrors is None:
             self.made_mirrors = CudaMirrors(self._runtime)
         return self.made_mirrors
@@ -524,7 +528,7 @@ def _launch_pixels(
 
 
 def _corner(array: DeviceArray, box: Box) -> tuple[DeviceArray, tuple[int, ...]]:
-    """Return the array from the box's first element on, flat, and the strides of the three outer dims in elements."""
+    """Return the flat array from the box's first element on, and the strides of the three outer dims in elements."""
     assert all(start >= 0 and stop <= size for (start, stop), size in zip(box, array.shape, strict=True)), (
         f"{box} leaves {array!r}"
     )

@@ -1,6 +1,7 @@
 """Batch normalisation (Ioffe and Szegedy, ICML 2015) on the device, with an optional addition and ReLU after it.
 
-`CudaSynchronisedBatchNorm` merges the statistics of several ranks, which needs a round trip to the host in each direction.
+`CudaSynchronisedBatchNorm` merges the statistics of several ranks, which needs a round trip to the host in forward and in
+backward.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ class ChannelBlocks:
 class CudaBatchNorm(InPlace, CudaOperator):
     """Batch norm: y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the sum and the ReLU of a fused spec.
 
-    Statistics and coefficients have the dtype of parameters, and are computed in float64 from sums over parts of the rows.
-    Backward reads only x and dy. It recomputes from x where the ReLU was inactive; after a sum with a second input, forward saves
-    this as one bit per element. `backward_parameters` computes coefficients that `backward_input` reads, so it comes first.
+    Statistics and coefficients have the dtype of parameters, and are computed in float64 from sums over parts of the rows. Of the
+    activations, backward reads only x and dy. It recomputes from x where a fused ReLU was inactive. If a second input was added,
+    forward saves the mask of the ReLU instead, one byte per pack of elements. `backward_parameters` computes coefficients that
+    `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool, runtime: CudaRuntime) -> None:
@@ -179,7 +181,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
         return self.buffers.inputs[0], self.output_grad, self._mask, self._coefficients
 
     def _launch_packs(self, name: str, grid: Extent, *arguments: Argument) -> None:
-        """Enqueue a kernel over packs of channels and rows; do nothing without rows."""
+        """Enqueue a kernel over packs of channels and rows, unless there are no rows."""
         blocks = self._blocks
         kernel = f"{name}_{self.tag}_w{blocks.width}"
         self.runtime.launch("batch_norm", kernel, grid, blocks.block, *arguments, *self._channels)
@@ -200,7 +202,7 @@ def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) 
 
 
 class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):
-    """`CudaBatchNorm` with moments and sums that the host merges over ranks. On a single rank both are the same.
+    """`CudaBatchNorm` with moments and sums that the host merges over ranks. On a single rank, the results are the same.
 
     Collective over the merger's ranks: every rank calls `forward` and `backward_input`, which call the merger once each and wait
     for it. Each call copies (2, channels) in float64 to the host and back.

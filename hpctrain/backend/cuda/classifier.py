@@ -1,6 +1,6 @@
 """The last layers of a classifier on a device: the fully connected layer, and softmax cross entropy.
 
-The loss has label smoothing (Szegedy et al., CVPR 2016) and counts the two accuracies.
+The loss has label smoothing (Szegedy et al., CVPR 2016) and counts top-1 and top-5 hits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hpctrain.backend.specs import LinearSpec, SoftmaxCrossEntropySpec, TensorSp
 class CudaLinear(SufficientFactors, CudaOperator):
     """Linear layer: y (N, out) = x (N, in) @ weight (in, out) + bias (out), with the weight in the dtype of activations.
 
-    The bias has the dtype of parameters. All products sum in the dtype of parameters, and the gradients of weight and bias have
-    it. With bfloat16, the product is written to float32 scratch, so that it is rounded only once, after the bias is added.
+    The bias and both parameter gradients have the dtype of parameters, in which all products are summed. With bfloat16 and a
+    bias, the product is written to float32 scratch, so that it is rounded only once, after the bias is added.
     """
 
     def __init__(self, spec: LinearSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:
@@ -100,7 +100,7 @@ class CudaLossHandle:
         self._sums, self._count = sums, count
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them. Call it before the loss operator's second next `run`."""
+        """Wait for the sums and return them. Must be called before the second subsequent `run` of the loss operator."""
         if self._sums is None:
             return LossSums(0.0, 0, 0, 0)
         loss, top1, top5 = self._sums.result().tolist()
@@ -121,7 +121,8 @@ class _Rows:
 class CudaSoftmaxCrossEntropy(LossOperator):
     """Loss over logits (N, classes) on the device and integer labels (N,) on the host.
 
-    Losses are summed in float64 for every dtype of logits. The memory for rows grows with the largest batch, and is kept.
+    Losses are summed in float64 for every dtype of logits. Memory for rows is allocated once for each batch size, rounded up to a
+    power of two.
     """
 
     def __init__(self, spec: SoftmaxCrossEntropySpec, runtime: CudaRuntime) -> None:

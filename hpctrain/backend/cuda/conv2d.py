@@ -24,12 +24,14 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
     The plan that adds the bias also computes a ReLU after it. Backward then reads the output. In one pass it replaces the
     output's gradient by the gradient before the ReLU, and sums it for the bias.
 
-    Plans overwrite their results, so the operator is not `Accumulating`. Scratch to add the input's gradient would be as large as
-    x in every convolution, whereas the plan of a network has partial gradients only where several gradients meet, with the same
-    memory traffic. For bfloat16 activations the weight's gradient is written in bfloat16 and then cast: cuDNN 9.19 has no plan
-    from bfloat16 to float32. Parameters have no gaps between them in their group, but plans read and write at multiples of 16
-    bytes: other parameters are copied to or from scratch. Without pixels there is no plan: the output is empty, and gradients of
-    parameters are zero.
+    Plans overwrite their results, so the operator is not `Accumulating`. Adding to the input's gradient would need scratch as
+    large as x in every convolution. A program instead has partial gradients only for tensors with several readers, with the same
+    memory traffic.
+
+    For bfloat16 activations, the weight's gradient is written in bfloat16 and then cast, because cuDNN 9.19 has no plan from
+    bfloat16 to float32. Plans require arrays aligned to 16 bytes, but parameters are packed without gaps. Parameters that are not
+    aligned are copied to or from scratch. If the output has no elements, there is no plan, and the gradients of parameters are
+    zero.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
             self._input.run(self.runtime.stream, self.output_grad, self._aligned("weight", weight), grad, workspace)
 
     def _finish_output_grad(self) -> None:
-        """Compute the gradient before the ReLU and its sum, the gradient of the bias, once, in the first half of backward."""
+        """Compute the gradient before the ReLU, and its sum (the bias's gradient), unless this backward has already done so."""
         if self._sums is not None and not self._finished:
             sums, partial = self._arrays["sums"]
             if self.conv.bias:
@@ -143,7 +145,7 @@ class CudaConv2d(OutputReadOnce, CudaOperatorBase):
         self._finished = True
 
     def _aligned(self, role: str, copy: DeviceArray) -> DeviceArray:
-        """Return a parameter's values where plans can read them: the parameter itself, or `copy`."""
+        """Return an aligned array with a parameter's values: the parameter itself, or `copy`."""
         value = self._values[role]
         if _is_aligned(value):
             return value
@@ -160,14 +162,14 @@ def _workspace(plan: DeviceConvolution | None) -> Request:
 
 
 _PACK_BYTES = 16
-_BLOCKS = 32  # per multiprocessor
+_BLOCKS = 32  # blocks per multiprocessor
 _MOST_ELEMENTS = 2**31 - 1  # limit of the 32-bit counts of patches.cu
 
 
 class _Products(CudaOperator):
     """A convolution without bias as y (rows, K) = a (rows, width) @ weight (K, width)^T, with one row per output pixel.
 
-    Products sum in the dtype of parameters, which the weight's gradient also has.
+    Products are summed in the dtype of parameters, which is also the dtype of the weight's gradient.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:
@@ -188,9 +190,9 @@ class _Products(CudaOperator):
 
 
 class CudaPointwiseConv2d(_Products):
-    """A convolution of single pixels: stride 1, no padding, one group.
+    """1x1 convolution without bias, with stride 1, no padding and one group.
 
-    cuBLAS adds the input's gradient to the gradients of other readers of the input.
+    cuBLAS can add the input's gradient to the gradients of other readers of the input.
     """
 
     @staticmethod
@@ -222,9 +224,9 @@ class CudaPointwiseConv2d(_Products):
 class CudaPatchConv2d(_Products):
     """A convolution of pixels with so few channels that tensor cores would mostly multiply zeros: a network's first convolution.
 
-    A kernel copies the patch of x under each window to a row of `patches`, whose width is a multiple of a pack. Forward keeps the
-    patches for the weight's gradient. They take as many bytes as x times the ratio of the window's area to the stride's area: 3.8
-    MB for an image of 224 x 224 in bfloat16, with 7 x 7 windows and stride 2. The input gets no gradient.
+    A kernel copies the patch of x under each window to a row of `patches`, whose width is a multiple of a pack. Forward saves the
+    patches for the weight's gradient. Their size is about that of x times the ratio of the window's area to the stride's area:
+    3.8 MB for an image of 224 x 224 in bfloat16, with 7 x 7 windows and stride 2. The input gets no gradient.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:

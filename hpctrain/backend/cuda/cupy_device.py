@@ -146,7 +146,7 @@ def _load_wheel() -> None:
 _runtime = cupy.cuda.runtime
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
 _TIMED_ROUNDS = 9
-_BUSY_BYTES = 1 << 29  # a memset of them takes 0.2 ms on an H100, longer than the host needs to enqueue a plan
+_BUSY_BYTES = 1 << 29  # a memset of this size takes 0.2 ms on an H100, longer than the host needs to enqueue a plan
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -173,7 +173,7 @@ class CupyEvent:
 
 
 class CupyStream:
-    """Implements `DeviceStream`. Its work waits for no other stream, not even CUDA's default stream.
+    """Implements `DeviceStream`. Its work does not wait implicitly for other streams, not even for CUDA's default stream.
 
     Attributes:
         raw: CuPy's stream.
@@ -260,7 +260,7 @@ class CupyDevice:
             # Slices of a GPU (MIG) share its bus ID, but each has its own UUID.
             self.identity = f"{platform.node()} {_runtime.deviceGetPCIBusId(index)} {bytes(properties['uuid']).hex()}"
         except _runtime.CUDARuntimeError as error:
-            raise BackendError(f"GPU {index} cannot be used ({error}); select another one by CUDA_VISIBLE_DEVICES.") from error
+            raise BackendError(f"GPU {index} cannot be used ({error}); set CUDA_VISIBLE_DEVICES to another one.") from error
         self.name = properties["name"].decode()
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.multiprocessors = int(properties["multiProcessorCount"])
@@ -292,7 +292,7 @@ class CupyDevice:
                 "are needed; reduce batch, or increase micro_batches."
             ) from error
         _runtime.memset(memory.ptr, 0, size_bytes)
-        # The memset must end before other streams use the memory. Do not wait for these: NCCL's may depend on this process.
+        # The memset must end before other streams use the memory. Do not wait for those: NCCL's may depend on this process.
         _runtime.streamSynchronize(0)
         return DeviceArray(memory.ptr, (size_bytes,), "uint8", memory)
 
@@ -352,7 +352,7 @@ class CupyDevice:
         return self._convolutions[key]
 
     def median_seconds(self, stream: CupyStream, work: Callable[[], None]) -> float:
-        """Return the median seconds that the GPU takes for the work that `work` enqueues, over 9 repetitions after a warm-up.
+        """Return the median GPU time, in seconds, of the work that `work` enqueues, over 9 repetitions after a warm-up.
 
         A memset keeps the stream busy until `work` is enqueued, so that the host's time is not counted. Waits for the GPU.
         """

@@ -1,8 +1,8 @@
 """The interface between kernels and a GPU: one narrow protocol of a device, and arrays in its memory.
 
-Implementations are `CupyDevice`, a GPU, and the emulated device of the tests, which runs the same CUDA sources on this CPU. Work
-is enqueued on a stream and executed in its order; only `synchronize` of streams and events, and allocation, wait. All code above
-this interface is the same for both.
+Implementations are `CupyDevice`, a GPU, and the emulated device of the tests, which runs the same CUDA sources on the CPU. Work
+is enqueued on streams, each of which executes its work in order. Only `synchronize` of streams and events, and allocation, wait.
+All code above this interface is the same for both implementations.
 
 A `DeviceArray` consists of an address, a shape and a dtype. It is not an ndarray, so that no host code computes with it. On the
 host, bfloat16 is represented by uint16, the upper half of a float32.
@@ -87,7 +87,7 @@ class DeviceArray:
         return DeviceArray(self.pointer, wanted, self.dtype, self.owner)
 
     def view(self, dtype: str) -> DeviceArray:
-        """Return the same bytes as a flat array of another dtype, whose item size must divide their number."""
+        """Return the same bytes as a flat array of another dtype, whose item size must divide the number of bytes."""
         count, rest = divmod(self.nbytes, item_bytes(dtype))
         if rest:
             raise ValueError(f"Cannot view {self.nbytes} bytes as {dtype}; they must be a multiple of {item_bytes(dtype)} bytes.")
@@ -134,11 +134,11 @@ class DeviceStream(Protocol):
     name: str
 
     def record(self, event: DeviceEvent) -> None:
-        """Mark all work so far by `event`."""
+        """Record `event` after all work enqueued so far."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """Make later work wait for the work that `event` now marks; the host does not wait."""
+        """Make later work wait for the work before the latest record of `event`. The host does not wait."""
         ...
 
     def synchronize(self) -> None:
@@ -150,7 +150,7 @@ class DeviceKernel(Protocol):
     """A compiled kernel."""
 
     def __call__(self, stream: DeviceStream, grid: Extent, block: Extent, *arguments: Argument) -> None:
-        """Enqueue the kernel. Every argument has the size of the kernel's parameter."""
+        """Enqueue the kernel. Every argument must have the size of the kernel's parameter."""
         ...
 
 
@@ -209,7 +209,7 @@ class DeviceConvolution(Protocol):
     ) -> None:
         """Enqueue (x, w) -> y, (dy, w) -> dx or (x, dy) -> dw, by the key's kind. `out` is overwritten.
 
-        All arrays, also the bias, have the key's dtype and begin at multiples of PLAN_ALIGNMENT_BYTES.
+        All arrays, including the bias, have the key's dtype and begin at multiples of PLAN_ALIGNMENT_BYTES.
         """
         ...
 
@@ -219,12 +219,12 @@ class Device(Protocol):
 
     Attributes:
         name: the vendor's name of the device.
-        identity: name that no other device has, on any node.
+        identity: name of the device, unique over all nodes.
         capability: compute capability (major, minor).
         multiprocessors: number of multiprocessors.
         dtypes: dtypes that kernels compute in.
         memory_bytes: size of the whole memory.
-        versions: versions of its libraries, and its name as "device", for a run's records.
+        versions: versions of the device's libraries, and the device's name as "device", for a run's records.
     """
 
     name: str
@@ -289,7 +289,7 @@ class Device(Protocol):
     def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
         """Record the work that is enqueued on `stream` inside this context, instead of executing it.
 
-        Allocating and waiting are refused inside the context.
+        Allocation and waits are not allowed inside the context.
         """
         ...
 

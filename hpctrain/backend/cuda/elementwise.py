@@ -1,6 +1,6 @@
 """Rectified linear units, residual sums, and dropout.
 
-A mask of dropout (Srivastava et al., JMLR 2014) does not depend on how the activation is split.
+The mask of dropout (Srivastava et al., JMLR 2014) does not depend on how the activation is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.core.errors import BackendError
 
 
 class _Elementwise(InPlace, CudaOperator):
-    """Base of ReLU and sums: their launches."""
+    """Base of ReLU and residual sums, with their kernel launches."""
 
     def _launch(self, kernel: str, *arrays: DeviceArray | None, adds: int | None = None) -> None:
         """Enqueue a kernel over all elements of these arrays. None replaces a gradient that is not wanted."""
@@ -93,7 +93,7 @@ class SamplePlace:
 
     @classmethod
     def of(cls, spec: DropoutSpec, x: TensorSpec) -> SamplePlace:
-        """Return the place of an activation `x` (N, ...).
+        """Return the position of each sample's part of `x` (N, ...) in the unsplit activation.
 
         Raises:
             BackendError: the activation is split and has more than three dims in addition to N.
@@ -114,7 +114,7 @@ class SamplePlace:
 
     @property
     def run(self) -> int:
-        """Largest length such that all aligned runs of this length are contiguous and aligned in the unsplit activation."""
+        """Greatest common divisor of the length of the block's rows and of their positions in the unsplit activation."""
         return math.gcd(self.shape[2], self.first, self.step0, self.step1)
 
 

@@ -54,7 +54,7 @@ def library() -> Library:
 
 
 def data_type(cudnn: Library, dtype: str) -> Any:
-    """Return cuDNN's name of a dtype.
+    """Return cuDNN's constant for a dtype.
 
     Raises:
         BackendError: cuDNN has no convolutions in the dtype.
@@ -66,10 +66,10 @@ def data_type(cudnn: Library, dtype: str) -> Any:
 
 
 def build(cudnn: Library, key: ConvolutionKey, **place: Any) -> Graph:
-    """Return the graph of a key, with its operation graph built, ready for plans.
+    """Return the cuDNN graph of a key, validated and ready for plans.
 
     Args:
-        place: arguments of `cudnn.pygraph` that identify a device: its handle, or the properties of one that need not be present.
+        place: arguments of `cudnn.pygraph` that identify a device: its handle, or the properties of a device that may be absent.
 
     Raises:
         BackendError: cuDNN has no convolutions in the key's dtype.
@@ -117,7 +117,7 @@ def _fused(graph: Graph, key: ConvolutionKey, out: Any, dtype: Any) -> Any:
 
 
 def _dims(shape: Extent) -> dict[str, list[int]]:
-    """Return the dims and strides of NHWC memory: (N, H, W, C), or (K, R, S, C)."""
+    """Return cuDNN's dims and strides for memory of shape (N, H, W, C) or (K, R, S, C)."""
     n, h, w, c = shape
     return {"dim": [n, c, h, w], "stride": [h * w * c, 1, w * c, c]}
 
@@ -131,7 +131,7 @@ def describe(key: ConvolutionKey) -> str:
     return f"{kind} {shapes} {window} {key.dtype} {key.precision}"
 
 
-#: maximum workspace of a plan. Without it some take gigabytes, such as 6 GB for float32 and 256 images of 224 x 224 x 64.
+#: maximum workspace of a plan. Without a limit, some plans use gigabytes: 6 GB for float32 and 256 images of 224 x 224 x 64.
 WORKSPACE_LIMIT_BYTES = 512 << 20
 
 
@@ -139,7 +139,7 @@ class CudnnQueue:
     """A handle of cuDNN and its current stream.
 
     Args:
-        handle: handle of cuDNN; None without a device, so that nothing can be run.
+        handle: handle of cuDNN; None if there is no device, in which case plans cannot be run.
     """
 
     def __init__(self, cudnn: Library, handle: int | None) -> None:
@@ -184,8 +184,8 @@ class CudnnPlans:
 
     Args:
         handle: handle of cuDNN, from `new_handle`.
-        properties: properties of a device: the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Its
-            plans cannot be run.
+        properties: properties of a device: the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Plans
+            made from properties cannot be run.
         capability: (major, minor) compute capability of the handle's device.
         workspace_limit_bytes: maximum workspace of a plan.
     """
@@ -231,7 +231,7 @@ class CudnnPlans:
         raise self._no_plan(key, "every plan in its list is excluded or unsupported")
 
     def _list_plans(self, graph: Graph, key: ConvolutionKey) -> None:
-        """List the heuristic's plans, without plans that are not deterministic, less precise than the key, or too large."""
+        """List the heuristic's plans, except those that are nondeterministic, less precise than the key, or too large."""
         cudnn, note = self._cudnn, self._cudnn.numerical_note
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         left_out = [note.NONDETERMINISTIC, note.WINOGRAD_TILE_4x4, note.WINOGRAD_TILE_6x6, note.WINOGRAD_TILE_13x13]
@@ -289,7 +289,7 @@ class MatrixProducts:
     """Matrix products that are enqueued on one stream.
 
     Args:
-        library: library libcublas.
+        library: cuBLAS, loaded by ctypes.
         stream: address of the stream.
         workspace: memory of the device, kept alive by this object.
 

@@ -1,4 +1,4 @@
-"""The base of the cuda set's operators, and launches that several operators share.
+"""Base classes of the cuda set's operators, and launches that several operators share.
 
 `row_launch` serves kernels that process images row by row (images.cuh). `ColumnSums` sums the rows of a matrix, for gradients of
 biases.
@@ -34,8 +34,8 @@ def carve(buffer: DeviceArray | None, requests: Iterable[Request]) -> list[Devic
 class CudaOperatorBase(PlainOperator):
     """Base of operators on plain NHWC memory of a device.
 
-    Calls enqueue work on the runtime's stream and never wait, so that a program can be captured. Values that change from step to
-    step are read from the device's memory, and no argument depends on the context.
+    Calls enqueue work on the runtime's stream and never wait (except in `CallsHost` operators), so that a program can be
+    captured. Values that change from step to step are read from the device's memory, and no argument depends on the context.
 
     Attributes:
         tag: tag of the activations' dtype in kernel names.
@@ -65,8 +65,8 @@ _LIMIT = 1 << 30  # so that a count plus one step still fits 32 bits
 def row_launch(rows: int, packs: int, multiprocessors: int) -> tuple[Extent, Extent]:
     """Return grid and block for `rows` rows of `packs` packs each.
 
-    A block is as wide as a row, between 32 and 256 threads, and processes as many rows at a time as then fit. The grid is empty
-    if there are no packs.
+    A block has 256 threads. Its width is that of a row, rounded up to a power of two between 32 and 256; its remaining threads
+    process further rows. The grid is empty if there are no packs.
     """
     width = min(_THREADS, max(_WARP, 1 << (packs - 1).bit_length())) if packs else _WARP
     height = _THREADS // width
@@ -94,7 +94,7 @@ _COLUMN_WAVES = 8
 
 
 class ColumnSums:
-    """Plans the column sums of matrices (rows, columns) of `dtype`, in the dtype of parameters and in a fixed order.
+    """Column sums of matrices (rows, columns) of `dtype`, computed in the dtype of parameters and in a fixed order.
 
     Attributes:
         scratch: array that `run` needs.
@@ -114,8 +114,7 @@ class ColumnSums:
 
         Args:
             partial: array of the shape and dtype of `scratch`.
-            relu: output of a ReLU, of the shape of x. x is the gradient of this output, and is first replaced by the gradient
-                before the ReLU.
+            relu: output of a ReLU whose gradient is x, of the shape of x. x is first replaced by the gradient before the ReLU.
         """
         arrays = (x,) if relu is None else (x, relu)
         if self._blocks == 1:

@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # alignment of the parts of a batch, in bytes
 class CudaPixelInput:
     """Computes inputs from batches of pixels, one batch after another.
 
-    The memory of a batch, on the device and pinned, is allocated for the first batch, and again for a larger one.
+    Pinned memory and device memory are allocated for the first batch, and again if a batch is larger than all previous ones.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -34,11 +34,14 @@ class CudaPixelInput:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned memory of all batches."""
+        """Size in bytes of the pinned memory of all batches."""
         return sum(slot.pinned.nbytes for slot in self._ring)
 
     def make(self, target: DeviceArray, images: PixelBatch) -> None:
-        """Enqueue target := images, of one shape. Waits only for the upload of the batch before the previous one.
+        """Enqueue target := images, which have the same shape.
+
+        Waits for the upload of the batch before the previous one, whose memory is reused. If the memory must grow, waits for all
+        work of the stream instead.
 
         Raises:
             BackendError: the images are too large for the kernel.
@@ -135,7 +138,7 @@ def _places(sizes_bytes: Sequence[int]) -> list[int]:
 
 
 def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
-    """Return the pinned bytes of all batches of at most `samples` images stored as (h, w, C), for an input in `dtype`."""
+    """Return the size in bytes of the pinned memory for batches of at most `samples` images (h, w, C) and an input in `dtype`."""
     by_channel = stored[2] * np.dtype(dtype).itemsize
     boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
     sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)

@@ -87,7 +87,7 @@ class CudaMaxPool(_Pool):
 
 
 class CudaAveragePool(_Pool):
-    """Average pooling. The divisor is the number of the window's elements inside the image, or inside the padded image."""
+    """Average pooling. The divisor is the number of window elements inside the image, padding included if `count_include_pad`."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:
         super().__init__(spec, x, training=training, runtime=runtime)
@@ -106,7 +106,7 @@ class CudaAveragePool(_Pool):
 
 
 _LIMIT = 1 << 31
-# Number of pixels from which on the threads of a block share a window.
+# Minimum number of input pixels per output pixel for which several threads share a window.
 _SHARED_PIXELS = 16
 _MOST_BLOCKS = 1 << 15  # maximum in the second dim of a grid
 
@@ -114,7 +114,8 @@ _MOST_BLOCKS = 1 << 15  # maximum in the second dim of a grid
 class CudaAdaptiveAveragePool(CudaOperator):
     """Adaptive average pooling: y (N, Ho, Wo, C) are means of x (N, H, W, C). An image without pixels averages to 0.
 
-    The order of a sum does not depend on the launch: one thread sums its window, or every eighth pixel of a large window.
+    The order of summation does not depend on the launch: one thread sums a window, or eight threads sum every eighth pixel of a
+    large window each.
     """
 
     def __init__(self, spec: AdaptiveAveragePoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:

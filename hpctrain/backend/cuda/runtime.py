@@ -68,7 +68,7 @@ class CudaRuntime:
             self.device.kernel(source, kernel)(self.stream, grid, block, *arguments)
 
     def launch_items(self, source: str, kernel: str, items: int, *arguments: Argument) -> None:
-        """Enqueue a kernel that strides over `items`, its last argument (int64)."""
+        """Enqueue a kernel that strides over a number of items. The number (int64) is the kernel's last argument."""
         grid = grid_for(items, self.threads, self.device.multiprocessors)
         self.launch(source, kernel, grid, (self.threads,), *arguments, np.int64(items))
 
@@ -129,7 +129,7 @@ class Staging:
 
     Args:
         size_bytes: size of a buffer, at least one element.
-        count: number of buffers, which is the number of pending copies for which the host does not wait.
+        count: number of buffers. The host waits only if more copies are pending.
         most: maximum number of buffers after `reserve`; default: `count`.
     """
 
@@ -184,7 +184,7 @@ class CudaFetch:
 
     Args:
         buffer: buffer to which the elements of `source` are copied.
-        reading: function that is applied to the elements.
+        reading: function that computes the result from the elements.
         keep_alive: arrays that the work before the copy reads by address. The fetch keeps their memory alive.
     """
 
@@ -203,7 +203,7 @@ class CudaFetch:
 
 
 class FetchBuffers:
-    """Two pinned buffers, used in turn for fetches of one array. A fetch is valid until the second next one begins."""
+    """Two pinned buffers, used in turn for fetches of one array. A result is valid until the second subsequent fetch begins."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int) -> None:
         self._first, self._second = (PinnedBuffer(runtime, size_bytes) for _ in range(2))
@@ -227,7 +227,7 @@ class StepPlaces:
     """Addresses of the numbers that one operator reads in each step, fixed for the life of the kernel set.
 
     Attributes:
-        training: int64 (1,), not 0 in training.
+        training: int64 (1,), nonzero in training.
         key: two 32-bit words in an int64 (1,).
         ids: int64, sample ids of the step.
     """
@@ -238,7 +238,7 @@ class StepPlaces:
 
 
 class _Area:
-    """Memory for `KEYS` keys and for ids, of fixed address and size."""
+    """Memory for `KEYS` keys and a number of sample ids, with a fixed address and size."""
 
     def __init__(self, runtime: CudaRuntime, ids: int) -> None:
         words = _HEADER + KEYS + ids
@@ -277,7 +277,7 @@ class StepBlock:
         self._areas: list[_Area] = []
 
     def register(self, seed: int, layer: str, ids: int) -> StepPlaces:
-        """Return places for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
+        """Return the addresses for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
         stream = seed, layer
         for area in self._areas:
             if area.has_room(stream, ids):

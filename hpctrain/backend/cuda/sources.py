@@ -76,8 +76,8 @@ def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], en
         environ: environment, which determines the cache directory.
 
     Raises:
-        BackendError: NVRTC supports no architecture that the GPU runs, or refuses the source. The message has the first lines of
-            NVRTC's log.
+        BackendError: NVRTC supports no architecture that the GPU runs, or cannot compile the source. In the latter case, the
+            message has the first lines of NVRTC's log.
     """
     wanted = 10 * capability[0] + capability[1]
     known = [int(number) for number in nvrtc.getSupportedArchs()]
@@ -110,7 +110,7 @@ def _compile(nvrtc: Library, name: str, text: str, options: tuple[str, ...], kin
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             lines = [line for line in nvrtc.getProgramLog(program).splitlines() if line.strip()]
-            raise BackendError(f"NVRTC refuses the source {name}.cu ({error}): {'; '.join(lines[:_LOG_LINES])}") from error
+            raise BackendError(f"NVRTC cannot compile the source {name}.cu ({error}): {'; '.join(lines[:_LOG_LINES])}") from error
         return bytes(nvrtc.getCUBIN(program) if kind == "sm" else nvrtc.getPTX(program))
     finally:
         nvrtc.destroyProgram(program)

@@ -22,7 +22,7 @@ from hpctrain.backend.cuda.runtime import CudaRuntime, host_dtype
 class EventPool:
     """Events that the host reuses.
 
-    `DeviceStream.wait` refers to the work that the event marks at the call, so the event may then be recorded again.
+    `DeviceStream.wait` refers to the work that the event marks at the time of the call, so the event may then be recorded again.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -43,7 +43,7 @@ class CudaTransit:
     """Implements `Transit`.
 
     Attributes:
-        begun: event after the work of kernels that precedes the operation.
+        begun: event after all kernels enqueued before the operation.
         copied: event after the operation's copies to the host; None if there are none.
     """
 
@@ -153,7 +153,7 @@ class CudaMirrors:
 
 
 class CudaMark:
-    """Implements `WorkMark` by an event, which returns to the pool when it is found done."""
+    """Implements `WorkMark` by an event, which is returned to the pool once `done` has found its work complete."""
 
     __slots__ = ("_event", "_pool")
 

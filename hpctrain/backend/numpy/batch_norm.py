@@ -62,8 +62,9 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
     def _measure(self) -> None:
         """Compute mean, 1 / standard deviation and the batch statistics.
 
-        Deviations are taken from the mean of the first block. With b blocks it is within sqrt(b) standard deviations of the true
-        mean, so the correction for it loses no significant digits. Blocks are summed in float64.
+        Deviations are computed relative to the mean of the first block, which lies within sqrt(b) standard deviations of the true
+        mean if there are b blocks. Correcting for the difference therefore loses no significant digits. Blocks are summed in
+        float64.
         """
         count, merged = self.blocks.rows, self.blocks.rows
         mean, m2 = np.zeros((2, self.norm.channels), np.float64)
@@ -93,7 +94,7 @@ class NumpyBatchNorm(InPlace, NumpyOperator):
         return self.blocks.fold(total), self.blocks.fold(squares)
 
     def _add_columns(self, block: np.ndarray, sums: np.ndarray) -> None:
-        """Add the column sums of a block to the float64 `sums`; within the block they are sums in its dtype."""
+        """Add the column sums of a block, computed in its dtype, to the float64 `sums`."""
         part = sums[: block.shape[1]]
         np.add(part, self._column_sums(block), out=part)
 

@@ -1,6 +1,6 @@
 """The last layers of a classifier: the fully connected layer, as three matrix products, and softmax cross entropy.
 
-The loss has label smoothing (Szegedy et al., CVPR 2016) and counts the two accuracies.
+The loss has label smoothing (Szegedy et al., CVPR 2016) and counts top-1 and top-5 hits.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.n
 
 
 def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the number of logits that rank before the label's: greater, or equal with a smaller index.
+    """Return, for each sample, the number of logits that rank before the label's: greater, or equal with a smaller index.
 
-    For rows with NaN it is at least `classes`, so that they count as wrong.
+    A row with NaN has a rank of at least `classes` and `top`, so that it counts as wrong.
     """
     classes = logits.shape[1]
     of_label = logits[np.arange(labels.size), labels][:, None]

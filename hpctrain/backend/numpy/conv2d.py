@@ -16,7 +16,7 @@ from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 #: function that writes the product of its first two arrays, (groups, m, k) and (groups, k, n), to the third, (groups, m, n)
 Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray], object]
 
-#: Number of weights from which on they leave the near caches between two uses. Reading them then costs more than a product
+#: Minimum number of weights that do not stay in the near caches between two uses. Reading them then costs more than a product
 #: with few pixels.
 MANY_WEIGHTS = 1 << 18
 

@@ -1,7 +1,7 @@
 """ReLU, the residual sum, dropout and stochastic depth.
 
-A mask of dropout (Srivastava et al., JMLR 2014) does not depend on how the activation is split. Stochastic depth (Huang et al.,
-ECCV 2016) keeps or drops whole samples, independently of splits too.
+The masks of dropout (Srivastava et al., JMLR 2014) and of stochastic depth (Huang et al., ECCV 2016), which keeps or drops whole
+samples, do not depend on how the activation is split.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ class Add(InPlace, NumpyOperator):
 
 
 def zero_row(views: list[np.ndarray], dtype: str) -> np.ndarray:
-    """Return zeros as wide as the widest block: np.maximum of two arrays is three times as fast as of an array and a number."""
+    """Return a row of zeros as wide as the widest block.
+
+    np.maximum of two arrays is three times as fast as of an array and a number.
+    """
     return np.zeros(max((view.shape[1] for view in views), default=0), dtype)
 
 
@@ -112,7 +115,7 @@ def _stream(spec: DropoutSpec, context: StepContext, samples: int) -> tuple[Key,
     return key("dropout", spec.seed, context.step, spec.layer), ids
 
 
-_BLOCK_ELEMENTS = 1 << 16  # of a gradient that is added; they fit a near cache
+_BLOCK_ELEMENTS = 1 << 16  # elements of a gradient that are added at a time; they fit a near cache
 
 
 class NumpyStochasticDepth(InPlace, NumpyOperator):

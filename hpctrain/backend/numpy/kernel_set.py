@@ -1,4 +1,4 @@
-"""The NumPy kernel set: the reference for tests of the others, and the fallback if no faster set runs."""
+"""The NumPy kernel set: the reference for tests of the other sets, and the fallback if no faster set can be used."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from hpctrain.core.errors import BackendError
 class NumpyKernelSet(KernelSet):
     """float32 and float64 on plain NHWC memory; matrix products by the BLAS that NumPy was built with.
 
-    It fuses nothing: its blocks stay in the cache, so batch norm with ReLU in one operator gains little forward, and loses more
-    backward, where the mask is computed twice. Fused specs are still supported.
+    The set fuses no operations. Its blocks stay in the cache, so fusing batch norm and ReLU would gain little in forward and lose
+    more in backward, which would compute the mask twice. Fused specs are still supported.
     """
 
     name: ClassVar[str] = "numpy"

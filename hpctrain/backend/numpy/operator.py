@@ -1,8 +1,8 @@
-"""The base of the operators of the NumPy set: their memory, and blocks of rows that fit a cache.
+"""Base class of the NumPy operators, memory allocation, and division of tensors into blocks of rows that fit a cache.
 
-A block of a tensor with channels last is a few rows of a matrix whose width is a multiple of C. Inner loops are then thousands of
-elements long, even with few channels, and element-wise NumPy runs at the speed of the cache. Per-channel vectors are tiled to
-that width. Sums over the rows of tall matrices are float32 within a block, and float64 over blocks.
+A block of a channels-last tensor is a few rows of a matrix whose width is a multiple of C. Inner loops are then thousands of
+elements long, even with few channels, and element-wise NumPy runs at the speed of the cache. Per-channel vectors are repeated to
+the width of the matrix. Sums over the rows of tall matrices use the tensor's dtype within a block, and float64 over blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RowBlocks:
         return min(self.height * self.width, self.rows * self.channels)
 
     def views(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the blocks of `array` as 2-D views, in order. If the width does not divide M, the last view is a shorter row."""
+        """Return the blocks of `array` as 2-D views, in order. An incomplete last matrix row is a separate, shorter view."""
         flat = array.reshape(-1)
         whole = flat.size - flat.size % self.width if self.width else 0
         step = self.height * self.width
@@ -72,7 +72,7 @@ class RowBlocks:
         return np.tile(vector.astype(dtype), self.repeat)
 
     def sums(self) -> np.ndarray:
-        """Return zeros, float64 and as wide as a block, to which the column sums of blocks are added."""
+        """Return a float64 accumulator of zeros, as wide as a block, for the column sums of blocks."""
         return np.zeros(self.width, np.float64)
 
     def fold(self, sums: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ class _Pool(NumpyOperator):
 class NumpyMaxPool(_Pool):
     """Max pooling. The first maximum of a window in row-major order receives the gradient (as in torch).
 
-    Saved: for each output the winning tap, counted down from R * S. NaN in a window makes the output NaN.
+    Saved: the code R * S - t of the winning tap t of each output. NaN in a window makes the output NaN.
     """
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
@@ -113,7 +113,7 @@ class NumpyMaxPool(_Pool):
 
 
 class NumpyAveragePool(_Pool):
-    """Average pooling. The divisor is the number of the window's elements inside the image, or inside the padded image."""
+    """Average pooling. The divisor is the number of window elements inside the image, padding included if `count_include_pad`."""
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, x, training=training)

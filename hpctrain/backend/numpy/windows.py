@@ -1,7 +1,7 @@
 """Index arithmetic of windows, and layouts of images in which windows read long contiguous runs.
 
-Taps: the outputs that a tap of the kernel contributes to, and the positions of their inputs. `OutputBlock`s divide the output, so
-that the data in use fits a cache.
+A `Tap` has the range of outputs to which one kernel element contributes, and the positions of the inputs that they read.
+`OutputBlock`s divide the output, so that the data in use fits a cache.
 
 im2col (`Columns`): windows are the rows of a matrix, for a chunk of output pixels at a time. A chunk's matrix is a few MB, so
 that the product reads it from a near cache. This is several times faster than one matrix of the whole batch, and needs little
@@ -30,7 +30,8 @@ from hpctrain.backend.specs import Pair, Shape, Window
 class TapRange:
     """The outputs [first, stop) of one dim that read inside the image through one tap, and the inputs that they read, as a slice.
 
-    The converse of `hpctrain.parallel.layout`, which returns the inputs of some outputs through all taps.
+    It is the converse of a receptive field (`hpctrain.parallel.layout`), which is the range of inputs that some outputs read
+    through all taps.
     """
 
     first: int

@@ -1,9 +1,9 @@
 """A thin binding of oneDNN's C interface: the library, descriptors, primitives, and prepared calls.
 
-The library is searched at the path in the environment, next to this Python, and by the dynamic loader; `available` reports
-whether this machine can use it. Every status is checked. Functions keep their C names; a handle is freed with the Python object
-that holds it. A `Call` is one `dnnl_primitive_execute` with its arguments prepared. ctypes releases the interpreter lock while it
-runs.
+The library's path is taken from the environment. If it is not set there, the library is searched in this Python's prefixes and by
+the dynamic loader. `available` reports whether this machine can use it. Every status is checked. Functions keep their C names; a
+handle is freed with the Python object that holds it. A `Call` is one `dnnl_primitive_execute` with its arguments prepared. ctypes
+releases the interpreter lock while it runs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Version(ctypes.Structure):
 
 
 def candidates() -> list[str]:
-    """Return the possible paths of the library, in order: the environment's, this Python's prefixes, and a bare name.
+    """Return the paths to try, in order: the environment's alone if it is set, otherwise this Python's prefixes and a bare name.
 
-    The dynamic loader looks up the bare name. `ctypes.util.find_library` would start ldconfig, gcc and ld for each search, also
-    in every rank after MPI has started.
+    The dynamic loader looks up the bare name. `ctypes.util.find_library` is not used, because it would start ldconfig, gcc and ld
+    at each search, even in ranks whose MPI has started.
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
@@ -57,7 +57,8 @@ def load() -> ctypes.CDLL:
     """Load and return the library.
 
     Raises:
-        OSError: it is missing, has a major version other than 3, or cannot be loaded; the message has the reason for each path.
+        OSError: the library is missing, has a major version other than 3, or cannot be loaded; the message states the reason for
+            each path.
     """
     failures = []
     for path in candidates():
@@ -176,7 +177,7 @@ def dims(values: Sequence[int]) -> Any:
 
 
 class Unimplemented(BackendError):
-    """oneDNN has no kernel for these arguments (dnnl_unimplemented); callers may try others."""
+    """oneDNN has no kernel for these arguments (dnnl_unimplemented). Callers may try other arguments."""
 
 
 def check(status: int, label: str) -> None:
@@ -184,7 +185,7 @@ def check(status: int, label: str) -> None:
 
     Raises:
         Unimplemented: the status is dnnl_unimplemented.
-        BackendError: the status is another failure; the message has oneDNN's name of it.
+        BackendError: the status is another failure; the message has oneDNN's name for it.
     """
     if status == c.SUCCESS:
         return
@@ -194,7 +195,7 @@ def check(status: int, label: str) -> None:
 
 
 class Engine:
-    """A CPU engine with one in-order stream. It owns both, and every object created from it keeps it alive."""
+    """A CPU engine of oneDNN with one in-order stream. Each object created from it keeps it alive."""
 
     def __init__(self) -> None:
         try:
@@ -222,7 +223,7 @@ class Engine:
         return 16 if self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE == c.ISA_AVX512_CORE else 8
 
     def create(self, function: str, label: str, *arguments: Any) -> c_void_p:
-        """Call a function that creates an object, and return the handle, which its first argument receives."""
+        """Call a C function that creates an object, and return the handle that it writes to its first argument."""
         handle = c_void_p()
         check(getattr(self.library, function)(byref(handle), *arguments), label)
         return handle
@@ -232,7 +233,7 @@ class Engine:
         weakref.finalize(holder, _destroy, self, getattr(self.library, function), handle).atexit = False
 
     def call(self, function: str, label: str, *arguments: Any) -> None:
-        """Call a function and check its status."""
+        """Call a C function and check its status."""
         check(getattr(self.library, function)(*arguments), label)
 
     def multiply(self, a: Array, b: Array, out: Array) -> None:
@@ -377,7 +378,7 @@ class Primitive:
         """Return a call on fixed memory.
 
         Args:
-            memories: (format, array at which the memory starts) by number of the execution argument.
+            memories: (format, array at whose start the memory begins) by number of the execution argument.
             scratch: memory for the scratchpad.
         """
         every = dict(memories)

@@ -1,11 +1,12 @@
 """Convolution, with or without a ReLU after it: the choice of layout, kernels and weight formats, then the operator.
 
-A convolution with few pixels and many weights is computed by im2col and the library's matrix products. `Convolution` holds the
-primitives of all other convolutions, without memory.
+A convolution with few pixels and many weights is computed by im2col and the library's matrix products. `Convolution` has the
+primitives of all other convolutions, not yet bound to memory.
 
 The flat weights (KRSC) are copied to the kernels' blocked format. Training copies them at every forward and backward, since they
 change every step and a cache would only take memory; evaluation copies them once after `parameters_changed`. Weight gradients are
-copied back. If several operators run side by side, the copies of the first serve those whose kernels read the same format.
+copied back. If several programs run side by side, their operators read the copies of the first program's operators, provided that
+their kernels read the same format.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Convolution:
         weights: weight format that `forward` reads.
         backward_data_weights: weight format that `backward_data` reads.
         diff_weights: format in which the weights' gradient is written.
-        adding: primitive that adds the input's gradient, as a convolution of the output's; None if oneDNN has no such kernel.
+        adding: primitive that adds to the input's gradient, as a convolution of the output's gradient; None if oneDNN has no such
+            kernel.
         winograd: replacement of `forward` in training, if faster; otherwise None.
         winograd_data: replacement of `backward_data`, if faster; otherwise None.
         winograd_weights: replacement of `backward_weights`, if faster; otherwise None.
@@ -91,7 +93,7 @@ class Convolution:
     ) -> None:
         self._engine, self.spec, self.label = engine, spec, describe(spec, x)
         self.x, self.y = in_layout(x.plain(), layouts[0]), in_layout(spec.output(x), layouts[1])
-        # Memory that is also plain keeps the name of its layout, by which oneDNN chooses kernels.
+        # The descriptors keep the requested layout even if the memory is also plain, since oneDNN chooses kernels by the layout.
         self.source, self.destination = images(engine, self.x, layouts[0]), images(engine, self.y, layouts[1])
         self.bias = vector(engine, spec.channels_out) if spec.bias else None
         self.plain_weights = self._plain_weights()
@@ -246,15 +248,15 @@ def choose(
     return best
 
 
-# Largest number of output pixels, over all images, at which matrix products pay. They read the weights once, in their own layout;
-# the library's convolutions copy them to blocks and back in every step.
+# Maximum number of output pixels, over all images, for which matrix products are faster. They read the weights once, without a
+# copy; the library's convolutions copy them to blocks and back in every step.
 _FEW_PIXELS = 128
 
 
 def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
     """Return whether im2col and matrix products are faster than the library's kernels in training.
 
-    A fixed rule instead of a measurement, so that all ranks decide alike.
+    The rule is fixed rather than measured at run time, so that all ranks choose alike.
     """
     n, height, width, _ = spec.output(x.plain()).shape
     windows = spec.groups == 1 and math.prod(spec.window.kernel) > 1
@@ -320,7 +322,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._place_memory()
 
     def _place_memory(self) -> None:
-        """Divide the scratch: the library's scratchpad, one blocked copy of weights or their gradient, and the flipped kernel."""
+        """Divide the scratch into the library's scratchpad, blocked weights or their gradient, and the flipped kernel."""
         plan = self._plan
         formats = [plan.weights]
         turned_bytes = 0

@@ -153,7 +153,8 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
     def _backward_calls(self) -> list[Call]:
         """Return the calls of backward.
 
-        The masked gradient is written to the first target that is not added to, and copied or added from there to the other one.
+        The masked gradient is written to the first input gradient that is not added to, or in place if there is none. From there
+        it is copied or added to the other one.
         """
         buffers = self.buffers
         calls: list[Call] = []

@@ -42,15 +42,15 @@ _PRODUCTS_REASON = "it has few pixels and many weights"
 
 
 class OnednnKernelSet(KernelSet):
-    """oneDNN's kernels where it has fast ones, and NumPy's in plain memory for the other operations.
+    """oneDNN's kernels for the operations for which they are fast, and NumPy's in plain memory for the others.
 
     NumPy computes empty images, dropout, synchronised batch norm, pooling with windows of different sizes, the loss, and all
-    operations for which oneDNN has only plain loops. The set owns the engine. Threads are OpenMP's; OMP_NUM_THREADS is read when
-    the library is loaded. The set limits NumPy's BLAS to one thread in the whole process: OpenMP's threads spin between two
-    kernels, and a second thread pool would compete with them for the cores.
+    operations for which oneDNN has only plain loops. The set owns the engine. oneDNN uses the threads of OpenMP; OMP_NUM_THREADS
+    is read when the library is loaded. The set limits NumPy's BLAS to one thread in the whole process: OpenMP's threads spin
+    between two kernels, and a second thread pool would compete with them for the cores.
 
     Args:
-        fused: whether neighbours are rewritten into fused operations. Results are the same up to rounding.
+        fused: whether neighbouring operations are fused. Results are the same up to rounding.
 
     Raises:
         BackendError: the library is missing, or the processor lacks AVX2.

@@ -1,8 +1,8 @@
 """Shared parts of all operators on the library's primitives: base class, memory, layouts, windows and reorders.
 
-A layout is a token of `TensorSpec.layout` with a descriptor of oneDNN's. "nChw8c" and "nChw16c" have blocks of 8 or 16 channels
-innermost, padded with zeros to whole blocks. "nchw" is the plain order of the first layer's kernels. oneDNN keeps the padding
-zero.
+A layout is a value of `TensorSpec.layout` for which oneDNN has a memory format. "nChw8c" and "nChw16c" have blocks of 8 or 16
+channels innermost, padded with zeros to whole blocks. "nchw" is the plain order that the first layer's kernels read. oneDNN keeps
+the padding zero.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Regions:
         self.total_bytes = begin
 
     def add(self, size_bytes: int) -> slice:
-        """Append a part, and return its place in the buffer."""
+        """Append a part, and return its slice of the buffer."""
         start = self.total_bytes
         self.total_bytes = start + aligned(size_bytes)
         return slice(start, start + size_bytes)
@@ -96,9 +96,9 @@ def convolution_geometry(window: Window) -> tuple[Any, Any, Any, Any]:
 
 
 def adjoint(window: Window) -> Window | None:
-    """Return the window of the convolution of dy with the flipped kernel, which computes dx; None if there is none.
+    """Return the window of the convolution of dy with the flipped kernel, which computes dx.
 
-    There is none for strides above 1, and for padding that exceeds the window's extent minus 1.
+    Returns None if there is no such convolution: if a stride exceeds 1, or the padding exceeds the window's extent minus 1.
     """
     if window.stride != (1, 1):
         return None
@@ -140,7 +140,7 @@ def blocked_layout(engine: Engine) -> str:
 
 
 def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
-    """Return images (N, H, W, C) in `layout`; in plain memory if both layouts are the same byte for byte."""
+    """Return the spec of images (N, H, W, C) in `layout`, or in plain memory if the bytes of both layouts are equal."""
     n, h, w, channels = spec.shape
     if layout == NHWC or (layout == NCHW and (channels == 1 or h * w == 1)):
         return spec.plain()
@@ -152,7 +152,7 @@ def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
 
 
 def images(engine: Engine, spec: TensorSpec, layout: str | None = None) -> Descriptor:
-    """Return the descriptor of images (N, H, W, C) in `spec.layout`, or in `layout` if that is the same memory."""
+    """Return the descriptor of images (N, H, W, C) in `spec.layout`, or in `layout`, which must have the same bytes."""
     n, h, w, channels = spec.shape
     return Descriptor.tagged(engine, (n, channels, h, w), TAGS[spec.layout if layout is None else layout])
 
@@ -174,7 +174,7 @@ def vector(engine: Engine, size: int) -> Descriptor:
 
 
 class Copy:
-    """A reorder between two formats of one logical tensor, without memory.
+    """Reorder of a tensor from one format to another, not yet bound to memory.
 
     Args:
         accumulate: whether the source is added to the target instead of overwriting it.

@@ -19,7 +19,7 @@ from hpctrain.backend.specs import AdaptiveAveragePoolSpec, PoolSpec, TensorSpec
 
 
 def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolSpec | None:
-    """Return an equal pooling over windows of one size that oneDNN supports; None if there is none."""
+    """Return an equivalent pooling that oneDNN supports, with windows of one size; None if there is none."""
     if isinstance(spec, AdaptiveAveragePoolSpec):
         _, h, w, _ = x.shape
         if h % spec.size[0] or w % spec.size[1]:
@@ -29,7 +29,7 @@ def plain_pool(spec: PoolSpec | AdaptiveAveragePoolSpec, x: TensorSpec) -> PoolS
     _, ho, wo, _ = spec.output(x).shape
     _, extra = pooling_geometry(spec.window, (x.shape[1], x.shape[2]), (ho, wo))
     padded = any(spec.window.padding) and spec.count_include_pad
-    # If ceil mode lets a window reach over the edge, only the elements inside count.
+    # If ceil mode makes a window extend beyond the padding, only the elements inside the image count.
     if spec.kind == "average" and any(extra):
         return None if padded else PoolSpec(spec.kind, spec.window, spec.ceil_mode, count_include_pad=False)
     return spec

@@ -1,16 +1,17 @@
 """3x3 convolutions of stride 1 with 16 multiplications instead of 36 (Winograd's F(2x2, 3x3); Lavin and Gray 2016).
 
-oneDNN has no such kernel in float32 on x86-64, so it is composed of oneDNN's primitives, on its threads. Strided reorders gather
-the image's overlapping 4x4 tiles, products with small constant matrices transform them, and between the transforms are 16 1x1
-convolutions, oneDNN's fastest kernels. Images have blocked channels, and all primitives move whole blocks.
+oneDNN has no such kernel in float32 on x86-64, so the convolution is composed of oneDNN's primitives, which use its threads.
+Strided reorders gather the image's overlapping 4x4 tiles, and products with small constant matrices transform them. Between the
+transforms are 16 1x1 convolutions, oneDNN's fastest kernels. Images have blocked channels, and all primitives move whole blocks.
 
 Kronecker products turn each two-sided transform into one product with a small constant matrix. Over tile positions:
     forward   y = (At x At) [(G x G) w . (Bt x Bt) patches]                                   section 4.1, eq. 8
     weights   dw = (Gt x Gt) sum over tiles [(A x A) dy . (Bt x Bt) patches]                  its adjoint
 The input's gradient is the forward convolution of dy with the flipped and transposed kernel.
 
-`Tiling` divides images into tiles and chunks of tiles, and `ScratchPlan` places these in scratch. `Patches`, `Outputs` and
-`OutputGradients` move a chunk of tiles between images and their transforms. `Product` and `WeightGradient` are the convolutions.
+`Tiling` divides images into tiles and chunks of tiles, and `ScratchPlan` assigns scratch to their arrays. `Patches`, `Outputs`
+and `OutputGradients` move a chunk of tiles between images and their transforms. `Product` and `WeightGradient` are the
+convolutions.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from hpctrain.backend.onednn.operator import Copy, Regions, allocate, convolutio
 from hpctrain.backend.operators import Array
 from hpctrain.backend.specs import Edges, Pair, Window
 
-# Limit of the tiles of a chunk. Each chunk reads all weights and sums all their gradients: smaller chunks took longer at 512
-# channels and gained nothing elsewhere, larger ones gained nothing (measured).
+# Maximum size of the tiles of a chunk. Each chunk reads all weights and sums all their gradients: smaller chunks took longer at
+# 512 channels and gained nothing elsewhere, larger ones gained nothing (measured).
 _CHUNK_BYTES = 48 << 20
 
 
@@ -97,7 +98,7 @@ class Tiling:
 
     @property
     def tiles(self) -> Pair:
-        """Rows and columns of tiles of 2x2 outputs. The last ones may reach over the edge."""
+        """Rows and columns of tiles of 2x2 outputs. The last ones may extend beyond the edge."""
         height, width = self.output_size
         return -(-height // 2), -(-width // 2)
 
@@ -108,7 +109,10 @@ class Tiling:
         return max(16 * self.channels_in, 4 * self.channels_out), 16 * self.channels_in, 16 * self.channels_out
 
     def chunks(self) -> list[Chunk]:
-        """Return chunks of all tiles: as many whole images as fit, otherwise rows of tiles of one image, at least one row."""
+        """Return chunks of all tiles.
+
+        A chunk has as many whole images as fit. If none fits, it has as many rows of tiles of one image as fit, at least one.
+        """
         # A row of tiles takes memory for its tiles before and after transforms, and for two rows of the padded images. Each
         # chunk has two more padded rows, since 4x4 patches of 2x2 outputs overlap by two.
         rows, columns = self.tiles
@@ -123,7 +127,7 @@ class Tiling:
     def _chunk(self, image: int, images: int, row: int, rows: int) -> Chunk:
         """Return the chunk of tile rows [row, row + rows).
 
-        Only rows at an image's edges read zeros above the image, or reach over its end.
+        Only the first rows of an image read zeros above it, and only the last rows may extend beyond its end.
         """
         # Rows of x that the patches cover. Rows outside the image are zeros in `scratch.padded`.
         begin, end = 2 * row - self.padding[0], 2 * (row + rows) + 2 - self.padding[0]
@@ -136,8 +140,9 @@ class Tiling:
     def pays(self, direct_speed: float) -> bool:
         """Return whether Winograd is faster than a direct kernel with `direct_speed` times the speed of the 1x1 kernels.
 
-        Compares operations weighted by their time: a transform costs 130 for each element of a tile of x, 40 of y and 65 of the
-        weights, measured with AVX2. It is a rule rather than a timing, so that all ranks choose alike.
+        Compares numbers of operations. Those of a transform are weighted by their time, as measured with AVX2: 130 for each
+        element of a tile of x, 40 for y and 65 for the weights. The rule is fixed rather than measured at run time, so that all
+        ranks choose alike.
         """
         product = self.channels_in * self.channels_out
         transforms = 130 * self.channels_in + 40 * self.channels_out
@@ -186,7 +191,7 @@ class ScratchPlan:
     """The division of a buffer into the arrays of `WinogradScratch`.
 
     Args:
-        forms: forms of the chunks; each chunk may use all scratch for tiles.
+        forms: forms of the chunks. All chunks use the same scratch for tiles, one after another.
         taps_alone: whether no tiles are in scratch while `taps` is in use, so that both may share memory.
     """
 
@@ -241,7 +246,7 @@ class Matrix:
 
 
 class _Grid:
-    """Tiles of one form, or their images' pixels, as (images, channels, rows, columns), and strided copies between both."""
+    """Strided copies between the tiles of one form and the pixels of their images, both as (images, channels, rows, columns)."""
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, channels: int) -> None:
         self._engine, self._label, self._form, self._channels = engine, f"{label}, tiles", form, channels
@@ -259,7 +264,7 @@ class _Grid:
         return self._channels * size[0] * size[1], size[0] * row, spread * row, spread * self.block
 
     def copy(self, size: Pair, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
-        """Return a copy of `size` = (rows, columns) of all images and channels, between memories with these strides."""
+        """Return a reorder of `size` (rows, columns) of all images and channels, from strides `source` to strides `target`."""
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
         return Copy(self._engine, self._label, forms[0], forms[1], accumulate=accumulate)
@@ -289,13 +294,13 @@ class Patches:
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, x: Array, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls of scratch.padded = the chunk's part of x, surrounded by zeros."""
+        """Return the calls that write the chunk's part of x, surrounded by zeros, to scratch.padded."""
         # Scratch is not zeroed, and other chunks and operators write to it.
         first = x.reshape(-1)[chunk.image * self._image + chunk.read_row * self._row :]
         return [partial(scratch.padded[: self._all].fill, 0.0), self._inside.bind(first, scratch.padded[self._begin :])]
 
     def transform(self, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls that follow `load`, which are the same for all chunks of the form."""
+        """Return the calls that follow `load`. All chunks of the form share them."""
         gathers = [
             self._gather.bind(scratch.padded[corner:], scratch.plain[position * self._items :])
             for position, corner in enumerate(self._corners)
@@ -314,7 +319,7 @@ class _Corners:
 
     @property
     def overhang(self) -> bool:
-        """Whether some tiles reach over the edge."""
+        """Whether some tiles extend beyond the edge."""
         return bool(self._form.written % 2 or self._width % 2)
 
     def _places(self) -> Iterator[tuple[int, int, Pair]]:
@@ -341,7 +346,7 @@ class _Corners:
         return [(self._grid.copy(size, self._by_pixel, self._grid.by_tile), start, at) for at, start, size in self._places()]
 
     def scattering(self, accumulate: bool) -> list[tuple[Copy, int, int]]:
-        """Return the same as `gathering`, with copies from tiles to pixels."""
+        """Return the tuples of `gathering`, but with copies from tiles to pixels."""
         by_tile = self._grid.by_tile
         return [
             (self._grid.copy(size, by_tile, self._by_pixel, accumulate=accumulate), start, at)
@@ -354,10 +359,10 @@ class _Corners:
 
 
 class Outputs:
-    """Inverse transform to y for the chunks of one form: y = (At x At) scratch.right, or added to y.
+    """Inverse transform to y for the chunks of one form: y = (At x At) scratch.right, or y += with `accumulate`.
 
     The transform writes the 2x2 outputs of each tile, position by position. A reorder scatters one of the four positions to every
-    second pixel, except over the edge.
+    second pixel, except beyond the edge.
     """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, *, relu: bool) -> None:
@@ -367,7 +372,7 @@ class Outputs:
         self.primitives = [self._transform.primitive]
 
     def transform(self, scratch: WinogradScratch) -> list[Work]:
-        """Return the call of the transform, which comes first and is the same for all chunks of the form."""
+        """Return the call of the transform, which precedes `store`. All chunks of the form share it."""
         return [self._transform.bind(scratch.right, scratch.plain, scratch.library)]
 
     def store(self, chunk: Chunk, y: Array, scratch: WinogradScratch, *, accumulate: bool) -> list[Work]:
@@ -389,7 +394,7 @@ class OutputGradients:
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, dy: Array, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls that read the chunk's part of dy."""
+        """Return the calls that copy the chunk's part of dy to scratch.plain."""
         works: list[Work] = []
         if self._corners.overhang:  # outputs over the edge do not exist, so their gradients are zero
             works.append(partial(scratch.plain[: 4 * self._items].fill, 0.0))
@@ -397,7 +402,7 @@ class OutputGradients:
         return [*works, *(copy.bind(first[start:], scratch.plain[at:]) for copy, start, at in self._copies)]
 
     def transform(self, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls that follow `load`, which are the same for all chunks of the form."""
+        """Return the calls that follow `load`. All chunks of the form share them."""
         return [self._transform.bind(scratch.plain, scratch.right, scratch.library)]
 
 
@@ -477,10 +482,10 @@ class _Products:
 
 
 class _Winograd:
-    """The common parts of both directions: kernels for each form of chunk, places in the scratch, and the weights by tap.
+    """Base of `Product` and `WeightGradient`: kernels for each form of chunk, scratch, and the offsets of the weights by tap.
 
     Args:
-        strides: strides of the weights' (out, in), in elements.
+        strides: strides of the weights along (out, in), in elements.
         first: offset of tap (0, 0) in the weights, in elements.
         step: distance from each tap to the next in row order, in elements.
     """
@@ -509,7 +514,7 @@ class _Winograd:
         """Plan the scratch.
 
         Args:
-            primitives: primitives that only this direction has.
+            primitives: primitives of the subclass, in addition to those of this class.
         """
         shared = [each for parts in (self._products, self._patches) for part in parts.values() for each in part.primitives]
         self._scratch_plan = ScratchPlan(self._tiling, self._forms, self._items, [*shared, *primitives], taps_alone)
@@ -548,11 +553,11 @@ class Product(_Winograd):
         accumulate: bool = False,
         leader: tuple[Product, Array] | None = None,
     ) -> Work:
-        """Return the convolution as a call on fixed memory, weights included.
+        """Return the convolution, including the transform of the weights, as a call on fixed memory.
 
         Args:
-            leader: another convolution and its buffer. It always runs just before with the same weights, so that these need no
-                second transform if their format is the same.
+            leader: another convolution and its buffer. It has the same weights and always runs just before this one, which reads
+                its transformed weights if their format is the same.
         """
         scratch, works = self._scratch_plan.carve(buffer), list[Work]()
         if leader is not None and self._weights.equals(leader[0]._weights):
@@ -567,13 +572,13 @@ class Product(_Winograd):
         return CallSequence(works)
 
     def _load(self, plain: Array, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls of scratch.weights = (G x G) weights."""
+        """Return the calls that compute scratch.weights = (G x G) weights."""
         copy = Copy(self._engine, f"{self._label} weights", self._plain_weights, self._weights)
         works: list[Work] = [copy.bind(plain[at:], scratch.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
         return [*works, self._transform.bind(scratch.taps, scratch.weights, scratch.library)]
 
     def _between(self, form: Form, bias: Array | None, scratch: WinogradScratch) -> list[Work]:
-        """Return the calls that do not depend on a chunk's position, so that all chunks of one form share them."""
+        """Return the calls between `load` and `store` of a chunk. All chunks of one form share them."""
         transforms, products = self._patches[form].transform(scratch), self._products[form.tiles].bind(scratch, bias)
         return [*transforms, *products, *self._outputs[form].transform(scratch)]
 
@@ -607,7 +612,7 @@ class WeightGradient(_Winograd):
         return CallSequence(works)
 
     def _gradients_of(self, form: Form, bias: Array | None, scratch: WinogradScratch, *, add: bool) -> list[Work]:
-        """Return the calls after a chunk is read: they write the gradients, or add to those of earlier chunks."""
+        """Return the calls after a chunk is loaded, which write the gradients, or add them to the gradients of earlier chunks."""
         products = self._products[form.tiles].bind(scratch, scratch.bias if add else bias)
         works = [*self._gradients[form].transform(scratch), *products]
         if add and bias is not None:

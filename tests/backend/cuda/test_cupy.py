@@ -195,7 +195,7 @@ def test_without_a_cache_each_process_compiles(
 
 def test_a_source_that_nvrtc_refuses_is_one_error_with_its_first_lines(load: Load) -> None:
     module, fake = load()
-    first = r"^NVRTC refuses the source broken\.cu \(NVRTC_ERROR_COMPILATION \(6\)\): broken\.cu\(1\): error: "
+    first = r"^NVRTC cannot compile the source broken\.cu \(NVRTC_ERROR_COMPILATION \(6\)\): broken\.cu\(1\): error: "
     with pytest.raises(BackendError, match=first + r".*\(6\): error: no such thing$"):
         module.CupyDevice().kernel("broken", "any", text="#error")
     assert fake.nvrtc.programs == {}, "a program that fails is destroyed"
@@ -454,7 +454,7 @@ def test_the_real_nvrtc_says_what_is_wrong_and_makes_binaries_without_headers(tm
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     assert sources.binary(nvrtc, "elementwise", sources.text("elementwise"), (9, 0), environ).startswith(b"\x7fELF")
     with pytest.raises(
-        BackendError, match=r'^NVRTC refuses the source one\.cu \(.*: one\.cu\(2\): error: identifier "y" is undefined'
+        BackendError, match=r'^NVRTC cannot compile the source one\.cu \(.*: one\.cu\(2\): error: identifier "y" is undefined'
     ):
         sources.binary(nvrtc, "one", 'extern "C" __global__ void one(float* x) {\n  *x = y;\n}', (9, 0), environ)
     with pytest.raises(BackendError, match=r"compute capability 7\.5 and above, but this GPU has 6\.1"):

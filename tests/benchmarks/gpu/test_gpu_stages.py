@@ -595,7 +595,7 @@ def test_a_source_that_fails_is_compiled_once_and_the_others_are_built(report: S
     def kernel(source: str, name: str) -> None:
         asked.append(source)
         if source == "elementwise":
-            raise BackendError("NVRTC refuses the source elementwise.cu")
+            raise BackendError("NVRTC cannot compile the source elementwise.cu")
 
     device: Any = SimpleNamespace(dtypes=("float32",), kernel=kernel)
     build_kernels(device, report)
@@ -603,7 +603,7 @@ def test_a_source_that_fails_is_compiled_once_and_the_others_are_built(report: S
     assert set(asked) == set(sources.names())
     failed = [check for check in report.content["checks"] if not check["passed"]]
     assert [check["name"] for check in failed] == ["source elementwise"]
-    assert "BackendError: NVRTC refuses the source elementwise.cu" in failed[0]["text"]
+    assert "BackendError: NVRTC cannot compile the source elementwise.cu" in failed[0]["text"]
 
 
 def test_subnormals_that_are_flushed_fail_their_rung(
