@@ -1,6 +1,11 @@
 """Base of the strategies in which each rank updates its own part of every slice.
 
 `ReduceScatterStrategy` plans the slices of the parameters and the operations of a step. `reduce_scatter.py` runs the plan.
+
+The order of the allgathers: `ReduceScatterStrategy.order` calls `link_simulation.best_order`, or `two_stream_order` for
+`priority`, with estimated times. All ranks compare the resulting schedule before the first step
+(`averagers.check_same_schedule`). After step 5, `ReduceScatterAverager.begin_step` calls `replan` with times measured on all
+ranks, and every rank takes rank 0's result.
 """
 
 from __future__ import annotations

@@ -127,6 +127,9 @@ class Buffers:
 
     Arrays in plain layout have the logical shape; in a kernel set's own layout they are flat, with `TensorSpec.size` elements.
 
+    An operator writes to `output`, to the gradients, the batch statistics, `saved` and `scratch`; in backward also to
+    `output_grad`.
+
     `input_grads[i]` is None if the gradient is not needed. If `accumulate[i]` is set, the operator adds to the buffer instead of
     overwriting it; the plan sets it only for `Accumulating` operators.
     """

@@ -68,7 +68,10 @@ class GradientSums(Protocol):
 class Communicator(Protocol):
     """An ordered group of ranks.
 
-    Implementations: MPI (`comm/mpi.py`), one process (`SingleCommunicator`), threads (hpctrain_testing).
+    Implementations: MPI (`comm/mpi.py`), one process (`SingleCommunicator`), threads (hpctrain_testing). A new operation also
+    goes into `ForwardingCommunicator`, the base of the wrappers, and into the wrappers that change it: sums in two levels
+    (`comm/groups.py`), devices (`comm/transports.py`), and counters of tests (hpctrain_testing). A new sum of gradients goes into
+    `GradientSums` and `comm/sums.py`.
     """
 
     rank: int

@@ -1,4 +1,10 @@
-"""The model of a configuration and its plan on a process grid, independent of data and ranks."""
+"""The model of a configuration and its plan on a process grid, independent of data and ranks.
+
+The configuration sets Pr and optionally Pc; `columns` returns Pc. `grid: auto` is replaced by a search (`run.automatic_search`)
+before the session starts. A grid is checked three times: with the file, where the plan's patterns must match layers of the model
+(`config.checks`); when the session starts, where Pr x Pc must be the number of ranks (`comm.groups.check_grid`); and when the
+network is built, where each layer must be divisible (`GridDistribution.prepare`).
+"""
 
 from __future__ import annotations
 

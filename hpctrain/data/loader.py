@@ -2,7 +2,14 @@
 
 A `Loader` gathers, augments and normalises batches in advance, in a ring of preallocated buffers. It uses a thread instead of a
 process, because forking after MPI has started is not allowed, and because the work (copies, Pillow, NumPy on large arrays)
-releases the GIL. An `ArrayLoader` takes floating-point images in memory, without files, augmentation or threads.
+releases the GIL.
+
+The samples of a step are divided over the split groups, and within a group over its ranks (`sampler.counts`). If ranks share
+samples, each reads of every image of its group the box that its first layers need (`GridDistribution.tiles_by_counts`), traced
+back through the augmentations as drawn for the sample (`Pipeline.part`). It reads whole images if the cache of its node has room
+for them (`SampleCache.bring`).
+
+An `ArrayLoader` takes floating-point images in memory, without files, augmentation or threads.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class FindingKind:
     Attributes:
         key: stable name for programs.
         severity: severity of its findings.
-        meaning: what the finding means, for the documentation.
+        meaning: explanation of the finding, for the documentation.
         remedy: general fix.
     """
 

@@ -96,7 +96,7 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
 
 
 def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> list[DoctorFinding]:
-    """Return one finding: whether the directory for runs can be written, keeps its content, and is fast enough."""
+    """Return one finding: whether the directory for runs can be written, returns what was written, and is fast enough."""
     fact = facts[0]
     assert fact is not None, "rank 0 gathers facts"
     if fact.error:
@@ -397,7 +397,10 @@ def look(directory: Path, variable: str) -> ScratchFacts:
 
 
 def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> list[DoctorFinding]:
-    """Return a finding for each directory with a fault, on the first node with that fault; else one with the free space."""
+    """Return a finding for each directory with a fault, or one finding with the free space.
+
+    A fault on several nodes is reported for the first of them.
+    """
     findings: dict[str, DoctorFinding] = {}
     for rank, places in present(facts):
         where = f" of {job.hosts[rank]}" if len(job.nodes) > 1 else ""

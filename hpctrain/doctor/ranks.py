@@ -462,7 +462,7 @@ SHORT_BATCH = FindingKind(
 
 
 def gather_grid(place: OwnPlace) -> SingleValues | None:
-    """Return, on rank 0, whether a batch norm would have a single value per channel, from the header of the training file."""
+    """Check the batch norms for single values per channel on rank 0, with the header of the training file; return the result."""
     if place.config is None or not place.leads_job:
         return None
     return single_values_of(place.config, place.launcher.expected_size or 1)

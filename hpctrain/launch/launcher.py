@@ -247,7 +247,9 @@ def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
     except (OSError, ValueError, IndexError):
         return None
     name = min(found)
-    return None if not tables or listening & set(found.values()) else f"{name} names port {found[name]}, where nothing listens"
+    return (
+        None if not tables or listening & set(found.values()) else f"{name} names port {found[name]}, on which no server listens"
+    )
 
 
 def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str | None:

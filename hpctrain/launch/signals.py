@@ -4,6 +4,11 @@ No handler may run on a thread that computes. The kernels that oneDNN generates 
 handler's frame would be written to an arbitrary address and the process would crash. The mask is set before NumPy, MPI or any
 thread exists, so every thread inherits it. A thread that waits in `sigwaitinfo` costs a step nothing, and still responds while
 other threads hang.
+
+From SIGTERM to exit code 85: the thread of `SignalWatch` notes the signal. The training loop (`Trainer`) reads the request before
+it posts the message of a step (`Replica.post`), which carries it to all ranks. One step later every rank reads the message
+(`LoopState.take`) and leaves the loop. `run_training` writes a checkpoint and returns the reason, and `hpctrain train` ends the
+process with `STOPPED` (85) by `JobProcess.leave`, after MPI has ended on all ranks.
 """
 
 from __future__ import annotations
@@ -66,17 +71,18 @@ def taken_signals(rank: int) -> Iterator[SignalWatch]:
 
 
 class SignalWatch:
-    """Takes signals, and notes which of them has asked this process to stop.
+    """Receives signals, and notes the first one that requests the end of this process.
 
     Args:
-        held: signals blocked by `hold`, to wait for; empty: no signal arrives.
+        held: signals to wait for, blocked by `hold`; empty: no signal is received.
         rank: rank of this process; None: unknown.
-        at_once: whether a request ends the process at once with code 128 + n, because there is nothing to save. Otherwise it is
-            noted, and only an interrupt at least AGAIN_SECONDS after the first request ends the process without a checkpoint.
-        answer: text printed at the first request: what the process will do.
+        at_once: whether a request ends the process at once with code 128 + n, because there is nothing to save. Otherwise the
+            request is noted, and only an interrupt at least AGAIN_SECONDS after the first request ends the process without a
+            checkpoint.
+        answer: reaction of the process to a request, printed at the first one.
 
     Attributes:
-        request: first signal that asked this process to stop; None if none did.
+        request: first signal that requested the end of this process; None if none did.
     """
 
     def __init__(
@@ -170,7 +176,9 @@ class SignalWatch:
             )
         elif not self._patience_asked and now - self._since >= AGAIN_SECONDS:
             self._patience_asked = True
-            self._say(f"{number.name} received again: the checkpoint is still to come; SIGINT (Ctrl-C) ends the run without it.")
+            self._say(
+                f"{number.name} received again: the checkpoint is not written yet; SIGINT (Ctrl-C) ends the run without it."
+            )
 
     def _end(self, number: Signals) -> None:
         again = "" if self._at_once else " again"

@@ -102,7 +102,7 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
         return cores, reason
     if requested < cores:
         return requested, f"{_SLURM_CPUS} is {environ[_SLURM_CPUS]}"
-    return cores, f"{reason}, although {_SLURM_CPUS} is {environ[_SLURM_CPUS]}: give --cpus-per-task to srun, too"
+    return cores, f"{reason}, although {_SLURM_CPUS} is {environ[_SLURM_CPUS]}: pass --cpus-per-task to srun as well"
 
 
 def outnumbers_cores(launcher: Launcher) -> bool:

@@ -280,7 +280,8 @@ def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple
         return config.memory, ""
     return (
         most,
-        f"data.cache.memory is {config.memory / 1e9:.3g} GB, but a node has {free / 1e9:.3g} GB free, of which 90 % count",
+        f"data.cache.memory is {config.memory / 1e9:.3g} GB, but a node has {free / 1e9:.3g} GB free, of which at most 90 % may "
+        f"be used",
     )
 
 

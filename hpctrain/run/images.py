@@ -152,7 +152,8 @@ def make_loader(
     """Return the loader of this rank's share of a data file, which reads the file without a cache.
 
     Args:
-        kernels: kernel set that reads the batches. If it takes pixels, batches are pixels. None: batches are images.
+        kernels: kernel set that reads the batches. Batches contain pixels if the kernel set accepts them, otherwise images. None:
+            images.
         shards: number of shards that divide a batch (`exact.shards`); None: ranks divide it.
 
     Raises:

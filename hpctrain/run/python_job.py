@@ -1,4 +1,4 @@
-"""A started rank of a job written in Python: creates replicas, loaders and checkpoints.
+"""Rank of a job written in Python, which creates replicas, loaders and checkpoints.
 
 Checkpoints are written when the program requests it, either at once or in the background.
 """
@@ -216,9 +216,10 @@ class Job(StartedRank):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal has asked any rank to stop. Changes after the same step on all ranks, at most two steps later.
+        """Whether a signal has asked any rank to stop.
 
-        Not collective; the request is exchanged with the sums of a step.
+        The value changes after the same step on all ranks, at most two steps after the signal. Not collective; the request is
+        exchanged with the sums of a step.
 
         Raises:
             ConfigError: `start` was called without signals=True.
@@ -319,9 +320,9 @@ class Job(StartedRank):
         """
         check_same_code(self.world)
         if self.size > 1:
-            mend = "make the same on all ranks"
-            network = Subject("another network in job.replica", mend, _operations(replica))
-            optimizer = Subject("another optimizer in job.replica", mend, _options(arguments["optimizer"]))
+            advice = "make the same on all ranks"
+            network = Subject("another network in job.replica", advice, _operations(replica))
+            optimizer = Subject("another optimizer in job.replica", advice, _options(arguments["optimizer"]))
             compare(self.world, called_with("job.replica", arguments), network, optimizer)
         replica.agree()
         set_progress(self, replica.network, self.progress_mode, samples)
@@ -396,7 +397,7 @@ class Job(StartedRank):
     ) -> Loader:
         """Return the loader of this rank's share of an HDF5 file (docs/data.md).
 
-        Images are normalised to mean 0 and deviation 1 per channel.
+        Images are normalised to mean 0 and standard deviation 1 per channel.
 
         Args:
             replica: replica that reads the batches.
@@ -405,16 +406,16 @@ class Job(StartedRank):
             seed: seed of the order, the augmentations and the mixing.
             augment: augmentations, in order.
             mixing: "mixup", "cutmix", "probability" and "switch", as in `data.mixing` of a configuration; None: no mixing.
-            sizes: pairs (epoch, side) as in `data.sizes` of a configuration: images have this side from this epoch on. Make the
-                replica for the largest. None: images have the size that `augment` produces.
-            like: path of the training file, whose mean, deviation and order of classes are used; default: the file's own.
+            sizes: pairs (epoch, side) as in `data.sizes` of a configuration: side of the images from this epoch on. The
+                replica must be made for the largest side. None: images have the size that `augment` produces.
+            like: path of the training file, whose mean, standard deviation and class order are used; default: the file's own.
             prefetch: number of batches that a thread prepares in advance.
             threads: number of threads that share the samples of a batch.
             cache: value of `data.cache` in a configuration; "auto" uses at most a quarter of the free memory.
 
         Raises:
             DataError: a file cannot be read, has other classes, or differs between ranks.
-            ShapeError: the replica takes images of another shape.
+            ShapeError: the replica accepts images of another shape.
             ConfigError: an option of `augment`, `mixing` or `cache` is invalid, `sizes` are out of order, the backend does not
                 support mixed labels, or arguments differ between ranks.
         """
@@ -464,7 +465,7 @@ class Job(StartedRank):
 
         Raises:
             DataError: an array has another kind or values out of range, or differs from that of most ranks.
-            ShapeError: an array has another shape, or the replica takes images of another shape.
+            ShapeError: an array has another shape, or the replica accepts images of another shape.
             ConfigError: as for `loader`.
         """
         arguments = dict(locals())

@@ -220,7 +220,7 @@ def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Map
         place: path of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a value differs, or the checkpoint does not have it; on every rank.
+        CheckpointError: a value differs from the checkpoint's or is missing there; on every rank.
     """
     kept: Mapping[str, str] = meta.get(EXACT_META, {})
 

@@ -1,7 +1,7 @@
 """The checkpoint that a run resumes from: found and verified by all ranks together, and compared with the configuration.
 
-Each rank reads only what it needs. Changes since the checkpoint was written are checked by `config/resume_rules.py`, reported and
-recorded.
+Each rank reads a single file completely. Of a sharded checkpoint, it reads only the bytes that it verifies or uses. Changes since
+the checkpoint was written are checked by `config/resume_rules.py`, reported and recorded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Candidates:
 
     Attributes:
         named: whether the source names a single checkpoint, so that no other may replace it.
-        refusal: error message if no checkpoint is intact; None: no error, there is no checkpoint.
+        refusal: error message if no checkpoint is intact; None if this is not an error.
     """
 
     paths: tuple[Path, ...]
@@ -367,7 +367,7 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
     if start.directory is None:
         reporter.say(f"{start.path} is outside its run's directory: a new run begins with its state")
     if position.epoch + over >= epochs:
-        rest = "there is nothing to train" if config.data.test is None else "it is evaluated only"
+        rest = "there is nothing to train" if config.data.test is None else "it is only evaluated"
         done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
         reporter.say(f"resumed a run that is finished after {done}, step {position.global_step}: {rest}")
     else:

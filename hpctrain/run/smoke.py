@@ -195,7 +195,7 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 
 
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
-    """Return whether the model takes the smaller images with parameters of the same shapes; False if it refuses them."""
+    """Return whether the model accepts the smaller images, with parameters of the same shapes."""
     try:
         shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).job.specs.items()} for one in (small, full)]
     except HpctrainError:  # the run itself will report it for the full size

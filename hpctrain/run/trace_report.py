@@ -233,7 +233,7 @@ class TraceReport:
             facts = {"ranks": self._world.size, "clock_error_seconds": error_ns * 1e-9, "dropped_events": dropped, **about}
             file.describe(facts)
         whole = [table for table in tables if table is not None]
-        place = f"in {directory / TRACE_FILE}" if file.error is None else f"was not kept ({reason(file.error)})"
+        place = f"in {directory / TRACE_FILE}" if file.error is None else f"was not written ({reason(file.error)})"
         summary = folded(
             [
                 f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} {place}",

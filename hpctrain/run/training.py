@@ -176,10 +176,10 @@ def run_training(
     `state.ownership`, held on rank 0. No other job writes to the run meanwhile.
 
     Args:
-        resume: source of the start, see `find_start`; None: start a new run.
+        resume: source of the checkpoint, see `find_start`; None: start a new run.
         steps: number of steps to train; 0: no limit.
-        schedule_from: run whose averaging is repeated (see `agree_schedules`).
-        state: state of a run that continues without lost ranks.
+        schedule_from: run or checkpoint whose averaging is repeated (see `agree_schedules`); None: no repetition.
+        state: state of a run that continues without lost ranks; None: no ranks were lost.
         complete: callback after the run, before its end is printed; may raise.
 
     Returns:

@@ -1,9 +1,9 @@
 """Atomic writes of files: despite interruptions, a file on the disk always has either its old content or the complete new one.
 
-Every output file that does not grow goes through this module. It replaces regular files only. A link remains a link: its target
-is replaced, or created if it is missing. `write_bytes` writes directly into pipes, terminals, other character devices, and files
-that are already open (`/dev/stdout`); `replacing` raises an error for these. Both raise an error for directories, sockets and
-block devices.
+Output files that do not grow go through this module, except for traces, flight records and records of owners. It replaces regular
+files only. A link remains a link: its target is replaced, or created if it is missing. `write_bytes` writes directly into pipes,
+terminals, other character devices, and files that are already open (`/dev/stdout`); `replacing` raises an error for these. Both
+raise an error for directories, sockets and block devices.
 """
 
 from __future__ import annotations

@@ -229,6 +229,10 @@ class TrainingStep:
 
     If the engine has a tracer, the whole step is recorded.
 
+    If the kernels run on a device, a step waits for it once, after all of backward is enqueued: for the sums of the loss, the
+    batch statistics and the check of finite parameters. It also waits for norms if the optimiser needs them, for synchronised
+    batch norms in both passes, and with `sparse`, `lazy`, `fc_exchange: always` and `on_nonfinite: skip`.
+
     Args:
         network: this rank's copy of the network.
         averagers: averagers by parameter group.
@@ -342,7 +346,7 @@ class TrainingStep:
     ) -> None:
         """Wait for the results that were copied to the host during backward, and add them to the message.
 
-        These are the only waits of a step if the kernels run on a device.
+        See `TrainingStep` for all waits of a step for a device.
         """
         sums = loss.result()
         terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())

@@ -209,7 +209,7 @@ def test_a_finished_run_is_said_to_be_finished_and_records_no_epoch(folder: Path
     trained = _train(folder, f"checkpoint.every_steps={every_steps}")
     epochs = [record for record in newest_run(folder).metrics() if record["kind"] == "epoch"]
     outcome = _again(folder, f"checkpoint.every_steps={every_steps}")
-    assert "resumed a run that is finished after 2 epochs, step 10: it is evaluated only\n" in outcome.stdout
+    assert "resumed a run that is finished after 2 epochs, step 10: it is only evaluated\n" in outcome.stdout
     assert "resumed at" not in outcome.stdout
     assert accuracy(outcome) == accuracy(trained)
     assert [r["step"] for r in newest_run(folder).metrics() if r["kind"] == "epoch"] == [record["step"] for record in epochs]

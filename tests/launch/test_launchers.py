@@ -170,8 +170,11 @@ _URI = "PMIX_SERVER_URI41"
         ({"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "77"}, "unset PMI_FD PMI_RANK PMI_SIZE"),
         (SLURM | {"PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "77"}, "the variables of Slurm srun are left over"),
         (HYDRA, "PMI_RANK is set, but neither PMI_FD nor PMI_PORT"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_PORT": "localhost:4000"}, "PMI_PORT names port 4000, where nothing listens"),
-        (OPEN_MPI | {_URI: "prte@0.0;tcp4://127.0.0.1:4000"}, f"{_URI} names port 4000, where nothing listens"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_PORT": "localhost:4000"},
+            "PMI_PORT names port 4000, on which no server listens",
+        ),
+        (OPEN_MPI | {_URI: "prte@0.0;tcp4://127.0.0.1:4000"}, f"{_URI} names port 4000, on which no server listens"),
     ],
 )
 def test_variables_of_a_launcher_that_is_gone_are_told(tmp_path: Path, environ: dict, words: str) -> None:
@@ -300,7 +303,7 @@ _ASKED = "SLURM_CPUS_PER_TASK is 8"
         (32, "none", "8", 8, "4 ranks share 32 cores"),  # a job of this size, confined as a whole
         (8, "cores", "8", 8, "bound to 8 of the node's cores by Slurm srun"),
         (16, "sockets", "8", 8, _ASKED),  # bound to more than its own
-        (1, "cores", "8", 1, f"bound to 1 of .* although {_ASKED}: give --cpus-per-task to srun, too"),
+        (1, "cores", "8", 1, f"bound to 1 of .* although {_ASKED}: pass --cpus-per-task to srun as well"),
         (64, "none", "", 16, "4 ranks share 64 cores"),
         (64, "none", "0", 16, "4 ranks share 64 cores"),
     ],

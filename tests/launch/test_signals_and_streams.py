@@ -95,7 +95,7 @@ def test_what_schedulers_send_again_loses_nothing(again: Signals) -> None:
     more = f"time.sleep(0.5); send({again:d}); time.sleep(0.1); " * 2
     outcome = _run(f"send({Signals.SIGTERM:d}); {more}print('alive')")
     assert (outcome.code, outcome.stdout) == (0, "alive\n")
-    assert outcome.stderr.count(f"{again.name} received again: the checkpoint is still to come") == 1
+    assert outcome.stderr.count(f"{again.name} received again: the checkpoint is not written yet") == 1
 
 
 def test_what_the_starter_ignores_stays_ignored() -> None:

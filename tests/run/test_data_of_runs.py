@@ -228,7 +228,7 @@ def test_a_disk_without_room_is_told(folder: Path, tmp_path: Path) -> None:
 def test_more_than_a_node_has_is_cut_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_cache, "available_bytes", lambda: 100 * SIZE)
     told, kept = notes(folder, 2, {"memory": "1TB"})
-    assert told == "data.cache.memory is 1e+03 GB, but a node has 2.97e-05 GB free, of which 90 % count"
+    assert told == "data.cache.memory is 1e+03 GB, but a node has 2.97e-05 GB free, of which at most 90 % may be used"
     assert kept.startswith("data train.h5: 43 % of the samples")
     assert notes(folder, 2, {})[0].startswith("data train.h5: 24 % of the samples")
 

@@ -556,7 +556,7 @@ def test_a_run_without_room_trains_to_its_end(small_disk: Path) -> None:
     assert "Traceback" not in errors
     assert errors.count("Cannot write the metrics (No space left on device); the run continues and will try again.") == 1
     assert "lines of the metrics could not be written (No space left on device) and are lost." in errors
-    assert "was not kept (No space left on device)" in outcome.stdout  # the trace
+    assert "was not written (No space left on device)" in outcome.stdout  # the trace
     assert "test accuracy" in outcome.stdout
     assert "epoch 2/2: train loss" in outcome.stdout
     assert not list(small_disk.glob("runs/*/trace.json"))
