@@ -1,8 +1,8 @@
 """Layouts of a tensor over the ranks of a split group, with one box per rank, and the receptive fields that determine boxes.
 
 A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, which also owns its
-gradient. An operation that reads more, such as a halo or the whole tensor, reads a separate box whose gradient is a partial sum;
-see `hpctrain.parallel.moves`.
+gradient. An operation that needs elements of other ranks, such as a halo or the whole tensor, reads a separate box whose gradient
+is a partial sum; see `hpctrain.parallel.moves`.
 
 A receptive field contains the input rows that a window reads for given output rows, and the padding that remains to be applied
 locally. Gholami et al. 2018, section 2.3: output rows [o0, o1) of a window of extent k, stride s and padding p read input rows

@@ -426,7 +426,10 @@ def _join(of_groups: Sequence[_Entry]) -> _Entry:
 
 
 def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
-    """Return for each tensor whether backward computes its gradient: not for the images or tensors before any parameter."""
+    """Return, for each tensor, whether backward computes its gradient.
+
+    The images and the tensors before the first parameter need no gradient.
+    """
     needs = [False] * len(graph.layouts)
     for step in graph.steps:
         trained = step.node is not None and step.node.trains

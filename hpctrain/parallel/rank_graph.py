@@ -166,7 +166,9 @@ _PLANS = 64  # maximum number of cached plans: a few kinds of ranks for each gri
 
 @dataclass(frozen=True)
 class MoveWords:
-    """Number of elements that one rank sends and receives in the forward pass of a move or a sum; in backward it is the reverse.
+    """Number of elements that one rank sends and receives in the forward pass of a move or a sum.
+
+    In backward, the two numbers are swapped.
 
     Attributes:
         early: whether the move has separate message buffers.
