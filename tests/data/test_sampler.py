@@ -308,7 +308,7 @@ def test_a_name_that_is_taken_is_refused_unless_it_may_be_replaced(tmp_path, mak
     path = tmp_path / "a.h5"
     require_new(path, overwrite=False)
     make(path)
-    with pytest.raises(DataError, match="exists already; give another name, or --overwrite"):
+    with pytest.raises(DataError, match="already exists; give another name, or --overwrite"):
         require_new(path, overwrite=False)
     require_new(path, overwrite=True)
 
