@@ -293,7 +293,7 @@ def test_a_file_that_can_be_read_passes_and_is_closed(tmp_path):
     [
         (lambda path: None, "There is no data file .*; convert one."),
         (lambda path: path.mkdir(), "is a directory, not a data file; convert one."),
-        (os.mkfifo, "is no regular file, not a data file; convert one."),
+        (os.mkfifo, "is a pipe, not a data file; convert one."),
         (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links."),
     ],
 )
