@@ -269,7 +269,7 @@ def test_a_directory_is_searched_as_a_conversion_searches_it(tmp_path: Path, cap
 
 def test_what_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty contains no pictures; give one with files that end in"):
+    with pytest.raises(DataError, match=r"empty contains no pictures; give one with picture files, such as"):
         picture_files([tmp_path / "empty"])
     with pytest.raises(DataError, match=r"There is no image .*nowhere.jpg; give the path of a picture file"):
         picture_files([tmp_path / "nowhere.jpg"])
