@@ -79,7 +79,7 @@ def verify(path: Path) -> None:
             echo(f"{file}: all checksums of {tensors} tensors agree")
     if damaged:
         newest = next((file for _, file in reversed(files) if file not in damaged), None)
-        advice = "there is no other one to resume from" if newest is None else f"the newest complete one is {newest}"
+        advice = "no other checkpoint is left to resume from" if newest is None else f"the newest complete one is {newest}"
         raise CheckpointError(f"{len(damaged)} of {len(files)} checkpoints cannot be used; {advice}.")
 
 
@@ -139,7 +139,7 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
         raise CheckpointError(f"--shards is {shards}, but the layout `single` has one file; leave --shards out.")
     with owned(run_of(out.absolute().parent), "hpctrain checkpoint convert"):
         tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
-    echo(f"{out}: all {len(tensors)} tensors are those of {file}")
+    echo(f"{out}: all {len(tensors)} tensors are bitwise equal to those of {file}")
 
 
 @checkpoint.command()
@@ -251,7 +251,7 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
     check_suffix(out, (SAFETENSORS,))
     content = of_file(file, model, classes, _parsed(options))
     content.write(out)
-    echo(f"{out}: {_summary(content.state)} of {model}, all those of {file}")
+    echo(f"{out}: {_summary(content.state)} of {model}, bitwise equal to those of {file}")
 
 
 @weights.command()

@@ -120,7 +120,7 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
     else:
         for finding in checked.findings:
             echo(f"{'damage' if finding.damage else 'note'}: {finding.sentence}.")
-        outcome = "damaged" if checked.damaged else "as it was written"
+        outcome = "damaged" if checked.damaged else "undamaged"
         echo(f"{file}: {checked.images} images of {checked.classes} classes, {outcome}")
     if checked.damaged or (strict and checked.findings):
         raise SystemExit(_DAMAGED)
@@ -340,7 +340,8 @@ def convert_npz(
 ) -> None:
     """Convert JPEG files packed in an .npz.
 
-    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. The same command again continues an interrupted conversion.
+    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. Running the same command again continues an interrupted
+    conversion.
     """
     from hpctrain.data.convert import npz
     from hpctrain.data.convert.common import LeftOut
@@ -399,7 +400,7 @@ def convert_folder(
     """Convert a tree of picture files.
 
     The tree is DIRECTORY/<class>/.../<name>.jpg, .png, .webp, .tif, .bmp, .gif or another format that Pillow decodes. Links are
-    followed. The same command again continues an interrupted conversion.
+    followed. Running the same command again continues an interrupted conversion.
     """
     from hpctrain.data.convert import folder
     from hpctrain.data.files import require_new

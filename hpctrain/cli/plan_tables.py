@@ -261,7 +261,7 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
             owned = (
                 _runs(group.owned(piece))
                 if any(operation.kind.value != "allreduce" for operation in group.schedule.operations)
-                else "all of it, on every rank"
+                else "all elements, on every rank"
             )
             yield f"{number:5}  [{piece.start}, {piece.stop})  {owned}"
 

@@ -293,7 +293,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
     yield results
     for title, settings in (("configuration", comparison.configuration), ("versions", comparison.versions)):
         yield ""
-        yield f"Differences of {title}:" if settings else f"No differences of {title}."
+        yield f"Differences in {title}:" if settings else f"No differences in {title}."
         if settings:
             yield Padding(_settings(settings, numbers), (0, 0, 0, 2))
     yield ""

@@ -99,7 +99,7 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
     nodes = machine.nodes_of(ranks)
     if nodes > machine.nodes:
         places = f"{machine.nodes:,} x {machine.ranks_per_node}"
-        needs = f"{ranks:,} would take {nodes:,} nodes: more nodes of the same kind are assumed"
+        needs = f"{ranks:,} ranks need {nodes:,} nodes, so more nodes of the same kind are assumed"
         yield f"Machine {machine.name} has {places} ranks; {needs}."
     if memory_bytes > machine.memory_bytes:
         needed, present = megabytes(memory_bytes), megabytes(machine.memory_bytes)

@@ -404,10 +404,10 @@ def _settings(records: Sequence[RunRecord]) -> PagePart:
         settings = side_by_side(of_runs)
         different = tuple(Line((setting.key, *setting.values)) for setting in settings if setting.differs)
         if different:
-            tables.append(Table(f"Differences of {title}", headings, different))
+            tables.append(Table(f"Differences in {title}", headings, different))
         every = tuple(Line((setting.key, *setting.values), setting.differs) for setting in settings)
         if every:
-            tables.append(Table(f"All of {title}", headings, every, folded=True))
+            tables.append(Table(f"All values: {title}", headings, every, folded=True))
     same = len(records) > 1 and not any(table.title.startswith("Differences") for table in tables)
     return PagePart(
         "settings",

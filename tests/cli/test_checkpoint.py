@@ -57,7 +57,7 @@ def test_whole_ones_are_verified_and_damaged_ones_are_named(run: Path) -> None:
     assert str(damaged) in result.output
     whole = checkpoint_path(run / "checkpoints", 2)
     assert f"hpctrain: 1 of 3 checkpoints cannot be used; the newest complete one is {whole}." in result.output
-    assert "there is no other one to resume from" in _call("verify", str(damaged)).output
+    assert "no other checkpoint is left to resume from" in _call("verify", str(damaged)).output
 
 
 def test_position_and_tensors_are_shown(run: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None
     shards, back = run / "checkpoints" / "checkpoint-00000003.shards", run / "back.h5"
     result = _call("convert", str(run), "--shards", "1", "--out", str(shards))
     file = checkpoint_path(run / "checkpoints", 3)
-    assert (result.exit_code, result.output) == (0, f"{shards}: all 1 tensors are those of {file}\n")
+    assert (result.exit_code, result.output) == (0, f"{shards}: all 1 tensors are bitwise equal to those of {file}\n")
     assert "all checksums of 1 tensors agree" in _call("verify", str(shards)).output
     assert _call("convert", str(shards), "--out", str(back)).exit_code == 0
     assert read(back).meta == read(file).meta

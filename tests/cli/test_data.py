@@ -364,7 +364,7 @@ def test_notes_are_told_and_count_when_asked_to(path):
     lines = output.splitlines()
     assert lines[0] == "note: 2 samples in different classes have the same image as other samples: 1, 4."
     assert lines[1] == "note: class 1 (bee) has no sample."
-    assert lines[2].endswith("a.h5: 6 images of 3 classes, as it was written")
+    assert lines[2].endswith("a.h5: 6 images of 3 classes, undamaged")
     assert check(path, "--strict")[0] == 2
 
 

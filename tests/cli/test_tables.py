@@ -317,7 +317,7 @@ def test_how_much_was_measured_is_said() -> None:
 def test_what_does_not_fit_the_machine_is_said() -> None:
     assert list(size_lines(MACHINE, 2, 10**9)) == []
     assert list(size_lines(MACHINE, 5, 2 * 10**9)) == [
-        "Machine test has 1 x 2 ranks; 5 would take 3 nodes: more nodes of the same kind are assumed.",
+        "Machine test has 1 x 2 ranks; 5 ranks need 3 nodes, so more nodes of the same kind are assumed.",
         "A rank needs up to 2,000 MB, but has 1,074 MB: the largest of these jobs does not fit.",
     ]
 

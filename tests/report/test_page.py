@@ -52,7 +52,7 @@ def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
         (page.names[0], "step 7 skipped: gradient of conv1 not finite")
     ]
     titles = [table.title for table in parts["settings"].tables]
-    assert titles == ["Differences of configuration", "All of configuration", "All of versions"]
+    assert titles == ["Differences in configuration", "All values: configuration", "All values: versions"]
     assert [line.cells for line in parts["settings"].tables[0].lines] == [("batch", "8", "16")]
     assert [line.differs for line in parts["settings"].tables[1].lines] == [True, False]
 

@@ -284,8 +284,8 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     assert max(map(len, printed)) <= 80
     text = "\n".join(printed)
     assert "best test top-1  66.67% (epoch 2)  66.67% (epoch 2)" in text
-    assert "Differences of configuration:" in text
-    assert "No differences of versions." in text
+    assert "Differences in configuration:" in text
+    assert "No differences in versions." in text
     assert "no bits" in text
 
 
