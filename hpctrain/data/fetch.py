@@ -260,7 +260,7 @@ def _is_there(path: Path, data_set: DataSet) -> bool:
         raise DataError(f"{str(error).rstrip('.')}; --overwrite replaces it.") from error
     if class_difference(classes, data_set.class_names) is not None:
         raise DataError(
-            f"{path} exists already, with {len(classes)} classes other than those of {data_set.title}; give another --out, or "
+            f"{path} already exists, with {len(classes)} classes other than those of {data_set.title}; give another --out, or "
             "--overwrite to replace it."
         )
     return True

@@ -99,7 +99,7 @@ def require_new(path: Path, overwrite: bool) -> None:
         DataError: a file exists, and `overwrite` is false.
     """
     if os.path.lexists(path) and not overwrite:
-        raise DataError(f"{path} exists already; give another name, or --overwrite to replace it.")
+        raise DataError(f"{path} already exists; give another name, or --overwrite to replace it.")
 
 
 def require_directory(path: Path, advice: str) -> None:

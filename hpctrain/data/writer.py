@@ -189,7 +189,7 @@ class UnfinishedFile:
         """Raise if another program may have written the unfinished file, such as a download of the same name."""
         if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
             raise DataError(
-                f"{self.path} exists already without the journal of a conversion, so another program may have written it; "
+                f"{self.path} already exists without the journal of a conversion, so another program may have written it; "
                 f"move it away, or give another output name."
             )
 

@@ -473,7 +473,7 @@ def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None
 
 def _check(out: Path, sharded: bool) -> None:
     if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists already and is not overwritten; give another path, or delete it first.")
+        raise CheckpointError(f"{out} already exists and is not overwritten; give another path, or delete it first.")
     if is_sharded(out) != sharded:
         legal = out.with_suffix(SUFFIX if sharded else ".h5")
         raise CheckpointError(

@@ -463,7 +463,7 @@ def test_a_file_that_ends_anywhere_or_has_a_changed_byte_keeps_whole_chunks(path
 def test_a_file_of_somebody_else_stays(tmp_path):
     path, partial = tmp_path / "a.h5", tmp_path / "a.h5.partial"
     partial.write_bytes(b"half a download")
-    with pytest.raises(DataError, match="exists already without the journal of a conversion"):
+    with pytest.raises(DataError, match="already exists without the journal of a conversion"):
         UnfinishedFile(path, "source")
     assert partial.read_bytes() == b"half a download"
 
