@@ -106,7 +106,7 @@ The checks, in the order of the table:
 
 {checks}
 
-"job" stands for the doctor's own job. This list and the table are written by `make docs`.
+The check "job" is the doctor's own job. This list and the table are written by `make docs`.
 
 """
 
