@@ -58,7 +58,7 @@ def _below(directory: Path) -> list[Path]:
     if not pictures:
         why = "".join(f"; {note}" for note in notes)
         raise DataError(
-            f"The directory {directory} contains no pictures; give one with files that end in .jpg, .png or the like{why}."
+            f"The directory {directory} contains no pictures; give one with picture files, such as .jpg or .png{why}."
         )
     for note in notes:
         _log.warning("%s: %s", directory, note)

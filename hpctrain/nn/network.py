@@ -254,7 +254,8 @@ class Network:
         self.distribution.prepare(self.graph(1, image_shape))
         if any(self.distribution.shard(name) != shard for name, shard in self.shards.items()):
             raise ShapeError(
-                f"Ranks that share samples would hold other parameters for images of {image_shape}; change the size."
+                f"Images of shape {image_shape} need another split of the parameters over the ranks than those of "
+                f"{self.image_shape}; use another size."
             )
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:

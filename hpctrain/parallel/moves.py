@@ -569,7 +569,7 @@ class JoinRowsSpec(_CopiesOnly):
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         n, _, width, channels = inputs[0].shape
         if any((x.shape[0], *x.shape[2:]) != (n, width, channels) for x in inputs):
-            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} differ in more than their height.")
+            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} cannot be joined; they may differ only in height.")
         return TensorSpec((n, sum(x.shape[1] for x in inputs), width, channels), inputs[0].dtype)
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:

@@ -283,7 +283,7 @@ def _check_header(path: Path, file: h5py.File) -> None:
     if version not in _READABLE_VERSIONS:
         raise CheckpointError(
             f"The checkpoint {path} has format version {version}, written by hpctrain {_text(file, 'hpctrain')}; "
-            f"hpctrain {__version__} reads versions up to {FORMAT_VERSION}."
+            f"hpctrain {__version__} reads versions up to {FORMAT_VERSION}; use the version that wrote it."
         )
 
 
@@ -354,7 +354,7 @@ def _damage_in(path: Path) -> Iterator[None]:
     except _DAMAGE as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"The checkpoint {path} is truncated or damaged, HDF5 cannot read it ({reason}); use an older checkpoint."
+            f"The checkpoint {path} is truncated or damaged: HDF5 cannot read it ({reason}); use an older checkpoint."
         ) from error
 
 

@@ -109,8 +109,12 @@ def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset
     if not isinstance(found, h5py.Dataset):
         names: list[str] = []
         file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise DataError(f"{path} has no dataset {key!r}, but {', '.join(names[:_SHOWN]) or 'none'}{more}; name one by {option}.")
+        if not names:
+            raise DataError(f"{path} has no dataset {key!r}, and no other one; give a file with datasets of images and labels.")
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise DataError(
+            f"{path} has no dataset {key!r}; it has {', '.join(names[:_SHOWN])}{more}; name one of these by {option}."
+        )
     return found
 
 
