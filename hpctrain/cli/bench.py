@@ -98,8 +98,8 @@ def scaling(
 ) -> None:
     """Compare the step times of several numbers of ranks.
 
-    Prints efficiency, exposed communication and the lower limit of the step time for each number of ranks. Each number runs
-    twice: normally, and with --compute-only. OVERRIDES such as averager=sharded override keys of the file.
+    Prints efficiency, exposed communication and a lower limit of the step time for each number of ranks. The training runs twice
+    on each number of ranks: normally, and with --compute-only. OVERRIDES such as averager=sharded override keys of the file.
     """
     from hpctrain.bench import scaling as study
 
@@ -137,7 +137,7 @@ class ThreadCounts(RankCounts):
 @click.option(
     "--threads",
     type=ThreadCounts(),
-    help="Numbers of threads that make a batch, such as 1,2,4; default: powers of 2 up to this machine's cores.",
+    help="Numbers of threads to compare, such as 1,2,4; default: powers of 2 up to this machine's cores.",
 )
 @click.option("--no-step", is_flag=True, help="Do not time a training step for comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
@@ -145,7 +145,7 @@ class ThreadCounts(RankCounts):
 def data(
     file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool, out: Path | None
 ) -> None:
-    """Time the stages in which images become a batch.
+    """Time the stages of data loading, from the file to the batch.
 
     Prints the images per second of each stage for several numbers of threads, and the stage that limits FILE's training with
     OVERRIDES. Runs in one process, without MPI.
@@ -176,7 +176,7 @@ def data(
 
 
 def rates_table(rates: DataRates) -> list[str]:
-    """Return lines with images per second by stage. Numbers of threads that do not fit get another table below."""
+    """Return lines with images per second by stage. Numbers of threads that do not fit the width are in a second table below."""
     from hpctrain.bench.data import READ
 
     height, width, channels = rates.shape
@@ -242,7 +242,7 @@ def engine(
 ) -> None:
     """Time the training steps of a model.
 
-    Times whole steps and each operator in one process, on synthetic images, without MPI and data files.
+    Times whole steps and each operator in one process, on synthetic images. Needs neither MPI nor data files.
     """
     from hpctrain.launch.launcher import detect
     from hpctrain.launch.threads import set_threads

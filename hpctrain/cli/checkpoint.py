@@ -63,7 +63,7 @@ def listing(path: Path) -> None:
 def verify(path: Path) -> None:
     """Read checkpoints completely and verify every checksum.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint. The exit code is 2 if one is damaged.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. The exit code is 2 if a checkpoint is damaged.
     """
     from hpctrain.storage.checkpoint import read
 
@@ -125,9 +125,9 @@ def show(path: Path, as_json: bool) -> None:
 def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
     """Convert a checkpoint to the other layout.
 
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. The new checkpoint has bitwise the same
-    tensors and metadata; it is read again and compared before the command ends. The name of a directory of shards must end in
-    .shards. A training can resume from the new checkpoint if it is in a run's directory of checkpoints.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. Tensors and metadata are copied bitwise; the
+    new checkpoint is read again and compared before the command ends. The name of a directory of shards must end in .shards. A
+    training can resume from the new checkpoint if it is in a run's directory of checkpoints.
     """
     from hpctrain.runs.owner import owned, run_of
     from hpctrain.storage.checkpoint import convert as write_converted
@@ -146,15 +146,16 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
 @_PATH
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Number of most recently written checkpoints to keep.")
 @click.option(
-    "--drop-best", is_flag=True, help="Also delete the checkpoint with the best evaluation, unless it is among the latest."
+    "--drop-best", is_flag=True, help="Also delete the checkpoint with the best evaluation, unless it is among the --keep newest."
 )
 def prune(path: Path, keep: int, drop_best: bool) -> None:
     """Delete old checkpoints of a run.
 
-    Keeps the most recently written checkpoints, regardless of their steps, and the checkpoint with the best evaluation. Of the
-    checkpoints that a resume has set aside, it keeps the same number. Deletes unfinished checkpoints of killed runs if nothing
-    was written to them for an hour. Refuses a run that another job writes to. PATH is a run directory or its directory of
-    checkpoints. In any other directory, only files whose metadata identify them as checkpoints of a run are deleted.
+    Keeps the most recently written checkpoints, regardless of their steps, and the checkpoint with the best evaluation.
+    Checkpoints that a resume has set aside are counted separately, and the same number of them is kept. Unfinished checkpoints of
+    killed runs are deleted if nothing was written to them for an hour. A run that another job writes to is refused. PATH is a run
+    directory or its directory of checkpoints. In any other directory, only files whose metadata identify them as checkpoints of a
+    run are deleted.
     """
     from hpctrain.runs import directory as best_record
     from hpctrain.runs.owner import is_run, owned
@@ -198,7 +199,7 @@ def _directory(path: Path) -> Path:
 
 
 def _about(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that fit on one line each, without the configuration and the schedules."""
+    """Return the metadata with short values: numbers, flags and texts of less than 100 characters."""
     return {key: value for key, value in meta.items() if isinstance(value, int | float | str) and len(str(value)) < 100}
 
 
@@ -213,7 +214,7 @@ _FILE = click.argument("file", type=FilePath(path_type=Path))
 _CLASSES = click.option(
     "--classes",
     type=click.IntRange(min=1),
-    help="Number of classes of the model; default: that of the last layer in FILE.",
+    help="Number of classes of the model; default: that of the last layer in the file.",
 )
 _OPTIONS = click.option(
     "--option",
@@ -241,8 +242,8 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
     """Convert weights of another program for training.
 
     FILE is a safetensors file, or a file of torch.save (.pt, .pth), which needs PyTorch and from which only tensors are read.
-    Names and shapes must be those of torchvision's model. The new file has bitwise the same arrays; use its path as init.weights
-    in a configuration.
+    Names and shapes must be those of torchvision's model. The arrays are copied bitwise. To train from the new file, set
+    init.weights to its path.
     """
     from hpctrain.run.model_weights import of_file
     from hpctrain.storage.weights_file import SAFETENSORS, check_suffix
@@ -272,8 +273,8 @@ def export(
     """Write the weights of a run for other programs.
 
     SOURCE is a run directory, whose newest checkpoint is exported, a checkpoint of any layout and grid, or a file of weights.
-    PyTorch files need PyTorch, and ONNX files the extra `onnx`. ONNX files also contain the model. Its input are normalised
-    images (N, C, H, W) of the size that it was trained on.
+    PyTorch files need PyTorch, and ONNX files the extra `onnx`. An ONNX file also contains the model. The input of this model is
+    a batch of normalised images (N, C, H, W) of the size used in training.
     """
     from hpctrain.run.model_weights import SUFFIXES, of_checkpoint, of_file
     from hpctrain.storage import weights_file
@@ -345,7 +346,7 @@ def _checkpoint(source: Path, *, best: bool) -> Path:
     """Return the newest or the best checkpoint at a path.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there are no checkpoints, or none of them is the best.
     """
     from hpctrain.runs import directory
 

@@ -48,7 +48,8 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration without running it.
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
-    standard error; the exit code is then 2. If the training file exists, batch normalisation is also checked for its image sizes.
+    standard error; the exit code is then 2. If the training file exists, batch normalisation is also checked for the sizes of its
+    images.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import single_values_of
@@ -84,7 +85,7 @@ def list_() -> None:
     "directory",
     type=FilePath(file_okay=False, path_type=Path),
     default=Path(),
-    help="Directory in whose configs/ and jobs/ the copies are written; default: the current one.",
+    help="Directory for the copies, which are written to its configs/ and jobs/; default: the current one.",
 )
 def copy(names: tuple[str, ...], directory: Path) -> None:
     """Copy installed examples to a directory for editing.
@@ -136,7 +137,7 @@ for _kind in KINDS:
 
 
 def _table(kind: str) -> str:
-    """Return names and sentences in two columns, as wide as the terminal; names of installed packages come last."""
+    """Return names and their descriptions in two columns, as wide as the terminal; names from installed packages come last."""
     from hpctrain.config.options import choices, registry
 
     offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]

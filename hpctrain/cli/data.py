@@ -64,7 +64,7 @@ class _Lines:
         self._last = clock()
 
     def advance(self, count: int) -> None:
-        """Count further items, and print a line if the last one is old enough."""
+        """Count further items, and print a line if the previous line is old enough."""
         self._done += count
         if self._clock() - self._last < LINE_SECONDS:
             return
@@ -151,8 +151,9 @@ def data() -> None:
 def fetch(name: str, out: Path, overwrite: bool) -> None:
     """Download a data set and convert it.
 
-    Uses files in DIRECTORY and Debian's packages first: the gzipped IDX files of Fashion-MNIST and MNIST, or the archive
-    cifar-10-binary.tar.gz. Does nothing if train.h5 and test.h5 exist.
+    The files are taken from DIRECTORY, from a Debian package (Fashion-MNIST only; root installs it), or from the public address,
+    in this order: the gzipped IDX files of Fashion-MNIST and MNIST, or the archive cifar-10-binary.tar.gz. Does nothing if
+    train.h5 and test.h5 exist.
     """
     from hpctrain.data import fetch as sources
 
@@ -163,7 +164,7 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
 @data.command()
 @click.argument("file", type=_INPUT)
 def info(file: Path) -> None:
-    """Print images, sizes, statistics and classes of a data file."""
+    """Print the number, size and statistics of the images in a data file, and its classes."""
     import numpy as np
 
     from hpctrain.data.image_file import ImageFile
@@ -187,7 +188,8 @@ def info(file: Path) -> None:
 def verify(file: Path) -> None:
     """Compare a data file with its checksums.
 
-    Fails if the file has changed since it was written. `hpctrain data check` names the damaged samples, and finds more faults.
+    Fails if the file has changed since it was written. `hpctrain data check` also names the damaged samples and finds other
+    faults.
     """
     from hpctrain.data.image_file import ImageFile
 
@@ -203,7 +205,7 @@ data.add_command(check)
 def convert() -> None:
     """Convert images into one data file, OUT.
 
-    Each command prints the contents of OUT, and the parts of the source that were left out.
+    Each command prints a description of OUT, and the parts of the source that were left out.
     """
 
 
@@ -211,7 +213,7 @@ _KEEP = click.option(
     "--keep-jpeg",
     "keep_files",
     is_flag=True,
-    help="Store the original picture files instead of pixels; decoding them at reading yields the same pixels.",
+    help="Store the original picture files instead of pixels; a training decodes them to the same pixels.",
 )
 _CLASS_NAMES = click.option(
     "--class-names",
@@ -283,7 +285,7 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @click.option(
     "--layout",
     type=click.Choice(["nhwc", "nchw"]),
-    help="Order of the dimensions; default: the only dimension of 1, 3 or 4 is that of the channels.",
+    help="Order of the dimensions; default: the channels are the only dimension of size 1, 3 or 4.",
 )
 @_CLASS_NAMES
 @_OVERWRITE
@@ -317,7 +319,7 @@ def convert_hdf5(
 @_CHANNELS
 @_KEEP
 @_MAX_PIXELS
-@click.option("--limit", type=click.IntRange(1), help="Number of images to convert, from the first on; default: all.")
+@click.option("--limit", type=click.IntRange(1), help="Number of images to convert, starting with the first; default: all.")
 @_CLASS_NAMES
 @_THREADS
 @_OVERWRITE

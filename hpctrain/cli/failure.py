@@ -1,7 +1,8 @@
-"""How a command ends when it fails: errors of users as sentences, once per job; bugs with a traceback; the job always ends.
+"""Turn exceptions of commands into text and exit codes, and end the job.
 
-This is the only module that turns an exception into text. Commands and the functions that they call raise errors, and neither
-catch nor print them.
+An error that the user can fix is printed as sentences, once per job. A bug is printed with its traceback. In both cases all ranks
+end. This is the only module that turns an exception into text. Commands and the functions that they call raise errors, and
+neither catch nor print them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BUG = process_end.BUG
 # If every rank raises an error, rank 0 prints it and ends the job. A rank that is still alive after this time is the only one
 # with its error, and prints it.
 _ALONE_AFTER_SECONDS = 1.5
-# The same time if another rank is known to raise the error: that rank may be late if ranks share cores.
+# The time if another rank is known to raise the same error; it may be late if ranks share cores.
 _REPORTED_SECONDS = 30.0
 
 #: callback with the message of an error and the ranks that caused it, if known
@@ -89,7 +90,7 @@ def user_errors_end_in_sentences(
 def job_ends_on_error(
     rank: Callable[[], int], abort: Callable[[int], None], failed: Failed = lambda sentence, ranks: None
 ) -> Iterator[None]:
-    """Turn any exception into the end of the whole job with a non-zero exit code.
+    """End the whole job with a non-zero exit code after any exception.
 
     Args:
         rank: callback that returns this process's rank (0 before it has one).

@@ -116,7 +116,7 @@ class JobProcess:
             self._removed = shared_segments.Removed()
 
     def finish(self) -> None:
-        """End the run in order."""
+        """Run the callbacks of `exits`, the last one first."""
         self.exits.close()
 
     def end_mpi(self) -> None:
@@ -201,7 +201,7 @@ class ConfiguredProcess(JobProcess):
     def start(self, file: Path, overrides: tuple[str, ...], resume: str | None = None, repeated: str | None = None) -> Session:
         """Read the configuration, start MPI, and return a session. All ranks raise the same error if there is one.
 
-        MPI starts even then: if one rank left alone, the others would wait for it.
+        MPI starts even if this rank cannot read the configuration: if it left alone, the other ranks would wait for it.
 
         Args:
             resume, repeated: earlier runs of `--resume` and `--schedule-from`, whose automatic choices are reused.
@@ -245,14 +245,18 @@ class ConfiguredProcess(JobProcess):
         return work(self._session(resume, repeated, continues=True), resume, repeated, self._complete)
 
     def _continues(self) -> bool:
-        """Return whether this process continues without a lost rank."""
+        """Return whether the job can continue after the loss of a rank. Configuration, launcher and MPI must allow this."""
         from hpctrain.comm import mpi
 
         shrinks = self._config is not None and self._config.on_lost_rank.shrinks
         return shrinks and self.launcher.starts_mpi and mpi.goes_on_without_lost_ranks()
 
     def _complete(self) -> None:
-        """Raise if a rank was lost at the end of the run and the job continues without lost ranks. Collective over all ranks."""
+        """Check that no rank was lost at the end of the run, if the job can continue without lost ranks. Collective.
+
+        Raises:
+            RankLostError: a rank was lost.
+        """
         from hpctrain.comm import mpi
 
         self._asked_at_end = self._continues()
@@ -346,7 +350,7 @@ class ConfiguredProcess(JobProcess):
         """Return a session over the current world. Collective over all ranks.
 
         Args:
-            continues: whether to continue without lost ranks if the configuration allows it.
+            continues: whether the session may continue after the loss of a rank, as configured.
         """
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.job.lost_ranks import check_offered

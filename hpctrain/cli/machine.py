@@ -52,8 +52,8 @@ _DEADLINE_SECONDS = 300.0
 def calibrate(out: Path, seconds: float, threads: int | None) -> None:
     """Measure this machine and write a machine model.
 
-    Start it like a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. The ranks time messages
-    within and between nodes, and operators. The file marks the quantities that could not be measured.
+    Start it like a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. The ranks time operators,
+    and messages within and between nodes. The file marks the quantities that could not be measured.
     """
     launcher = detect(os.environ)
     world: Communicator | None = None

@@ -184,9 +184,9 @@ def search(
 ) -> None:
     """Find the fastest way to run a training.
 
-    Searches for the grid, the use of each layer, the averager and the number of micro-batches that minimise the step time of
-    FILE's training with OVERRIDES, on this number of ranks of a machine and within its memory. The best few choices are
-    simulated.
+    Searches for the grid, the use of each layer (batch, model or domain), the averager and the number of micro-batches that
+    minimise the step time of FILE's training with OVERRIDES. The training runs on the given number of ranks of a machine and must
+    fit its memory. The best few choices are simulated.
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} would overwrite the configuration and lose its comments; give another file name.")
@@ -240,7 +240,7 @@ def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tupl
     "--ranks",
     type=RankSeries(),
     required=True,
-    help="Numbers of ranks to simulate, such as 1,2,4 or 1,2,...,8192 (each twice the one before).",
+    help="Numbers of ranks to simulate, such as 1,2,4 or 1,2,...,8192 (each twice the previous one).",
 )
 @click.option(
     "--mode",

@@ -76,7 +76,7 @@ def _print_layers(console: Console, task: PlannedRun, report: PlanReport) -> Non
 
 
 def _least_width(console: Console, table: Table) -> int:
-    """Return the columns that a table needs: the larger of its minimum width and its rendered width.
+    """Return the number of columns that a table needs: the larger of its minimum width and its rendered width.
 
     Folding may produce lines that are wider than the minimum.
     """
@@ -125,7 +125,11 @@ def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
 
 
 def _interiors(task: PlannedRun) -> Iterator[str]:
-    """Yield the convolutions of `grid.overlap` that are computed in parts, and those under domain that are not, with reasons."""
+    """Yield sentences about the layers of `grid.overlap`.
+
+    The first sentence names the layers whose interior is computed while halos are exchanged. One more follows for each layer that
+    cannot be divided at this image size.
+    """
     interiors = overlap(task.job.graph_of(1), task.plan)
     if interiors.in_parts:
         yield f"Interiors are computed while halos travel in {', '.join(interiors.in_parts)}."
@@ -263,7 +267,7 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
 
 
 def _runs(counts: Sequence[int]) -> str:
-    """Return counts in which equal neighbours are joined: "3 x 17, 16"."""
+    """Return counts as text in which equal neighbours are joined: "3 x 17, 16"."""
     runs: list[tuple[int, int]] = []
     for count in counts:
         if runs and runs[-1][1] == count:
@@ -343,7 +347,7 @@ def json_lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _line(item: dict[str, Any]) -> str:
-    """Return an object in a line. An object that a list contains several times is encoded only once."""
+    """Return an object as one line of JSON. An object that occurs several times in a list is encoded only once."""
     fields = []
     for key, value in item.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -126,7 +126,8 @@ def _plain(score: ClassScore, names: tuple[str, ...]) -> dict[str, Any]:
 def _matrix(evaluation: Evaluation) -> dict[str, Any]:
     """Return the confusion matrix as plain data.
 
-    `matrix[label][prediction]` are numbers of samples, and `no_class[label]` the numbers of samples without a finite output.
+    `matrix[label][prediction]` is the number of samples with this label and prediction, and `no_class[label]` the number of
+    samples without a finite output.
     """
     matrix = evaluation.confusion
     assert matrix is not None, "it was counted"
@@ -271,9 +272,9 @@ def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Ta
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
-    """Yield the tables and sentences of a comparison in order. Tables use numbers for runs, as names are long.
+    """Yield the tables and sentences of a comparison in order. Tables number the runs, as their names are long.
 
-    A few runs are columns. More runs are rows, with the quantities that most readers compare.
+    A few runs are shown as columns. More runs are shown as rows, with the most important figures only.
     """
     numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
     for number, name in zip(numbers, comparison.names, strict=True):

@@ -211,7 +211,7 @@ def _lines(reader: RunReader, console: Console, interval: float) -> None:
 
 @click.command()
 @click.argument("run", type=FilePath(path_type=Path))
-@click.option("--all", "whole", is_flag=True, help="Print all rows; default: one row contains the sum of the smallest.")
+@click.option("--all", "whole", is_flag=True, help="Print all rows; by default, the smallest are summed into one row.")
 def trace(run: Path, whole: bool) -> None:
     """Show where the time of a traced run went.
 
@@ -249,7 +249,7 @@ _MOST_PICTURES = 24
     "--test",
     "judges",
     is_flag=True,
-    help="Add the test results of a single RUN's newest checkpoint: confusion matrix, correctly and wrongly classified pictures.",
+    help="Add the test results of a single RUN's newest checkpoint: confusion matrix, and rightly and wrongly classified images.",
 )
 def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: bool) -> None:
     """Write an HTML report of one or more runs.
@@ -338,8 +338,8 @@ def _write(path: Path, write: Callable[[], object]) -> None:
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     """Compare runs: results, configurations, first difference.
 
-    Each RUN is a run directory. The first bitwise difference is found by the hashes that runs record every few steps
-    (hashes.every_steps), and by checkpoints of the same step, tensor by tensor.
+    Each RUN is a run directory. The first bitwise difference is found with the hashes that runs record every few steps
+    (hashes.every_steps), and with checkpoints of the same step, tensor by tensor.
     """
     from hpctrain.core.errors import ConfigError
 

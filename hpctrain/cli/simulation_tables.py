@@ -71,7 +71,7 @@ def megabytes(n_bytes: float) -> str:
 
 
 def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[str]:
-    """Yield a sentence about the machine, the share of its numbers that was measured, and the what-if factors."""
+    """Yield a sentence with the machine and the share of its numbers that was measured, and one with the what-if factors."""
     numbers = machine.sources.values()
     measured = sum(source.startswith("measured") for source in numbers)
     share = "measured" if measured == len(numbers) else f"{measured} of {len(numbers)} numbers measured"
@@ -264,7 +264,7 @@ def print_machine(machine: Machine) -> None:
 
 
 def _source(machine: Machine, key: str) -> str:
-    """Return the source of a number, or the first source in a section."""
+    """Return the source of a number. If the key is a section, return the source of the section's first number."""
     below = (name for name in machine.sources if name.startswith(f"{key}."))
     return machine_file.source_of(machine, next(below, key))
 

@@ -102,8 +102,8 @@ def submit(
 ) -> None:
     """Submit the training of CONFIG to a scheduler.
 
-    OVERRIDES such as optimizer.lr=0.2 override keys of the file. The script is kept in jobs/ of the output directory, next to its
-    log. The same command again resumes the newest run of that name from its newest checkpoint.
+    OVERRIDES such as optimizer.lr=0.2 override keys of the file. The script is written to jobs/ in the output directory, next to
+    its log. The same command again resumes the newest run of that name from its newest checkpoint.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.schema import SYNTHETIC

@@ -1,6 +1,7 @@
 """The commands that run on ranks: `hpctrain train`, `hpctrain eval`, `hpctrain predict` and `hpctrain script`.
 
-Each command sets the number of threads, starts MPI, loads what it needs and runs it.
+Except for `script`, which runs a user's program, each command sets the number of threads, loads the modules that it needs, starts
+MPI and runs its work.
 """
 
 from __future__ import annotations
@@ -330,7 +331,7 @@ def _sentence(broken: Sequence[Path], pictures: int) -> str:
 
 
 class _Choice:
-    """The run that the options of `predict` select.
+    """The run or checkpoint that the options of `predict` select.
 
     Attributes:
         source: argument for `find_checkpoint`, final once `read` has returned.
@@ -341,7 +342,7 @@ class _Choice:
         self._directory, self._file, self._overrides = directory, file, overrides
 
     def read(self) -> tuple[Config, Source]:
-        """Return the configuration, with defaults for the keys that concern the training's ranks and not its model."""
+        """Return the selected configuration. Settings of the training's ranks, machine and duration have their defaults."""
         set_threads(detect(os.environ), None)  # before NumPy is loaded: reading a checkpoint needs it
         from hpctrain.cli.arguments import load_config
         from hpctrain.run.stored_run import FRESH, find_run
@@ -387,7 +388,7 @@ def script(file: Path, arguments: tuple[str, ...]) -> None:
 
 
 def _left_by(file: Path, arguments: tuple[str, ...]) -> SystemExit:
-    """Run a program and return its SystemExit, or an empty one if it ends without.
+    """Run a program and return its SystemExit, or an empty SystemExit if the program returns without one.
 
     Raises:
         ConfigError: the program does not exist.

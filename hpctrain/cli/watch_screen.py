@@ -70,7 +70,7 @@ def text_curve(
 
 
 def _joined(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the dots of the straight lines between consecutive places."""
+    """Yield the dots of the straight lines between consecutive points of a path."""
     for (column, row), (next_column, next_row) in pairwise(path):
         length = max(abs(next_column - column), abs(next_row - row), 1)
         for k in range(1, length + 1):
@@ -152,7 +152,7 @@ def _position(state: RunState, width: int, *, plain: bool) -> RenderableType:
 
 
 def _pace(state: RunState) -> list[tuple[int, str]]:
-    """Return the facts of one line, each with its priority for `fitting`."""
+    """Return speed, learning rate, remaining time and newest checkpoint as texts, each with its priority for `fitting`."""
     record = state.latest("interval")
     facts = []
     if record.get("images_per_second") is not None:
@@ -168,7 +168,7 @@ def _pace(state: RunState) -> list[tuple[int, str]]:
 
 
 def _numbers(state: RunState) -> Table | None:
-    """Return loss and accuracies of training and test."""
+    """Return a table of loss and accuracies in training and on the test set; None before the first record."""
     train, test = state.latest("interval", "epoch"), state.latest("evaluation")
     if not train and not test:
         return None
@@ -185,7 +185,7 @@ def _numbers(state: RunState) -> Table | None:
 
 
 def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | None:
-    """Return loss and accuracy over steps: dots of training, "o" of test."""
+    """Return curves of loss and accuracy over steps, with dots for training and "o" for the test set; None without curves."""
     beside = width >= _BESIDE_COLUMNS
     columns = (width - 2) // 2 if beside else width
     curves = []
@@ -206,7 +206,7 @@ def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | Non
 
 
 def _ranks(state: RunState) -> list[RenderableType]:
-    """Return lines with the last sign of life of the ranks: one line for all, then the ranks that are silent for longer."""
+    """Return lines about the latest activity of the ranks: a summary, then one per rank that failed or is silent for long."""
     if not state.ranks:
         return [Text("ranks: no flight records here")]
     by_silence = sorted(state.ranks, key=state.silent_seconds, reverse=True)

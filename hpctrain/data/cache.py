@@ -1,7 +1,7 @@
-"""Memory shared by the ranks of a node that caches samples: the rank that first needs a sample reads it for all.
+"""Cache of samples in memory that the ranks of a node share: the first rank that needs a sample reads it for all of them.
 
 A byte per sample marks its state. Two ranks that read a sample at the same time write the same pixels to the same place, which is
-harmless; the state "being read" makes it rare. Ranks exchange no messages, and no rank waits without end: after a time limit, a
+harmless; the state "being read" makes it rare. Ranks exchange no messages, and every wait is bounded: after a time limit, a
 waiting rank reads the sample from the source.
 
 `ReadCounts` counts samples and bytes by source. `FillingPlan` plans how a job fills the memory of all nodes before its first
@@ -79,7 +79,10 @@ _PAUSE_SECONDS = 1e-3
 
 
 class NodeRank(NamedTuple):
-    """Number of a rank on its node, and number of ranks. Ranks that read the same batch start at different samples."""
+    """Index of a rank among the ranks that share a node's memory, and their number.
+
+    Ranks that read the same batch start at different samples, according to this index.
+    """
 
     rank: int
     ranks: int
@@ -95,7 +98,7 @@ def bytes_for(held: int, image_bytes: int) -> int:
 
 
 def held_in(limit_bytes: int, samples: int, image_bytes: int) -> int:
-    """Return the number of samples that fit into a limit."""
+    """Return the number of samples, of `samples`, that a memory of `limit_bytes` can hold."""
     most = max(0, (limit_bytes - _ALIGNMENT_BYTES) // (image_bytes + 1))
     return min(samples, most)
 
@@ -105,7 +108,7 @@ def _states_bytes(held: int) -> int:
 
 
 class SampleCache(ReadImages):
-    """Images (N, H, W, C) uint8 of a file, some of which the ranks of a node keep in memory. Any thread may read.
+    """Images (N, H, W, C) uint8 of a file, some of which are cached in memory that the ranks of a node share. Thread-safe.
 
     A sample is read from the node's memory, otherwise from the node's local copy, otherwise from the file. A sample from the file
     is then stored in both if they have a place for it. Replacements for samples that this rank cannot read are never stored.
@@ -201,7 +204,7 @@ class SampleCache(ReadImages):
         return pixels
 
     def bring(self, samples: np.ndarray) -> None:
-        """Load samples (n,) into memory if it has places for them, so that regions are read there.
+        """Load samples (n,) into memory if it has places for them, so that later reads of their regions use the memory.
 
         Raises the errors of the source.
         """
@@ -231,21 +234,21 @@ class SampleCache(ReadImages):
         self._counts.add(Origin.NODES, len(good), len(good) * self.image_bytes)
 
     def _is_kept(self, samples: np.ndarray) -> np.ndarray:
-        """Return whether memory has a place for samples, (n,) bool."""
+        """Return whether memory has a place for each sample, (n,) bool."""
         kept: np.ndarray = samples < self.held
         if self.replaced:
             kept &= ~np.isin(samples, list(self.replaced))
         return kept
 
     def _is_present(self, samples: np.ndarray) -> np.ndarray:
-        """Return whether samples are in memory now, (n,) bool."""
+        """Return whether each sample is in memory now, (n,) bool."""
         there = self._is_kept(samples)
         there[there] = self._states[samples[there]] == _PRESENT
         self._memory.fence()
         return there
 
     def _copy_from_memory(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
-        """Copy the samples at `places`, which are in memory, to the same places of `out`."""
+        """Copy the elements of `samples` at the indices `places` from memory to the same indices of `out`."""
         if out is not None and len(places):
             out[places] = self._kept[samples[places]]
             self._counts.add(Origin.MEMORY, len(places), len(places) * self.image_bytes)
@@ -355,7 +358,7 @@ class FillingPlan:
         return first, min(self.samples, first + self.at_once)
 
     def receivers(self, turn: int, rank: int) -> tuple[int, ...]:
-        """Return the ranks to which a rank sends its chunk of a round: one rank of each other memory, in turn."""
+        """Return the ranks that receive a rank's chunk of a round: one rank of each other memory, chosen in rotation."""
         first, stop = self.chunk(turn, rank)
         if first == stop:
             return ()

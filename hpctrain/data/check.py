@@ -54,7 +54,7 @@ class FileFinding:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """Result for a file, with its numbers of images and classes."""
+    """Result of the check of one data file: its numbers of images and classes, and the findings."""
 
     path: Path
     images: int
@@ -63,7 +63,7 @@ class CheckedFile:
 
     @property
     def damaged(self) -> bool:
-        """Whether a finding is damage."""
+        """Whether any finding reports damage."""
         return any(finding.damage for finding in self.findings)
 
 

@@ -5,7 +5,7 @@ libjpeg-turbo with less overhead. Its settings are those of Pillow (the slow, ex
 so the pixels are bitwise equal with and without it.
 
 The first frame or page of a file is decoded. Damaged metadata is ignored if the pixels are intact. This module loads Pillow, so
-trainings on pixels do not import it.
+training on files of pixels does not import it.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
     values = np.asarray(image)
     if image.mode == "F" or depth > 16 or (values.size and (values.min() < 0 or values.max() >= 1 << depth)):
         kind = "floating-point numbers" if image.mode == "F" else f"whole numbers of {depth} bits, or negative ones"
-        raise DataError(f"The image cannot be decoded: its pixels are {kind}; save it with 8 or 16 unsigned bits a value.")
+        raise DataError(f"The image cannot be decoded: its pixels are {kind}; save it with 8 or 16 unsigned bits per value.")
     return Image.fromarray((values.astype(np.int64) >> (depth - 8)).astype(np.uint8))
 
 
@@ -395,7 +395,7 @@ class EncodedReader(BlockReader):
         return out
 
     def decode(self, sample: int, content: bytes, out: np.ndarray) -> str | None:
-        """Decode the stored bytes of a sample to `out` (H, W, C), and return the reason of a failure or None.
+        """Decode the stored bytes of a sample to `out` (H, W, C), and return the reason for a failure, otherwise None.
 
         Raises:
             DataError: see `take`.
@@ -419,7 +419,7 @@ class EncodedReader(BlockReader):
         return int(self._pixel_sums[sample]) if stored_sum == self._sums[sample] else -1 - stored_sum
 
     def _decode_all(self, samples: np.ndarray, outs: list[np.ndarray], patient: bool) -> Mapping[int, str]:
-        """Read and decode samples (n,), and return the reason of each failure, by index in `samples`."""
+        """Read and decode samples (n,), and return the reason for each failure, by index in `samples`."""
         sizes = self.extents.sizes(samples)
         ends = np.cumsum(sizes)
         contents = np.empty(int(sizes.sum()), np.uint8)
@@ -437,7 +437,7 @@ class EncodedReader(BlockReader):
         return {number: failed[number] for number in sorted(failed)}
 
     def _map_threads(self, function: Callable[[int], str | None], numbers: list[int]) -> Iterator[str | None]:
-        """Yield results in the order of the numbers."""
+        """Yield the results of a function in the order of `numbers`, computed by the decoding threads if there are several."""
         if self.threads == 1 or len(numbers) < 2:
             return map(function, numbers)
         if self._pool is None or self._pool_threads != self.threads:

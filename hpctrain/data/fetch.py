@@ -1,4 +1,4 @@
-"""Public data sets (Fashion-MNIST, MNIST, CIFAR-10): locates, installs or downloads, checks and converts them.
+"""Public data sets (Fashion-MNIST, MNIST, CIFAR-10): locate, install or download, check and convert them.
 
 Files are identified by the sha256 of their *content*, because compressed files differ between distributions.
 """
@@ -121,7 +121,7 @@ _MOST_BYTES = 1 << 28
 
 @contextmanager
 def no_bar(description: str, total: int, noun: str) -> Iterator[Advance]:
-    """Show no progress (a `Bar`)."""
+    """Ignore the progress (a no-op `Bar`)."""
     yield no_progress
 
 
@@ -247,10 +247,10 @@ def _get(url: str, wanted: DataSet, bar: Bar) -> bytes | None:
 
 
 def _is_there(path: Path, data_set: DataSet) -> bool:
-    """Return whether the data file exists.
+    """Return whether a data file with the classes of the data set exists.
 
     Raises:
-        DataError: another file of this name exists, which must not be overwritten.
+        DataError: the existing file is not a valid data file, or has other classes.
     """
     if not os.path.lexists(path):
         return False
@@ -260,7 +260,7 @@ def _is_there(path: Path, data_set: DataSet) -> bool:
         raise DataError(f"{str(error).rstrip('.')}; --overwrite replaces it.") from error
     if class_difference(classes, data_set.class_names) is not None:
         raise DataError(
-            f"{path} exists already, with {len(classes)} classes other than those of {data_set.title}; give another --out, or "
+            f"{path} already exists, with {len(classes)} classes other than those of {data_set.title}; give another --out, or "
             "--overwrite to replace it."
         )
     return True
@@ -302,7 +302,7 @@ def _convert(directory: Path, data_set: DataSet, split: str, out: Path, bar: Bar
 
 
 def _member(path: Path, name: str) -> bytes:
-    """Return the content of the file with this name in an archive, in whatever directory of it.
+    """Return the content of the file with this name from an archive, in any of its directories.
 
     Raises:
         DataError: the archive is damaged, or has no such file.

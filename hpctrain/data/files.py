@@ -65,7 +65,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than the limit of {most_bytes:,}")
         content = file.read(size + 1)
     if len(content) != size:
-        raise OSError(errno.EIO, f"it has {size:,} bytes, but another number was read")
+        raise OSError(errno.EIO, f"its size changed while it was read, from {size:,} bytes")
     return content
 
 
@@ -88,9 +88,8 @@ def require_file(path: Path, kind: str, advice: str) -> None:
         raise DataError(f"There is no {kind} {path}; {advice}.") from error
     except OSError as error:
         raise DataError(f"The {kind} {path} cannot be read: {error.strerror or error}.") from error
-    shown = "a directory" if stat.S_ISDIR(mode) else "no regular file"
     article = "an" if kind[0] in "AEIOaeio" else "a"
-    raise DataError(f"{path} is {shown}, not {article} {kind}; {advice}.")
+    raise DataError(f"{path} is {kind_of(mode)}, not {article} {kind}; {advice}.")
 
 
 def require_new(path: Path, overwrite: bool) -> None:
@@ -100,7 +99,7 @@ def require_new(path: Path, overwrite: bool) -> None:
         DataError: a file exists, and `overwrite` is false.
     """
     if os.path.lexists(path) and not overwrite:
-        raise DataError(f"{path} exists already; give another name, or --overwrite to replace it.")
+        raise DataError(f"{path} already exists; give another name, or --overwrite to replace it.")
 
 
 def require_directory(path: Path, advice: str) -> None:

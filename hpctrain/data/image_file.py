@@ -14,7 +14,7 @@ A data file is an HDF5 file with all images of a split in one contiguous block, 
 | `pixel_sums`  | (N,)           | uint32  | version 3: crc32 of the decoded pixels of each picture file |
 
 The root has the attributes `format` and `version`; each dataset has `sha256`, the checksum of its bytes. The attribute `fit`
-("crop" or "squash") of `images` or `blob` is present if pictures were brought to one size. `blob` also has `form`, the (H, W, C)
+("crop" or "squash") of `images` or `blob` is present if pictures were resized to one size. `blob` also has `form`, the (H, W, C)
 of the decoded pictures, and `max_pixels`, the size limit of a picture, if it is not the decoder's own limit. Whenever a file is
 opened, everything but the images is compared with its checksum.
 
@@ -50,7 +50,7 @@ VERSION = 2
 #: version of files that hold picture files instead of pixels
 ENCODED_VERSION = 3
 _LARGEST = 1e37  # maximum magnitude of a normalised pixel; that of float32 is 3.4e38
-#: attribute of the images: how pictures were brought to one size
+#: attribute of the images: method by which pictures were resized to one size
 FIT = "fit"
 #: attribute of the picture files: (H, W, C) of the decoded pictures
 FORM = "form"
@@ -96,10 +96,10 @@ class Stored:
         std: standard deviations, in the shape and dtype of the file.
         class_names: decoded class names.
         digests: sha256 of each dataset, in hexadecimal. For picture files, "images" identifies the decoded pictures.
-        fit: how pictures were brought to one size ("crop", "squash"); None: they had this size, or it is unknown.
+        fit: method by which pictures were resized to one size ("crop", "squash"); None: not resized, or unknown.
         sums: (N,) crc32 of each sample's stored bytes; None if missing.
         pixel_sums: (N,) crc32 of the decoded pixels; None for a file of pixels.
-        max_pixels: size limit of a picture; None: the decoder's own limit.
+        max_pixels: maximum number of pixels of a picture; None: the decoder's own limit.
     """
 
     images: StoredImages
@@ -205,7 +205,7 @@ def check_structure(path: Path, contents: Stored) -> None:
     if offsets is not None and (
         offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any()
     ):
-        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that rise from 0; convert it again.")
+        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that increase from 0; convert it again.")
 
 
 def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
@@ -250,7 +250,7 @@ def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -
         first: number of the first sample in `labels`, for the message.
 
     Raises:
-        DataError: a label is outside the range. The message has the first one and their number.
+        DataError: labels are outside the range. The message contains the first of them and their number.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if wrong.size:
@@ -322,12 +322,12 @@ class ImageFile:
     Attributes:
         images: (N, H, W, C) uint8: a read-only map, or an object that reads, decodes or generates images. If the disk fails,
             touching the map kills the process, so training reads `pixels`.
-        pixels: the same images, read in a way that raises errors instead.
+        pixels: reader of the same images, which raises an error if the disk fails.
         labels: (N,) int64, in memory.
         class_names: name of each class.
         mean: (C,) float64, in units of 0..1.
         std: (C,) float64, in units of 0..1.
-        fit: how pictures were brought to one size ("crop", "squash"); None: unknown.
+        fit: method by which pictures were resized to one size ("crop", "squash"); None: unknown.
         sums: (N,) crc32 of each sample's stored bytes; None if missing.
     """
 
@@ -476,7 +476,7 @@ def _read(path: Path) -> Stored:
 
 
 def _damaged(path: Path, state: str = "damaged, or not an HDF5 file") -> DataError:
-    return DataError(f"The data file {path} is {state}; make it again with `hpctrain data convert` or `fetch`.")
+    return DataError(f"The data file {path} is {state}; create it again with `hpctrain data convert` or `hpctrain data fetch`.")
 
 
 def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
@@ -561,7 +561,7 @@ class DataFacts:
         class_names: class of each output 0, 1, ... of the model.
         mean: (C,) mean for the normalisation, in units of 0..1.
         std: (C,) standard deviation for the normalisation, in units of 0..1.
-        fit: how pictures were brought to the shape ("crop", "squash"); None: not stored in the file.
+        fit: method by which pictures were resized ("crop", "squash"); None: not stored in the file.
     """
 
     samples: int
@@ -603,7 +603,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class ImageForm:
-    """Form to which pictures of any size are brought before augmentation and normalisation.
+    """Form to which pictures of any size are converted before augmentation and normalisation.
 
     Args:
         shape: (H, W, C).
@@ -633,9 +633,9 @@ class ImageForm:
 def compared_facts(file: ImageFile) -> dict[str, Any]:
     """Return the facts by which ranks check that they have opened the same data, in the order of comparison.
 
-    The facts describe the samples, not the file format: for a file of pixels and a file of picture files with the same samples,
-    the common facts are equal. Facts that a format lacks are left out. Labels and checksums of all samples are those declared by
-    the file. The stored bytes of at most 16 evenly spaced samples are read.
+    The facts describe the samples, not the file format. A file of pixels and a file of picture files with the same samples have
+    equal values for all facts that both provide; facts that a format lacks are left out. Labels and checksums of all samples are
+    those declared by the file. The stored bytes of at most 16 evenly spaced samples are read.
 
     Returns:
         "samples", "shape", "classes", "labels" (sha256), "mean", "deviation", "image N" (crc32 of the pixels of sample N), "sums"

@@ -58,17 +58,18 @@ class Batch:
 
     Attributes:
         x: (N, H, W, C) normalised images of the rank's samples; or this rank's tile of the images of its split group; or the
-            pixels to compute the images from.
+            pixels from which a kernel set computes the images.
         y: (N,) int64 labels of the rank's samples; N may be 0.
         sample_ids: int64 numbers of all samples of the split group, in order.
         counts: numbers of samples of all ranks.
         global_count: sum of `counts`, by which the loss is divided.
         epoch: number of the epoch, from 0.
-        step: number of the step in the epoch, from 0, in batches of this size; in a resumed epoch, the first one is rounded up.
+        step: number of the step in the epoch, from 0. An epoch that resumes at sample `first` starts with step ceil(first / batch
+            size).
         share: samples of the split group, which may consist of this rank only.
         mixed: partners of the samples in mixup or cutmix; None: the images are not mixed.
-        image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: the shape that the network was built
-            for.
+        image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: the shape for which the network was
+            built.
     """
 
     x: np.ndarray | PixelBatch
@@ -84,7 +85,7 @@ class Batch:
 
 
 class LoaderRank(TypedDict):
-    """Place of a rank among the ranks that divide the batches, as keyword arguments of a loader (see `Loader`)."""
+    """Position of a rank among the ranks that divide the batches, as keyword arguments of a loader (see `Loader`)."""
 
     rank: int
     ranks: int
@@ -139,7 +140,7 @@ class _Division:
 
 
 class _Batches:
-    """Base of the loaders: the rank's place among the ranks that divide the batches of a sampler."""
+    """Base of the loaders: the rank's position among the ranks that divide the batches of a sampler."""
 
     def __init__(
         self,
@@ -185,8 +186,8 @@ class Loader(_Batches):
         pixels: reader of the file's images, such as a cache; None: the file itself.
         mixing: mixing of the images of a step; None: images are not mixed.
         sizes: sizes of images by epoch; None: the pipeline's size in all epochs.
-        leaves_pixels: whether batches hold pixels and the remaining steps for a kernel set. Ignored if images are tiled or mixed,
-            or if the pipeline does not support it.
+        leaves_pixels: whether batches hold uint8 pixels, to which a kernel set applies the last steps of the pipeline. Ignored if
+            images are tiled or mixed, or if the pipeline does not support it.
     """
 
     def __init__(
@@ -280,7 +281,10 @@ class Loader(_Batches):
         return _Slot(np.empty(size, dtype), np.empty(labels, np.int64), *partners)
 
     def _shares(self, first: int) -> list[Share]:
-        """Return the share of each size of batch in the epoch from its sample `first`."""
+        """Return the shares of the split group in the first and the last batch of the epoch from its sample `first`.
+
+        Other batches have the size of the first one.
+        """
         steps = self.sampler.steps(first)
         return [self._divide(self.sampler.global_count(step, first)).share for step in {0, steps - 1} if 0 <= step < steps]
 
@@ -305,14 +309,14 @@ class Loader(_Batches):
         return Batch(x, labels, group_ids, division.counts, len(ids), epoch, number, share, mixed, self.image_shape)
 
     def _pixels_of(self, slot: _Slot, ids: np.ndarray, epoch: int) -> PixelBatch:
-        """Return the batch of samples `ids`, with its pixels in a slot."""
+        """Return the batch of samples `ids`, with its pixels stored in `slot`."""
         shape = len(ids), *self._pixel_shape
         pixels = slot.x[: math.prod(shape)].reshape(shape)
         raw = _gathered(self._images, ids, pixels if self._pipeline.keeps_pixels else self._raw[: len(ids)])
         return self._pipeline.unfinished(raw, ids, epoch, pixels)
 
     def _images_of(self, slot: _Slot, ids: np.ndarray, epoch: int, box: Box) -> np.ndarray:
-        """Return the elements of `box` of the images of a split group's samples, in a slot."""
+        """Return the elements of `box` of the images of a split group's samples, stored in `slot`."""
         x = slot.x[: size_of(box)].reshape(shape_of(box))
         self._fill(ids[slice(*box[0])], epoch, box, x)
         return x

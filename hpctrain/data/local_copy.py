@@ -112,7 +112,7 @@ class LocalCopy:
         self.states[number] = _PRESENT
 
     def _read(self, out: memoryview, offset: int) -> str | None:
-        """Fill `out` from the file; return the reason of a failure, otherwise None."""
+        """Fill `out` from the file, and return the reason for a failure, otherwise None."""
         done = 0
         try:
             while done < len(out):
@@ -143,7 +143,7 @@ class LocalFile:
     Attributes:
         copy: open copy; None if there is none.
         n_bytes: size of the complete copy.
-        found: number of samples of an earlier run in it.
+        found: number of samples that earlier runs have left in the copy.
         denied: reason why there is no copy, or a smaller one than requested; empty otherwise.
         index: file to which the first rank of the node writes the index at the end; None: the copy is temporary.
         known_by: facts that identify the data file, for the index.
@@ -263,7 +263,10 @@ def _directory(name: str) -> Path:
 
 
 def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tuple[int, Path | None]:
-    """Create a file for this job: the kept one of this data, or a temporary one if another job uses it or none is to be kept."""
+    """Create or reopen a file for this job, and return its descriptor and path; the path is None if the file is temporary.
+
+    A temporary file is created if `kept` is false, or if another job uses the kept file of this data.
+    """
     if kept:
         name = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
         path = directory / f"{_PREFIX}{name}.samples"

@@ -1,7 +1,7 @@
 """Operations of OpenCV on one image, in the calling thread.
 
-OpenCV is loaded with this module, so it is imported only if an operation is used. OpenCV's own threads are off: `data.threads`
-sets the number of threads that make a batch, and each of these calls releases the GIL.
+Importing this module loads OpenCV, so it is imported only when one of its operations is used. OpenCV's own threads are off:
+`data.threads` sets the number of threads that make a batch, and each of these calls releases the GIL.
 """
 
 from __future__ import annotations

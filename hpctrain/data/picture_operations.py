@@ -31,7 +31,7 @@ class OperationRanges:
         shear: shift per pixel, in pixels.
         rotation: angle in degrees.
         enhancement: change of brightness, colour, contrast and sharpness, added to or subtracted from 1.
-        posterized_bits: number of bits removed of 8.
+        posterized_bits: number of bits removed from each 8-bit value.
         translation: shift in pixels; None: 150 / 331 of the image's width or height.
     """
 
@@ -63,8 +63,8 @@ class OperationRanges:
 def _between(start: float, stop: float, position: int, bins: int) -> float:
     """Return element `position` of `bins` from start to stop in single precision, rounded like torch.linspace.
 
-    The last bit matters: torchvision shifts by whole pixels, and the middle of 31 steps of its range up to 32 is 15.999999, thus
-    15. The product is not rounded, because processors use fused multiply-add.
+    The last bit matters, because torchvision truncates shifts to whole pixels: the middle of 31 steps up to 32 is 15.999999,
+    which becomes 15. The product is not rounded, because processors use fused multiply-add.
     """
     first, last = np.float32(start), np.float32(stop)
     step = float((last - first) / np.float32(bins - 1))

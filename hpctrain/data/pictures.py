@@ -1,4 +1,4 @@
-"""Picture files of any size, read like the images of a data file, by the functions of the converters."""
+"""Picture files of any size, indexed like the images of a data file, and found and decoded by the functions of the converters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MOST_COMPARED, _COMPARED_BYTES = 16, 1 << 16
 
 
 def picture_files(places: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the picture files at `places`, in their order: a file itself, or the pictures below a directory, sorted.
+    """Return the picture files at `places`, in this order. A place is a picture file or a directory, whose pictures are sorted.
 
-    Includes unreadable pictures. All other entries that are left out of a directory are logged.
+    Unreadable pictures are included. Other entries of a directory are left out and logged.
 
     Raises:
         DataError: a place is missing, a directory has no picture, or a directory at any depth is unreadable.
@@ -66,7 +66,7 @@ def _below(directory: Path) -> list[Path]:
 
 
 def picture_facts(files: Sequence[Path]) -> dict[str, str]:
-    """Return size and crc32 of some files, by name, by which ranks check that they have the same pictures.
+    """Return size and crc32 of some files, by name, so that ranks can check that they have the same pictures.
 
     Reads at most 64 KiB of each of at most 16 evenly spaced files.
     """
@@ -78,11 +78,11 @@ def _fact(path: Path) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return "no regular file"
+            return "not a regular file"
         with path.open("rb") as file:
             return f"{status.st_size:,} bytes with crc32 {zlib.crc32(file.read(_COMPARED_BYTES)):08x}"
     except OSError as error:
-        return f"not there ({error.strerror})"
+        return f"missing or unreadable ({error.strerror})"
 
 
 class DecodedPictures(ReadImages):
@@ -92,13 +92,13 @@ class DecodedPictures(ReadImages):
 
     Args:
         files: picture files.
-        form: form that the pictures are brought to.
+        form: form to which the pictures are converted.
         threads: number of decoding threads.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Attributes:
         shape: (N, H, W, C).
-        broken: reason of each failure, by picture number, for the pictures read so far.
+        broken: reason for each failure, by picture number, for the pictures read so far.
 
     Raises:
         ShapeError: pictures cannot be converted to the number of channels of the form.

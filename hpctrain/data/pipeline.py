@@ -54,9 +54,9 @@ def default_threads(cores: int) -> int:
 
 
 class BatchThreads:
-    """Runs work over the samples of a batch, in the calling thread and `count` - 1 others, which start with the first batch.
+    """Threads that process the samples of a batch: the calling thread and `count` - 1 others, which start with the first batch.
 
-    The threads end with the object. One call at a time.
+    The threads end with the object. Only one call may be in progress.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -153,7 +153,10 @@ def composed(
 
 
 def _show(windows: np.ndarray, top: np.ndarray, left: np.ndarray, direction: np.ndarray, size: tuple[int, int]) -> None:
-    """Compose windows with a further one of `size`, whose pixel (y, x) is their pixel (top + y, left + direction * x)."""
+    """Compose windows, in place, with a further window of `size`.
+
+    Pixel (y, x) of the further window is pixel (top + y, left + direction * x) of the present one.
+    """
     before, behind = windows["shown"][:, 1].T.astype(np.int64)
     mirrored = direction < 0
     across = np.where(mirrored, left - behind + 1, before - left), np.where(mirrored, left - before + 1, behind - left)
@@ -280,7 +283,7 @@ class Pipeline:
     def part(
         self, read: Read, shape: tuple[int, int, int], sample_ids: np.ndarray, epoch: int, region: Box, out: np.ndarray
     ) -> np.ndarray:
-        """Write a region of the results for images of `shape` (H, W, C) to `out` (N, h, w, C), reading only what it needs.
+        """Write a region of the results for images of `shape` (H, W, C) to `out` (N, h, w, C), reading only the pixels it needs.
 
         Args:
             read: function that returns a region of a sample's image.
@@ -389,10 +392,10 @@ class Pipeline:
     def _augmented(
         self, thread: int, images: np.ndarray, draws: Sequence[np.ndarray], out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return images after the uint8 augmentations that have draws, in `out` or in scratch memory of the thread.
+        """Return images after the first `len(draws)` augmentations, in `out` or in scratch memory of the thread.
 
         Args:
-            draws: random numbers of these images, for each augmentation.
+            draws: random numbers of these images, for each of these augmentations.
         """
         for position, (augmentation, u) in enumerate(zip(self.augmentations, draws, strict=False)):
             result = out if position == len(draws) - 1 else None
@@ -461,10 +464,10 @@ class ImageSizes:
     """Shorter side of the images by epoch.
 
     Args:
-        steps: (first epoch, side in pixels) of each size. Epochs rise from 0.
+        steps: (first epoch, side in pixels) of each size. The first epochs start at 0 and increase.
 
     Raises:
-        ConfigError: the epochs do not rise from 0, or a side is not positive.
+        ConfigError: the first epochs do not start at 0 and increase, or a side is not positive.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -491,7 +494,7 @@ class ImageSizes:
     def shapes(
         self, pipeline: Pipeline, stored: tuple[int, int, int], epochs: int | None = None
     ) -> tuple[tuple[int, int, int], ...]:
-        """Return the shape (H, W, C) of each size that a pipeline makes of stored images, the largest first.
+        """Return the shapes (H, W, C) of a pipeline's results from stored images, one for each size, the largest first.
 
         Args:
             epochs: number of epochs of the training; None: all sizes are reached.

@@ -3,9 +3,9 @@
 If a memory-mapped file becomes unreadable (disk error, truncated file, lost file system), a process that touches the map is
 killed by SIGBUS without an error message. Therefore this module never touches the map. The operating system copies from it
 (`process_vm_readv` on this process, with up to 1,024 pieces per call) and returns the number of bytes copied before a failure.
-The remaining bytes are read from the file, with repeated attempts; a final failure returns the reason.
+The remaining bytes are read from the file, with repeated attempts. If the last attempt fails, its reason is reported.
 
-`Extents` holds the offsets of each sample's bytes; `ReadPolicy` the number of attempts and whether unreadable samples are
+`Extents` holds the offsets of each sample's bytes. `ReadPolicy` holds the number of attempts, and whether unreadable samples are
 replaced. `MappedReader` reads pixels; `decoding.EncodedReader` decodes picture files.
 """
 
@@ -46,7 +46,7 @@ def sum_of(values: np.ndarray) -> int:
 
 
 class UnreadableError(DataError):
-    """Unreadable samples; the message has the file, the sample and the reason."""
+    """Unreadable samples. The message contains the file, the sample and the reason."""
 
 
 class ReadImages(Protocol):
@@ -148,7 +148,7 @@ class Extents:
         """Return the extents of samples of different sizes.
 
         Args:
-            offsets: (N + 1,) int64, rising from 0.
+            offsets: (N + 1,) int64, increasing from 0.
         """
         return cls(first, len(offsets) - 1, None, offsets)
 
@@ -189,7 +189,7 @@ class Extents:
 
 _PIECES_AT_ONCE = 1024  # the operating system's limit
 _CHUNK_BYTES = 16 << 20
-_BYTES_AT_ONCE = 1 << 30  # per call, whose limit is 2 GiB
+_BYTES_AT_ONCE = 1 << 30  # maximum per call; the operating system allows 2 GiB
 # Errors after which the file is reopened: its file system may have been remounted, or its server restarted.
 _LOST = (errno.ESTALE, errno.ENOTCONN, errno.EBADF, errno.ENODEV, errno.EIO)
 _REFUSED = (errno.EPERM, errno.ENOSYS)
@@ -225,10 +225,10 @@ class BlockReader(ReadImages):
         self._gathers = True
 
     def reads_by_calls(self) -> None:
-        """Read each sample by a system call instead of through the map, from the next read.
+        """Read each sample by a system call instead of through the map, starting with the next read.
 
-        This suits samples that are read once: a parallel file system serves a call for all bytes of a sample, but a map page by
-        page.
+        System calls suit samples that are read once: a parallel file system serves all bytes of a sample in one call, but a map
+        page by page.
         """
         self._gathers = False
 
@@ -300,7 +300,7 @@ class BlockReader(ReadImages):
         *,
         patient: bool,
     ) -> Mapping[int, str]:
-        """Read pieces of samples (n,) into `out`, flat, and return the reason of each failure, by index in `samples`.
+        """Read pieces of samples (n,) into `out`, flat, and return the reason for each failure, by index in `samples`.
 
         Args:
             sources: (n, pieces) int64, offsets of the pieces in the block.
@@ -327,11 +327,11 @@ class BlockReader(ReadImages):
         return failed
 
     def _complete(self, samples: np.ndarray, attempt: Callable[[np.ndarray, np.ndarray, bool], Mapping[int, str]]) -> None:
-        """Read until every sample or a replacement has been read.
+        """Read every sample, or its replacement if it is unreadable.
 
         Args:
             attempt: function that reads samples (m,) into places (m,) of the batch, repeatedly if the third argument is true, and
-                returns the reasons of failures by index.
+                returns the reasons for failures by index.
 
         Raises:
             UnreadableError: a sample cannot be read, and no replacement is allowed.
@@ -368,7 +368,7 @@ class BlockReader(ReadImages):
         return len(sources) if self._gathers else 0
 
     def _read_file(self, pieces: list[tuple[int, np.ndarray]], patient: bool) -> str | None:
-        """Read the pieces (offset in the block, output) of one sample from the file; return the reason of a failure or None."""
+        """Read pieces (offset in the block, output) of a sample from the file; return the reason for a failure or None."""
         pauses = self.policy.pauses_seconds if patient else ()
         why = None
         for pause in (*pauses, None):
@@ -496,7 +496,7 @@ class MappedReader(BlockReader):
         self._complete(samples, attempt)
 
     def _pieces(self, rows: slice, columns: slice) -> tuple[np.ndarray, int]:
-        """Return the offsets of the contiguous runs of a region in an image, and their length, in bytes."""
+        """Return the offsets of the contiguous runs of a region in an image and the length of each run, in bytes."""
         width, channels = self.shape[2:]
         if columns.stop - columns.start == width:
             return np.array([rows.start * width * channels], np.int64), (rows.stop - rows.start) * width * channels

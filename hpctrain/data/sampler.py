@@ -42,7 +42,7 @@ def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = N
 
 
 class Reordering(NamedTuple):
-    """Change of the order: from sample `first` of the epoch on, and in all later epochs, samples come in order `number`."""
+    """Change of the sample order: order `number` holds from sample `first` of epoch `epoch` on, and in all later epochs."""
 
     epoch: int
     first: int
@@ -50,13 +50,13 @@ class Reordering(NamedTuple):
 
 
 class Sampler:
-    """Global batches of an epoch. Each sample occurs exactly once; the last batch is smaller if `batch` does not divide.
+    """Global batches of an epoch. Each sample occurs exactly once. The last batch may be smaller.
 
     The order of an epoch does not depend on the batch. Therefore a run that has processed the first samples can process the
     remaining ones in batches of any size: steps are counted from the sample `first`.
 
     If a run goes back and changes the order within an epoch, the samples already processed keep their places and the remaining
-    ones are reordered, so each still occurs once.
+    ones are reordered, so each sample still occurs once.
 
     Args:
         samples: size of the data set.
@@ -82,7 +82,7 @@ class Sampler:
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
     def reorder(self, reorderings: Iterable[Reordering]) -> None:
-        """Set the reorderings, in the order in which they arose, in place of earlier ones. No epoch may be in progress."""
+        """Replace the reorderings. They must be in the order in which they were made, and no epoch may be in progress."""
         self._reorderings, self._cached = tuple(reorderings), None
 
     @property
@@ -142,8 +142,8 @@ class Mix:
     """Mixing of one step.
 
     Attributes:
-        weight: weight of a sample's own label, in [0, 1]; in mixup also that of its image.
-        box: in cutmix, vertical and horizontal interval that is cut from the partner's image; None: mixup.
+        weight: weight of a sample's own label, in [0, 1]; in mixup also the weight of its own image.
+        box: vertical and horizontal interval that cutmix replaces by the partner's pixels; None: mixup.
     """
 
     weight: float

@@ -1,8 +1,8 @@
 """Writers of data files: chunk by chunk, under a temporary name until the file is complete and on the disk.
 
 The block of samples is at its final place from the beginning, so finishing the file writes HDF5's structures around it and copies
-nothing. A journal has a line for each chunk: its size, its checksum, and the data that the writer needs to resume. A chunk counts
-if its line is complete and its bytes match the checksum. An interrupted conversion therefore continues after the last valid
+nothing. A journal has a line for each chunk: its size, its checksum, and the data that the writer needs to resume. A chunk is
+valid if its line is complete and its bytes match the checksum. An interrupted conversion therefore continues after the last valid
 chunk, whether a process was killed or a machine lost data.
 """
 
@@ -55,8 +55,8 @@ class UnfinishedFile:
     """Block of samples of the unfinished data file `path`, appended to in chunks. One process at a time.
 
     Args:
-        source: identifies the inputs and settings of the conversion. An unfinished file with the same source is continued. None:
-            start from scratch under a unique temporary name; an interruption leaves no file.
+        source: identifier of the inputs and settings of the conversion. An unfinished file with the same source is continued.
+            None: start from scratch under a unique temporary name; an interruption leaves no file.
 
     Attributes:
         path: temporary path of the file.
@@ -147,7 +147,7 @@ class UnfinishedFile:
         return b"".join(parts)
 
     def clear(self) -> None:
-        """Empty the file, because the block will be written to another place in it.
+        """Truncate the file to 0 bytes. Call it before writing the block to another offset.
 
         Raises:
             OSError: the file cannot be truncated.
@@ -189,7 +189,7 @@ class UnfinishedFile:
         """Raise if another program may have written the unfinished file, such as a download of the same name."""
         if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
             raise DataError(
-                f"{self.path} exists already without the journal of a conversion, so another program may have written it; "
+                f"{self.path} already exists without the journal of a conversion, so another program may have written it; "
                 f"move it away, or give another output name."
             )
 
@@ -239,8 +239,8 @@ class DataFileWriter:
         count: maximum number of samples.
         shape: (H, W, C) of every image.
         class_names: names of classes 0, 1, ...
-        fit: how pictures are brought to the shape ("crop", "squash"), stored in the file.
-        source: identifies the inputs and settings of the conversion; None: an interrupted conversion leaves no file.
+        fit: method by which pictures are resized to the shape ("crop", "squash"), stored in the file.
+        source: identifier of the inputs and settings of the conversion; None: an interrupted conversion leaves no file.
 
     Attributes:
         shape: (H, W, C) of every image.
@@ -310,7 +310,7 @@ class DataFileWriter:
         self._account(record, np.frombuffer(block, np.uint8))
 
     def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
-        """Update the totals by a chunk that is in the file."""
+        """Add a chunk that is already in the file to the totals."""
         self._labels.append(np.array(record["labels"], np.int64))
         self.done += len(record["labels"]) + len(record["skipped"])
         self.skipped += record["skipped"]
@@ -397,7 +397,7 @@ class EncodedFileWriter(DataFileWriter):
     """Writer of a data file of picture files; see `DataFileWriter`.
 
     Args:
-        max_pixels: size limit of a picture, stored for the readers of the file; None: the decoder's own limit.
+        max_pixels: maximum number of pixels of a picture, stored for the readers of the file; None: the decoder's own limit.
     """
 
     def __init__(self, *arguments: Any, max_pixels: int | None = None, **options: Any) -> None:

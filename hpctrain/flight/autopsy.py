@@ -66,7 +66,7 @@ def silent_seconds(record: FlightRecord, latest: float) -> float:
 
 
 def silence(record: FlightRecord, seconds: float) -> str:
-    """Return the sentence about a silent process."""
+    """Return a sentence about a silent process: duration of the silence, and its last phase and step."""
     last = f"Rank {record.rank} was silent for {seconds:.0f} s at the end, last in {place(record)}"
     return f"{last}: ended, stopped, or its node lost."
 
@@ -186,7 +186,7 @@ def _text(absence: _Absence, record: FlightRecord) -> str:
 
 
 def _cycle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
-    """Return the finding for ranks of which each waits for the next one. The first rank is repeated at the end of `path`."""
+    """Return the finding for a cycle of ranks that each wait for the next one. `path` ends with its first rank."""
     texts = {rank: _text(edges[rank], by_rank[rank]) for rank in path}
     blamed = tuple(sorted(texts))
     if len(blamed) == 1:
@@ -295,7 +295,10 @@ def _different_phase(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
-    """Return a sentence about the latest phase if only some ranks entered it. Ranks may be one phase apart, where they wait."""
+    """Return a sentence about the latest phase if only some ranks entered it.
+
+    Ranks that are one phase apart are not in error: the ranks ahead may be waiting for the others.
+    """
     latest = {record.rank: record.phases[-1] for record in records if record.phases}
     number, phase = max(latest.values(), default=(0, ""))
     entered = [rank for rank, (of_rank, _) in latest.items() if of_rank == number]
@@ -373,7 +376,7 @@ def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
-    """Return the phase of each rank, for the case that no rank waits for another."""
+    """Return the finding for ranks of which none waits for another: the phase of each rank and the time since its beginning."""
     by_phase: dict[str, list[FlightRecord]] = {}
     for record in records:
         by_phase.setdefault(record.phase, []).append(record)

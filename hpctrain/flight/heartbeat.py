@@ -1,9 +1,9 @@
-"""Thread that monitors progress and ends the job if nothing progresses, as in a hanging data read, kernel or evaluation.
+"""Thread that monitors progress and ends the job if a data read, a kernel, an evaluation or anything else hangs.
 
-Waits between ranks have their own deadline. However, if all ranks hang in the same way, or if a rank hangs before it posts the
-awaited operation, no rank waits, or only ranks that are not to blame. Time is counted in ticks of this thread, so an hour in
-which a scheduler suspended the job does not count. The thread also monitors the keeper, because a stopped keeper could not report
-the end of this rank to the launcher.
+Waits between ranks have their own deadline. This deadline is not enough: if all ranks hang in the same way, no rank waits; and if
+one rank hangs before it posts the awaited operation, only the other ranks wait. Time is counted in ticks of this thread, so an
+hour in which a scheduler suspended the job does not count. The thread also monitors the keeper, because a stopped keeper could
+not report the end of this rank to the launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LATER_SECONDS = 5.0
 
 
 class Heartbeat:
-    """Monitors the signs of life of this process.
+    """Monitor of the signs of life of this process.
 
     Args:
         recorder: recorder that counts the signs of life of all threads and stores the result of each tick.

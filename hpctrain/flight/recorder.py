@@ -25,12 +25,12 @@ from hpctrain.launch.process_end import End
 _PACKAGE = Path(__file__).parents[1]  # not resolved, because the paths in code objects are not
 # Packages that post operations for their callers.
 _INSIDE = (_PACKAGE / "comm", _PACKAGE / "flight")
-# Maximum number of cached places: a program that generates code adds places without limit, and the table of names has one.
+# Maximum number of cached places. A program that generates code adds places without limit, and the table of names is finite.
 _MOST_PLACES = 4096
 
 
 class SourceLines:
-    """Cache of source lines by place in the program. A lookup without the cache decodes tables and formats a text.
+    """Cache of source lines by place in the program. Without it, each lookup would decode a line table and format a text.
 
     Args:
         name: function that returns the number of a text in the table of names.
@@ -90,24 +90,24 @@ class RunPhase(StrEnum):
     AGREE = "the agreement of ranks"
     LOAD = "loading the checkpoint"
     OPEN = "opening the run directory"
-    INTRODUCE = "the introduction of the run"
+    INTRODUCE = "the description of the run"
     MEASURE = "measuring the start"
     TAKE_UP = "taking up earlier checkpoints"
     CHECK = "checking the state"
     STEP = "a training step"
-    ACCOUNT = "the accounts between epochs"
+    ACCOUNT = "the records between epochs"
     EVALUATE = "evaluation"
     SAVE = "a checkpoint"
     STATUS = "the status of a checkpoint"
     READ_STATE = "reading the state"
     GO_BACK = "going back to a checkpoint"
     DRAIN = "draining messages"
-    REPORT = "the accounts of the run"
+    REPORT = "the final report of the run"
     END = "the end of the run"
 
 
 class FlightRecorder:
-    """Records the actions of this rank. One thread at a time posts operations, which the engine's lock ensures.
+    """Recorder of the actions of this rank. One thread at a time posts operations, which the engine's lock ensures.
 
     Args:
         clock_ns: function that returns nanoseconds since any origin.
@@ -265,7 +265,7 @@ class FlightRecorder:
         """Record that the program waits during the block. A wait that ends with an error is kept in the record.
 
         Args:
-            purpose: reason of the wait.
+            purpose: reason for the wait.
             number: number of the awaited operation; 0 if it was not queued.
         """
         self.wait(purpose, number)
@@ -379,7 +379,7 @@ class FlightNotes:
         """Note that the program waits during the block.
 
         Args:
-            purpose: reason of the wait.
+            purpose: reason for the wait.
             number: number of the awaited operation in the record; 0 if it was not queued.
         """
         return _NOTHING if self._recorder is None else self._recorder.waiting(purpose, number)

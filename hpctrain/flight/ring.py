@@ -46,14 +46,14 @@ class Word(IntEnum):
     """Words of the head. Times are nanoseconds of the process's clock; 0: never."""
 
     MAGIC = 0
-    JOB = 1  # a number that all ranks of one start share
+    JOB = 1  # number shared by all ranks of one start
     RANK = 2
     RANKS = 3
     PROCESS = 4
     HOST = 5  # offset of a name in the table, like PHASE, WAIT, SENTENCE and BLAMED
     ENDED = 6  # an `End`
-    SIGNAL = 7  # or the exit code of a process that exited
-    CLOCK_AT = 8  # the clock minus the wall clock
+    SIGNAL = 7  # number of the signal, or exit code of a process that exited
+    CLOCK_AT = 8  # process's clock minus wall clock
     BEGUN = 9
     SEEN = 10  # latest tick of the heartbeat
     ALIVE = 11  # latest tick with progress
@@ -65,8 +65,8 @@ class Word(IntEnum):
     WAIT_SINCE = 17
     WAIT_RECORD = 18  # number of the awaited operation; 0: outside the queues
     SENTENCE = 19
-    POSTED = 20  # operations so far
-    NAMES = 21  # bytes of the table
+    POSTED = 20  # number of operations so far
+    NAMES = 21  # number of bytes used in the table of names
     DEADLINE = 22  # nanoseconds without progress after which the process gives up
     BLAMED = 23  # name with the ranks that caused the end, if known
     PHASES = 24  # number of collective phases that the process has entered
@@ -104,7 +104,7 @@ class RingWriter:
     def move(self, path: Path) -> None:
         """Move the ring to a new file, which replaces the record of an earlier start.
 
-        The earlier file is replaced, not truncated: truncating it would end a process that still maps it by SIGBUS.
+        The earlier file is replaced, not truncated: after truncation, SIGBUS would kill a process that still maps the file.
 
         Raises:
             OSError: the file cannot be created, or the disk is full.

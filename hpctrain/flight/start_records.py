@@ -77,7 +77,7 @@ def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
 def hint() -> list[str]:
     """Return a line with the place of this process's record; empty once the record is in a run directory."""
     path = _BEGUN[-1].begun_at if _BEGUN else None
-    return [] if path is None else [f"`hpctrain autopsy {path.parent}` has the records of this start"]
+    return [] if path is None else [f"`hpctrain autopsy {path.parent}` shows the flight records of this start"]
 
 
 def failed(sentence: str, ranks: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ def failed(sentence: str, ranks: Sequence[int]) -> None:
 
 
 def taken() -> FlightRecorder:
-    """Return the record that this process began; at later calls, or without such a record, a new recorder."""
+    """Return the recorder that this process began; at later calls, or if it began none, return a new recorder."""
     return _TO_TAKE.pop() if _TO_TAKE else FlightRecorder()
 
 

@@ -167,7 +167,10 @@ class Keeper:
                 self.end()
 
     def stays_stopped(self) -> bool:
-        """Return whether the keeper remains stopped for a few seconds; after a suspension of the whole job, it resumes sooner."""
+        """Return whether the keeper remains stopped for a few seconds.
+
+        If the whole job was suspended, the keeper resumes sooner.
+        """
         end = time.monotonic() + _WAKE_SECONDS
         while self.sender is not None and (status := status_of(os.getppid())) is not None and status.state == _STOPPED:
             if time.monotonic() > end:

@@ -1,7 +1,7 @@
-"""All models by name. Each module of `families` is a model family; its VARIANTS are further names.
+"""Catalogue of all models. Each module of `families` is a model family; its VARIANTS are further model names.
 
-A new family is one new file; no list needs a change. Family names are module names ("vgg"); variants fix some of a family's
-options ("vgg16_bn").
+A new family needs one new file and no entry in any list. Family names are module names ("vgg"). A variant is a name that fixes
+some of the family's options ("vgg16_bn").
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLACEHOLDERS: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of the catalogue.
+    """Catalogue entry of one model name.
 
     Attributes:
         family: name of the module.
@@ -98,7 +98,7 @@ def image_shape(name: str) -> tuple[int, int, int]:
 
 
 def check(name: str, given: Mapping[str, object]) -> dict[str, Any]:
-    """Return all options of the model, with values of the right types: defaults, options that the name fixes, and `given`.
+    """Return all options of the model, converted to their types: defaults, options that the name fixes, and `given`.
 
     Raises:
         ConfigError: there is no model of this name.
@@ -117,7 +117,7 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
     """Build the model with the options `given`.
 
     Raises:
-        ConfigError: there is no model of this name, or the family refuses the options.
+        ConfigError: there is no model of this name, or the family rejects the options.
         OptionError: see `check`.
         ShapeError: the sizes do not fit together.
     """
@@ -130,7 +130,7 @@ def build(name: str, given: Mapping[str, object]) -> Layer:
 
 
 def _placeholders(known: Entry) -> dict[str, object]:
-    """Return values for the options without a default that follow from other parts of a configuration."""
+    """Return placeholder values for the options without a default, which a configuration derives from its other parts."""
     values = _PLACEHOLDERS if known.image_shape is None else {**_PLACEHOLDERS, "channels_in": known.image_shape[2]}
     parameters = parameters_of(known.builder)
     return {

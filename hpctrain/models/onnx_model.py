@@ -207,7 +207,7 @@ def _window(window: Window) -> dict[str, list[int]]:
 
 
 def _means(size: int, pooled: int) -> np.ndarray:
-    """Return a matrix (pooled, size) whose row i is the mean over [floor(i size / pooled), ceil((i + 1) size / pooled))."""
+    """Return a matrix (pooled, size) whose row i averages elements [floor(i size / pooled), ceil((i + 1) size / pooled))."""
     matrix = np.zeros((pooled, size), np.float32)
     for i in range(pooled):
         start, stop = i * size // pooled, -(-(i + 1) * size // pooled)

@@ -14,7 +14,7 @@ MOST_CHANNELS = 1_000_000  # far more than any network has; a larger number is a
 
 @dataclass(frozen=True)
 class Norm:
-    """Makes the batch norms of one model, all with the same options."""
+    """Factory of the batch norms of one model, all with the same options."""
 
     epsilon: float = 1e-5
     momentum: float = 0.1
@@ -22,7 +22,12 @@ class Norm:
     zero_last: bool = False  # last batch norms of residual blocks start at 0, so blocks start as their shortcuts
 
     def layer(self, channels: int, *, last: bool = False) -> BatchNorm:
-        """Return a batch norm. last: whether it is the last one before a residual sum."""
+        """Return a batch norm.
+
+        Args:
+            channels: number of channels.
+            last: whether it is the last batch norm before a residual sum.
+        """
         weight = 0.0 if last and self.zero_last else 1.0
         return BatchNorm(channels, self.epsilon, self.momentum, self.synchronised, weight=weight)
 
@@ -57,7 +62,7 @@ def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
     """Raise unless the family has a network of this depth.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the family has no network of this depth.
     """
     depths = sorted(known)
     if depth not in depths:
@@ -69,14 +74,14 @@ def check_dropout(dropout: float) -> None:
     """Raise unless the option `dropout` is a probability below 1.
 
     Raises:
-        OptionError: it is outside [0, 1).
+        OptionError: `dropout` is outside [0, 1).
     """
     if not 0.0 <= dropout < 1.0:
         raise OptionError(f"A dropout rate of {dropout} is outside [0, 1); 0 switches dropout off.", "dropout")
 
 
 def stochastic_depths(last: float, blocks: int, seed: int) -> Iterator[Mapping[str, Layer]]:
-    """Return for each residual block in order the layers at the end of its body, by name; empty if the block is never dropped.
+    """Return the layers at the end of each residual block's body by name, in block order; empty if the block is never dropped.
 
     The probability rises linearly from 0 for the first block to `last` for the last one: block i of n has last * i / (n - 1), as
     in timm.
@@ -99,8 +104,8 @@ def basic_block(
     Args:
         channels_in, channels: channels of the input and of the output.
         stride: stride of the first convolution.
-        norm: maker of batch norms.
-        shortcut: other summand; None: the identity.
+        norm: factory of the batch norms.
+        shortcut: layer of the shortcut; None: the identity.
         end: further layers at the end of the body.
     """
     body: Mapping[str, Layer] = {
@@ -124,9 +129,9 @@ def bottleneck_block(
     Args:
         channels: channels of the input, of the 3x3 convolution and of the output.
         stride: stride of the 3x3 convolution.
-        groups: groups of the 3x3 convolution (Xie et al. 2017).
-        norm: maker of batch norms.
-        shortcut: other summand; None: the identity.
+        groups: number of groups of the 3x3 convolution (Xie et al. 2017).
+        norm: factory of the batch norms.
+        shortcut: layer of the shortcut; None: the identity.
         end: further layers at the end of the body.
     """
     channels_in, inside, channels_out = channels
@@ -165,7 +170,7 @@ def basic_stage(
         count: number of blocks.
         channels: channels of the input and of the output.
         stride: stride of the first block.
-        norm: maker of batch norms.
+        norm: factory of the batch norms.
         shortcut: function that returns a block's shortcut for (channels in, channels out, stride).
         ends: result of `stochastic_depths`.
     """
@@ -181,7 +186,7 @@ def basic_stage(
 def normal_linear(
     features_in: int, features_out: int, image_shape: tuple[int, int, int] | None = None, *, bias: float = 0.0
 ) -> Linear:
-    """Return a linear layer of AlexNet or VGG, with weights from N(0, 0.01^2) and equal biases.
+    """Return a linear layer of AlexNet or VGG, with weights from N(0, 0.01^2) and all biases equal to `bias`.
 
     Args:
         features_in, features_out, image_shape: see `Linear`.

@@ -1,7 +1,7 @@
 """State dictionaries with torchvision's names, shapes and order, and the check that a file's state fits a model.
 
-They exchange weights with other frameworks. Only `export` needs a network; all other functions use the declarations of the
-layers, without an image size or memory for parameters.
+State dictionaries exchange weights with other frameworks. Only `export` needs a network; all other functions use the declarations
+of the layers, without an image size or memory for parameters.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def check_fits(
         given: arrays of a file by name.
         source, model: names of the file and of the model in messages.
         ignore: patterns of names that may be missing or differ.
-        hint: sentence that follows all others if the state does not fit.
+        hint: last sentence of the message if the state does not fit.
 
     Raises:
-        CheckpointError: a name is missing or unknown, an array has another shape or is not of finite floating-point numbers, or a
-            pattern matches nothing. The message has one sentence per fault.
+        CheckpointError: a name is missing or unknown, an array has another shape, another kind of dtype or non-finite numbers, or
+            a pattern matches nothing. The message has one sentence per fault.
     """
     ignored = frozenset(name for name in (*expected, *given) if any(fnmatchcase(name, pattern) for pattern in ignore))
     faults = chain(_idle_patterns(ignore, ignored, expected, source), _differences(expected, given, ignored, source, model))
@@ -196,6 +196,6 @@ def _differences(
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    """Return a clause for the end of a sentence that names the nearest name; empty if there is none."""
+    """Return a clause that ends a sentence with the name in `names` nearest to `name`; empty if no name is near."""
     near = nearest(name, names)
     return "" if near is None else f"; the nearest name is {near}"

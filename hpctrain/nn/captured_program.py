@@ -23,9 +23,9 @@ Slices = Mapping[str, Sequence[int]]
 
 
 def forward_spans(needs: Sequence[Iterable[str]], slices: Slices) -> list[range]:
-    """Return the spans of forward's actions; an action begins a new span if it needs a slice that no action before it needed.
+    """Return the spans of forward's actions; an action begins a new span if it is the first action that needs some slice.
 
-    Actions before the first that needs a slice belong to its span.
+    The first span also contains the leading actions that need no slice.
 
     Args:
         needs: names of the parameters that each action reads.
@@ -91,11 +91,11 @@ class _Unit:
 class CapturedProgram(Program):
     """A program that runs its first pass action by action and later passes as captured spans.
 
-    The first pass loads the kernels, which cannot be captured. Hooks are called between spans only: before a span for all
-    parameters that it reads, after it for all gradients that it computes.
+    The first pass loads the kernels, which cannot be captured. Hooks are called only between spans: before a span for all
+    parameters that it reads, and after it for all gradients that it computes.
 
     Args:
-        plan: plan of a kernel set that is also `CapturesWork`.
+        plan: plan of a kernel set that implements `CapturesWork`.
         slices: function that returns the slices of the messages; called when the spans of each pass are made.
         others: other arguments of `Program`.
     """
@@ -167,7 +167,7 @@ class CapturedProgram(Program):
         return () if action is Action.BEGIN else self.steps[k].parameters
 
     def _final(self, action: Action, k: int) -> tuple[Parameter, ...]:
-        """Return the parameters whose gradients are final after an action of backward, in the order of announcing."""
+        """Return the parameters whose gradients are final after an action of backward, in the order of their announcement."""
         step = self.steps[k]
         return step.parameters[::-1] if action is Action.PARAMETERS and not step.shared else ()
 

@@ -21,12 +21,13 @@ from hpctrain.nn.layers import Leaf
 class ArrayLayer(Leaf):
     """Base of user-defined layers; subclasses compute with NumPy arrays.
 
-    `saved`, an argument of forward and backward, is a dict of one operator. It keeps its content from forward to backward.
+    The argument `saved` of forward and backward is a dict. Each operator has one, which keeps its content from forward to
+    backward.
     """
 
     @abstractmethod
     def output_shape(self, shape: Shape) -> Shape:
-        """Return the shape of y for x of `shape`, both with N in front."""
+        """Return the shape of y for x of `shape`. Both shapes include the batch size N."""
 
     @abstractmethod
     def forward(self, x: Array, parameters: Mapping[str, Array], context: StepContext, saved: dict[str, Any]) -> Array:

@@ -260,7 +260,7 @@ class BatchNorm(Leaf):
     """Batch norm: y = weight * (x - mean) / sqrt(var + epsilon) + bias for each channel, the last dimension.
 
     Ioffe and Szegedy 2015, algorithm 1. The number of batches, which torchvision stores next to the running statistics, is not
-    kept, because nothing depends on it with a fixed momentum.
+    stored, because nothing depends on it with a fixed momentum.
 
     Args:
         channels: number of channels C.
@@ -324,7 +324,7 @@ class MaxPool(Leaf):
         kernel, dilation: one number or (rows, columns).
         stride: one number or (rows, columns); default: the kernel.
         padding: one number, (rows, columns) or (top, bottom, left, right); at most half the kernel.
-        ceil_mode: whether a last window that only partly covers the image also counts.
+        ceil_mode: whether the output size is rounded up, so that a last window may extend beyond the padded image.
 
     Raises:
         ShapeError: a size is below 1, or the padding is more than half the kernel.
@@ -352,8 +352,8 @@ class AveragePool(Leaf):
         kernel: one number or (rows, columns).
         stride: one number or (rows, columns); default: the kernel.
         padding: one number, (rows, columns) or (top, bottom, left, right); at most half the kernel.
-        ceil_mode: whether a last window that only partly covers the image also counts.
-        count_include_pad: whether the mean also divides by the number of padding elements, the default of torch.
+        ceil_mode: whether the output size is rounded up, so that a last window may extend beyond the padded image.
+        count_include_pad: whether padding elements count in the mean's divisor (the default of torch).
 
     Raises:
         ShapeError: a size is below 1, or the padding is more than half the kernel.
@@ -426,9 +426,9 @@ class Dropout(Leaf):
 class StochasticDepth(Leaf):
     """Stochastic depth: y = x * keep / (1 - rate) with one keep per sample in training, y = x in evaluation.
 
-    Huang et al., ECCV 2016; torchvision.ops.StochasticDepth in mode "row". At the end of a residual block's body it drops the
-    whole body of a sample. `keep` is a pure function of (seed, step, layer name, sample id), so it is the same on any grid of
-    ranks.
+    Huang et al., ECCV 2016; torchvision.ops.StochasticDepth in mode "row". At the end of a residual block's body, the layer drops
+    the whole body for a sample. `keep` is a pure function of (seed, step, layer name, sample id), so it is the same on any grid
+    of ranks.
 
     Args:
         rate: probability that a sample is dropped, in [0, 1).
@@ -539,7 +539,7 @@ class Sequential(Layer):
 
 
 def check_names(layers: Mapping[str, Layer]) -> None:
-    """Raise unless all names can be parts of dotted names.
+    """Raise unless every name can be a component of a dotted name.
 
     Raises:
         ConfigError: a name is empty or contains a dot.
@@ -560,7 +560,7 @@ class Residual(Layer):
 
     Args:
         body: layers by name, applied one after another.
-        shortcut: other summand; None: the identity.
+        shortcut: layer of the shortcut; None: the identity.
         shortcut_name: name of the shortcut; torchvision's is "downsample".
         activation: layer applied to the sum; None: none.
         activation_name: name of the activation.

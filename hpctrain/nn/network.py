@@ -1,6 +1,6 @@
 """A model with its parameters, statistics and programs: the network that a rank trains.
 
-The engine contains no ranks. It gets one rank's graph and shards through `Distribution`.
+The network does not depend on ranks. A `Distribution` supplies one rank's graph and its parts of parameters.
 
 Frozen layers keep their parameters and the running statistics of their batch norms. They have no gradients, so they are not
 averaged and have no optimiser state; their batch norms compute as in evaluation. If no layer before a frozen one is trained,
@@ -70,7 +70,7 @@ class Distribution(Protocol):
         ...
 
     def message_bytes(self, operators: Sequence[Operator]) -> int:
-        """Return the memory that the operators of one program need for messages in the split group, next to the arena."""
+        """Return the bytes that the operators of one program need for messages in the split group, in addition to the arena."""
         ...
 
     def shard(self, name: str) -> Shard | None:
@@ -78,7 +78,12 @@ class Distribution(Protocol):
         ...
 
     def contributes(self, name: str) -> tuple[bool, bool]:
-        """Return whether this rank adds a statistic to the step's sums for its own samples, and for those of its split group."""
+        """Return how this rank adds the batch statistic `name` to the step's sums.
+
+        Returns:
+            Two flags: whether the term is weighted by this rank's samples, and whether it is weighted by those of its split
+            group. Both are false if another rank adds the statistic.
+        """
         ...
 
 
@@ -106,7 +111,7 @@ class Undistributed:
 def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
     """Return the dotted names of the layers with parameters that match one of the patterns. "*" also matches dots.
 
-    A layer is frozen as a whole: a pattern that matches its name or the name of one of its parameters freezes all of them.
+    A layer is frozen as a whole: a pattern that matches its name or the name of one of its parameters freezes all its parameters.
 
     Raises:
         ConfigError: a pattern matches nothing, or the patterns leave no layer to train.
@@ -119,7 +124,7 @@ def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
         matching = {layer for layer, parameters in names.items() if any(fnmatchcase(name, pattern) for name in parameters)}
         if not matching:
             near = nearest(pattern, names)
-            known = f"the nearest layer is {near}" if near is not None else f"layers are named as {next(iter(names), 'none')}"
+            known = f"the nearest layer is {near}" if near is not None else f"the first layer is {next(iter(names), 'none')}"
             raise ConfigError(f'The pattern "{pattern}" of frozen layers matches no layer with parameters; {known}.')
         frozen |= matching
     if frozen and frozen == names.keys():
@@ -149,7 +154,7 @@ def _frozen(node: Node) -> Node:
     return replace(node, spec=spec, frozen=True)
 
 
-ALL, MODEL = "all", "model"  # names of the groups of parameters that are whole on every rank, and of split ones
+ALL, MODEL = "all", "model"  # names of the group of whole parameters and of the group of split parameters
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
 #: (H, W, C) of one sample
 ImageShape = tuple[int, int, int]
@@ -173,13 +178,13 @@ class Network:
         seed: seed of the initial values.
         smoothing: label smoothing of the loss.
         mergers: mergers of batch statistics by group of ranks: "all", "data" or "split" (see `BatchNormSpec.merge`).
-        distribution: this rank's share of the model; default: all of it.
+        distribution: this rank's share of the model; default: the whole model.
         frozen: name patterns of the layers that are not trained (see `frozen_layers`).
 
     Attributes:
         parameter_dtype: dtype of parameters, gradients and statistics.
         loss_spec: loss of the network's programs.
-        groups: groups of trained parameters: "all" for those that are whole on this rank, "model" for the split ones.
+        groups: groups of trained parameters: "all" has the parameters that are whole on this rank, "model" has the split ones.
         frozen: names of the layers that are not trained.
         frozen_groups: parameters of frozen layers, by the same names as `groups`.
         parameters: this rank's parameters by full name.
@@ -241,7 +246,7 @@ class Network:
 
     @property
     def classes(self) -> int:
-        """Width of the logits."""
+        """Number of classes, the width of the logits."""
         graph = self.graph(1)
         return graph.tensors[graph.output].shape[1]
 
@@ -254,8 +259,8 @@ class Network:
         self.distribution.prepare(self.graph(1, image_shape))
         if any(self.distribution.shard(name) != shard for name, shard in self.shards.items()):
             raise ShapeError(
-                f"Images of shape {image_shape} need another split of the parameters over the ranks than those of "
-                f"{self.image_shape}; use another size."
+                f"Images of {image_shape} need another split of the parameters over the ranks than images of "
+                f"{self.image_shape}; use that size."
             )
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
@@ -263,7 +268,7 @@ class Network:
 
         Args:
             batch: number of samples N.
-            image_shape: (H, W, C); default: that of the network.
+            image_shape: (H, W, C); default: the network's image shape.
         """
         builder = GraphBuilder(TensorSpec((batch, *(image_shape or self.image_shape)), self.dtype))
         graph = with_frozen(builder.build(self.model.lower(builder, 0, "")), self.frozen)
@@ -288,7 +293,7 @@ class Network:
             batch: number of samples N. If the model is split: number of samples of each rank of the split group.
             training: whether the program has a backward pass.
             input_gradient: whether backward also computes the gradient of the images.
-            image_shape: (H, W, C) of whole images; default: that of the network.
+            image_shape: (H, W, C) of whole images; default: the network's image shape.
         """
         counts, shape = (batch,) if isinstance(batch, int) else tuple(batch), image_shape or self.image_shape
 
@@ -308,9 +313,9 @@ class Network:
         """Return training programs, one per batch, that run side by side. They come from the same cache as `program`.
 
         Args:
-            batches: batch of each program, in the form that `program` accepts. For a single batch, the result is that of
-                `program`, and its gradients are written to the groups.
-            image_shape: (H, W, C) of whole images; default: that of the network.
+            batches: batch of each program, in the form that `program` accepts. A single batch uses the program that `program`
+                returns, which writes its gradients to the groups.
+            image_shape: (H, W, C) of whole images; default: the network's image shape.
             gradient_buffers: function that returns the buffer of a program's gradient; None: all programs write to the groups.
         """
         shape, counts = image_shape or self.image_shape, tuple(map(tuple, batches))
@@ -368,7 +373,7 @@ class Network:
         Args:
             batch: number of samples N of each rank.
             training: whether the program has a backward pass.
-            image_shape: (H, W, C) of whole images; default: that of the network.
+            image_shape: (H, W, C) of whole images; default: the network's image shape.
         """
         graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
         plan = compile_graph(graph, self.kernels, training=training)
@@ -388,9 +393,9 @@ class Network:
     def _reserve(self, image_shape: ImageShape, size_bytes: int) -> Array:
         """Return the shared arena; allocate a larger one if a program needs more.
 
-        Older programs keep the smaller arena that they were bound to. If some of them are for images of another shape, all
-        programs are dropped. A training that proceeds to larger images then holds one arena only, and makes the programs that it
-        still needs again.
+        Older programs keep the smaller arena that they were bound to. If some programs are for images of another shape, all
+        programs are dropped, so that a training with growing images holds only one arena. Dropped programs are made again at
+        their next use.
         """
         if self._arena.size < size_bytes:
             if any(shape != image_shape for shape, *_ in self._programs):

@@ -134,7 +134,7 @@ class Segment:
 
 
 class GroupLayout:
-    """Places of a group's parameters in its flat buffers. It has no buffers itself.
+    """Places of a group's parameters in flat buffers, without the buffers themselves.
 
     Segments lie in forward order without gaps, so a shard is a list of slices, and the payload of a collective consists of the
     parameters only.
@@ -142,7 +142,7 @@ class GroupLayout:
     Args:
         specs: declared parameters by name, in forward order.
         dtype: "float32" or "float64".
-        orders: forward positions of the parameters in the whole network; None: those in this group.
+        orders: forward positions of the parameters in the whole network; None: positions in this group.
 
     Attributes:
         size: number of elements.
@@ -180,7 +180,7 @@ class FlatGroup(GroupLayout):
     """Parameters averaged over one communicator: their layout, and the flat buffers of data and gradients.
 
     `data` and `grad` are 1-D arrays of `dtype`; every `Parameter.data` and `.grad` is a view into them. `shadow` is `data`
-    rounded to another dtype, for kernels that read that dtype; None if there are none. An optimiser's update writes it together
+    rounded to another dtype, for kernels that read that dtype; None if no kernels do. An optimiser's update writes it together
     with `data`. Call `refresh_shadow` after any other write to `data`.
 
     Args:
@@ -211,7 +211,7 @@ class FlatGroup(GroupLayout):
             self.parameters[segment.parameter] = Parameter(segment.parameter, spec, segment.order, data, grad, shadow)
 
     def refresh_shadow(self, start: int = 0, stop: int | None = None) -> None:
-        """Round elements [start, stop) of `data` into the shadow, if there is one. Call it after any write except an update's."""
+        """Round elements [start, stop) of `data` into the shadow, if there is one. Call it after each write by other code."""
         if self.shadow is not None:
             self.arithmetic.copy(self.shadow[start:stop], self.data[start:stop])
 
@@ -258,9 +258,8 @@ class FlatStatistics:
         specs: declared statistics by full name.
         dtype: dtype of the arrays.
         parts: channels [start, stop) that this rank computes, for each split statistic; None: no statistic is split.
-        contributes: function that returns for a statistic whether this rank adds it to the step's sums weighted by its own
-            samples, and weighted by the samples of its split group (see `Distribution.contributes`); None: all by its own
-            samples.
+        contributes: function that returns how this rank adds a statistic to the step's sums (see `Distribution.contributes`);
+            None: all statistics are weighted by this rank's samples.
         arithmetic: arithmetic of the kernel set's arrays; default: the host's.
 
     Attributes:
@@ -334,7 +333,7 @@ class FlatStatistics:
 
         Args:
             count: number of this rank's samples.
-            group_count: number of samples of its split group.
+            group_count: number of samples of this rank's split group.
             batch: result of `fetch_batch`.
         """
         weights = count * self._own_share + group_count * self._group_share
@@ -371,7 +370,7 @@ class FlatStatistics:
 
 
 class _SecondBatch:
-    """Statistics of a second program: the running statistics of `of`, with separate batch statistics."""
+    """Statistics of a second program, with the running statistics of `of` and separate batch statistics."""
 
     def __init__(self, of: FlatStatistics, arithmetic: Arithmetic) -> None:
         self._of, self._arithmetic = of, arithmetic

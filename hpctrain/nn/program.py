@@ -58,13 +58,13 @@ class StepHooks:
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
         """Read the input x (N, in) in forward, if `takes_sufficient_factors` is true for these parameters.
 
-        Its memory is reused after the call. Must not wait.
+        The memory of x is reused after the call. Must not wait.
         """
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
         """Read the output's gradient dy (N, out) in backward, if `takes_sufficient_factors` is true for these parameters.
 
-        The call comes before the input's gradient is computed. Its memory is reused after the call. Must not wait.
+        The call comes before the input's gradient is computed. The memory of dy is reused after the call. Must not wait.
         """
 
     def grad_ready(self, parameter: Parameter) -> None:
@@ -120,7 +120,7 @@ class Binder:
     """Makes arrays from a plan's places in the arena, and binds the plan's operators to them in forward order.
 
     Args:
-        leading: steps of the program whose operators run just before these; empty if there is none.
+        leading: steps of the leading program (see `Program`); empty if there is none.
         gradient_buffer: function that returns the array for the gradient of a trained parameter.
         plan, arithmetic, parameters, statistics, memory, mergers: see `Program`.
     """
@@ -195,8 +195,8 @@ class Binder:
     def _gradients(self, k: int, parameters: Mapping[str, Parameter]) -> dict[str, Array]:
         """Return the arrays that step k writes its parameters' gradients to, by role.
 
-        A frozen layer that passes a gradient back may compute the gradients of its parameters on the way, as batch norm does. It
-        gets memory for them that nothing reads.
+        The operator of a frozen layer may still compute its parameters' gradients on the way to the input's gradient, as batch
+        norm does. It receives memory for them that no code reads.
         """
         step = self._plan.steps[k]
         if not self._plan.training or step.node is None:
@@ -227,7 +227,7 @@ class Binder:
         return tuple((self._gradient_buffer(self._parameters[name]), self._partial_gradients[name]) for name in names)
 
     def _merger(self, step: PlannedStep) -> StatisticsMerger:
-        """Return the merger for the group of ranks that a batch norm's spec names; copies and other layers merge nothing."""
+        """Return the merger for the ranks that a batch norm's spec names, or one without communication for other steps."""
         group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
         return LocalStatistics() if group is None else self._mergers[group]
 
@@ -261,7 +261,8 @@ class Program:
         memory: uint8 array of at least the size of the plan's arena.
         loss: operator of the loss.
         mergers: mergers of batch statistics by group of ranks.
-        leader: program of an alike plan whose operators run just before this one's; None: there is none.
+        leader: program with an alike plan (see `alike`) that runs each operator just before this program does; None: no such
+            program.
         gradient_buffer: function that returns the array for the gradient of a trained parameter; None: the array in its group.
 
     Attributes:
@@ -422,8 +423,8 @@ class Program:
 def alike(plans: Sequence[ExecutionPlan]) -> bool:
     """Return whether programs of these plans can run side by side: the same actions on the same layers, with complete gradients.
 
-    Plans that differ only in the number of samples are usually alike. Plans without samples are not. Plans in which several steps
-    have one parameter are not, because its gradient is complete only after the last of these steps.
+    Plans that differ only in the number of samples are usually alike. Plans without samples are not alike. Plans in which several
+    steps share one parameter are not alike either, because its gradient is complete only after the last of these steps.
     """
     first = _outline(plans[0])
     return all(_outline(plan) == first for plan in plans[1:]) and not any(
@@ -436,7 +437,7 @@ def _outline(plan: ExecutionPlan) -> tuple[object, ...]:
 
 
 class SideBySide:
-    """Runs several programs that share parameters but no other memory. Iterates over the programs.
+    """Runs several programs that share parameters but no other memory. Iteration yields the programs.
 
     Each operator runs for all programs before the next operator. Parameters are therefore needed once, layer by layer, and
     gradients are complete as early as with one program over all samples, so messages overlap with both whole passes. If the plans
@@ -478,7 +479,12 @@ class SideBySide:
                 program.run_forward(range(action, action + 1), context, hooks)
 
     def backward(self, hooks: StepHooks, turn: Callable[[int], None]) -> None:
-        """Compute the gradients of all programs, and announce each as soon as it is final. turn: see `forward`."""
+        """Compute the gradients of all programs, and announce each as soon as it is final.
+
+        Args:
+            hooks: callbacks between the operators.
+            turn: callback, called before each action with the index of the next program.
+        """
         if not self._alike:
             for place, program in enumerate(self._programs):
                 turn(place)

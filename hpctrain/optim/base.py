@@ -99,7 +99,7 @@ class Optimizer(ABC):
         """Allocate the state of the owned segments, set to zero."""
 
     def begin_step(self, left_out: Collection[str] = ()) -> None:  # noqa: B027  most optimisers count nothing
-        """Begin a step that updates all parameters of the group except `left_out`. Updates of earlier steps may follow."""
+        """Begin a step that updates all parameters of the group except `left_out`. Updates of earlier steps may be pending."""
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:  # noqa: B027  most use the norms of the gradient
         """Replace the complete gradients of `segments` by the arrays whose norms the update needs.
@@ -122,11 +122,14 @@ class Optimizer(ABC):
         """Return 1-D views of the state of one owned segment by name ("momentum"), for checkpoints to write and restore."""
 
     def counters(self) -> dict[str, int]:
-        """Return the counts that later updates depend on, by name. Equal on every rank of the group. Call it between steps."""
+        """Return the counts that later updates depend on, by name. Call it between steps.
+
+        The counts are equal on every rank of the group.
+        """
         return {}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027
-        """Restore the counts that `counters` returned. Others are ignored; missing ones start as in a new run."""
+        """Restore the counts that `counters` returned. Unknown names are ignored; missing counts start as in a new run."""
 
 
 class ForwardingOptimizer(Optimizer):
@@ -209,7 +212,7 @@ _LEFT_OUT = "left_out/"
 
 
 class UpdateCounts:
-    """Number of updates of all parameters of a group, counted on every rank, including parameters that it does not own.
+    """Number of updates of each parameter of a group, counted on every rank, even for parameters that the rank does not own.
 
     Steps are counted when they begin, and updates of an owned segment when they are made, which may be in a later step.
 
@@ -231,7 +234,7 @@ class UpdateCounts:
         self._left_out.update(left_out)
 
     def count(self, segment: Segment) -> int:
-        """Count an update of an owned segment and return its number of updates."""
+        """Count an update of an owned segment, and return the number of the segment's updates so far."""
         self._done[segment.start] += 1
         return self._done[segment.start]
 
@@ -240,7 +243,7 @@ class UpdateCounts:
         return {_UPDATES: self._steps} | {f"{_LEFT_OUT}{name}": steps for name, steps in sorted(self._left_out.items())}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Restore the counts that `counters` returned, of this group or of others. A missing name counts as 0."""
+        """Restore counts that `counters` returned, possibly for another group. A missing name counts as 0."""
         self._steps = counters.get(_UPDATES, 0)
         steps = {name: counters.get(f"{_LEFT_OUT}{name}", 0) for name in self._names}
         self._left_out = Counter({name: number for name, number in steps.items() if number})

@@ -34,14 +34,15 @@ class EmaRule:
             raise ConfigError(f"The decay {self.decay} of the average of weights is outside (0, 1); a usual value is 0.9999.")
 
     def kept(self, number: int) -> float:
-        """Return the share of the average that the update `number` keeps, counted from 1."""
+        """Return the share of the average that update `number` keeps. The first update has number 1."""
         return min(self.decay, (1 + number) / (10 + number)) if self.warm_up else self.decay
 
 
 class EmaOptimizer(ForwardingOptimizer):
-    """`inner` with an average of its weights: a := w before the first update; a := (a - w) * kept + w after each.
+    """`inner` with an average of its weights: a := w before the first update; a := (a - w) * kept + w after each update.
 
-    As all state, the average covers only the owned segments. A step that leaves out a parameter also leaves out its average.
+    Like all optimiser state, the average covers only the owned segments. A step that leaves out a parameter also leaves out its
+    average.
     """
 
     def __init__(self, inner: Optimizer, rule: EmaRule) -> None:
@@ -96,7 +97,7 @@ class EmaOptimizer(ForwardingOptimizer):
 
 
 def _joined(numbered: Sequence[tuple[Segment, int]]) -> Iterator[tuple[Segment, int]]:
-    """Yield the same elements in fewer segments, with neighbours of the same number of updates joined."""
+    """Yield the same elements in fewer segments: adjacent segments with the same number of updates are joined."""
     pending: tuple[Segment, int] | None = None
     for segment, number in sorted(numbered, key=lambda entry: entry[0].start):
         if pending is not None and (pending[0].stop, pending[1]) == (segment.start, number):

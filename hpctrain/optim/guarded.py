@@ -1,6 +1,6 @@
-"""Optimisers that time their updates and detect changes of their arrays between two updates (a flipped bit, say).
+"""Optimisers that time their updates and detect changes of their arrays between two updates, such as flipped bits.
 
-The check compares sums of 32-bit words, taken while the memory is in a cache anyway: directly after an update, and directly
+The check compares sums of 32-bit words, computed while the memory is in a cache anyway: directly after an update, and directly
 before the next one. It detects every change within one word; two changes that cancel in the sum are not detected.
 """
 
@@ -44,7 +44,8 @@ class GuardedOptimizer(ForwardingOptimizer):
 
     Args:
         inner: optimiser that computes the updates.
-        progress: engine that accounts for the time of each update, and records it if the engine traces; None: no times are taken.
+        progress: engine that accounts for the time of each update, and records it if the engine traces; None: updates are not
+            timed.
 
     Attributes:
         changed_arrays: names of the arrays in the first detected change between two updates; empty if there is none.
@@ -61,7 +62,7 @@ class GuardedOptimizer(ForwardingOptimizer):
         self._pending: list[tuple[list[str], Fetch]] = []
 
     def watch(self, *, parameters: bool, updates: Iterable[Sequence[Segment]] = ()) -> None:
-        """Start to compare. Call it after `bind`.
+        """Start comparing the arrays between updates. Call it after `bind`.
 
         Args:
             parameters: whether to watch the updated parameters, too; no other code may then write them between updates.
@@ -93,7 +94,7 @@ class GuardedOptimizer(ForwardingOptimizer):
     def verify(self) -> None:
         """Compare all arrays and wait for the result. Call it between steps, while no update is running.
 
-        It remembers the current values of arrays that were not updated since the start or since `forget`.
+        Arrays that were not updated since the start or since `forget` cannot be compared; their current values are remembered.
         """
         for update in self._updates.values():
             self._compare(update)
@@ -121,7 +122,7 @@ class GuardedOptimizer(ForwardingOptimizer):
         self._write(segments, lambda: self.inner.update(segments, lr, norms))
 
     def _write(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
-        """Call `write`, compared and timed. The time includes the comparison."""
+        """Call `write`, with comparison and timing. The time includes the comparison."""
         if self._progress is None:
             self._compared(segments, write)
             return

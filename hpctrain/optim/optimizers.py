@@ -45,7 +45,7 @@ def merged(runs: Iterable[UpdateRun]) -> list[UpdateRun]:
 
 
 class _DecayingOptimizer(Optimizer):
-    """Base of all optimisers with weight decay. Subclasses declare both options."""
+    """Base of all optimisers with weight decay. Subclasses declare the options `weight_decay` and `decay_exclude`."""
 
     any_arrays = True
 
@@ -53,7 +53,7 @@ class _DecayingOptimizer(Optimizer):
     decay_exclude: DecayExclude
 
     def check_decay(self) -> None:
-        """Raise unless both options are legal.
+        """Raise unless `weight_decay` and `decay_exclude` are legal.
 
         Raises:
             OptionError: an option is illegal.
@@ -70,7 +70,10 @@ class _DecayingOptimizer(Optimizer):
         return 0.0 if self.decay_excludes(segment) else float(self.weight_decay)
 
     def decay_excludes(self, segment: Segment) -> bool:
-        """Return whether `decay_exclude` excludes this segment (biases and the parameters of batch norms, if it excludes any)."""
+        """Return whether `decay_exclude` excludes this segment.
+
+        "norm_and_bias" excludes biases and the parameters of batch norms; "none" excludes nothing.
+        """
         return self.decay_exclude == "norm_and_bias" and not segment.decay
 
 
@@ -78,7 +81,7 @@ def check_clip_norm(clip_norm: float | None) -> None:
     """Raise unless `clip_norm` is positive or None.
 
     Raises:
-        OptionError: it is not positive.
+        OptionError: `clip_norm` is not positive.
     """
     if clip_norm is not None and not clip_norm > 0.0:
         sentence = f"clip_norm is {clip_norm}, but must be positive; leave it out (null) to switch clipping off."

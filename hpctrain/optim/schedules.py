@@ -59,7 +59,7 @@ class LearningRateSchedule(ABC):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of steps below the full rate."""
+        """Number of steps of the warm-up, whose rates are below the full rate."""
         return round(self.warmup_epochs * self.steps_per_epoch)
 
     @property
@@ -68,7 +68,7 @@ class LearningRateSchedule(ABC):
         return self.epochs * self.steps_per_epoch
 
     def lr(self, step: float) -> float:
-        """Return the learning rate of `step`, which need not be an integer. After the end of training it is the last rate."""
+        """Return the learning rate of `step`, which need not be an integer. After the end of training, the rate is constant."""
         warmup = self.warmup_steps
         if step < warmup:
             return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * (step / warmup))
@@ -114,7 +114,7 @@ class Step(LearningRateSchedule):
         if not all(a < b for a, b in pairwise(bounds)):
             legal = sorted({m for m in self.milestones_epochs if m > 0}) or [30, 60]
             raise OptionError(
-                f"milestones_epochs is {_listed(self.milestones_epochs)}, but must be increasing and above 0, as in "
+                f"milestones_epochs is {_listed(self.milestones_epochs)}, but must be positive and increase, as in "
                 f"{_listed(legal)}.",
                 "milestones_epochs",
             )

@@ -23,9 +23,9 @@ from hpctrain.parallel.moves import SplitGroup
 def merge_moments(counts: np.ndarray, means: np.ndarray, m2s: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
     """Return the count, the mean (C,) and the sum of squared deviations (C,) of the union of P groups.
 
-    Groups of count 0 are ignored, whatever they hold; if all are empty, the moments are 0. It is the pairwise update of Chan,
-    Golub and LeVeque (The American Statistician 37, 1983) for all groups at once, relative to the first group's mean, so that a
-    large common offset does not cancel.
+    Groups of count 0 are ignored, even if their values are not finite; if all are empty, the moments are 0. The method is the
+    pairwise update of Chan, Golub and LeVeque (The American Statistician 37, 1983) for all groups at once, relative to the first
+    group's mean, so that a large common offset does not cancel.
 
     Args:
         counts: number of samples of each group, float64 (P,).
@@ -45,8 +45,8 @@ def merge_moments(counts: np.ndarray, means: np.ndarray, m2s: np.ndarray) -> tup
 class RankStatistics:
     """A `StatisticsMerger` over the ranks of `comm`. All ranks gather all moments and merge them in rank order, to the same bits.
 
-    Both calls are collective and wait. They use the queue of `comm`, after all earlier posts, so `comm` should have no other use:
-    on the gradients' communicator they would wait for the gradients.
+    `merge` and `sum` are collective and wait. They are posted to the queue of `comm` after all earlier operations, so `comm`
+    should have no other use: on the gradients' communicator they would wait for the gradients.
 
     Args:
         comm: ranks that share the step.
@@ -155,9 +155,10 @@ class GridGroups:
         return groups
 
     def local_where_alone(self) -> GridGroups:
-        """Return the groups with a `SingleCommunicator` for each communicator of one rank. Not collective.
+        """Return the groups with every communicator of size 1 replaced by a `SingleCommunicator`. Not collective.
 
-        Such a rank sends nothing, so its arrays may lie in memory that transports between processes cannot reach.
+        A rank that is alone in a communicator sends nothing, so its arrays may lie in memory that transports between processes
+        cannot reach.
         """
         groups = copy.copy(self)
         groups.gradients = {name: _local(comm) for name, comm in self.gradients.items()}
@@ -179,7 +180,10 @@ class GridGroups:
         return {name: RankStatistics(comm, progress) for name, comm in self._statistics.items()}
 
     def counts_of(self, group: str, counts: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each rank of a parameter group's communicator; for "model", that of its split group.
+        """Return the number of samples of each member of a parameter group's communicator.
+
+        A member of the group "all" is a rank. A member of "model" represents its split group, with the samples of all ranks in
+        it.
 
         Args:
             group: name of the parameter group.

@@ -1,8 +1,8 @@
 """Layouts of a tensor over the ranks of a split group, with one box per rank, and the receptive fields that determine boxes.
 
 A tensor of the graph always lies in a partition (SAMPLES, TILES or CHANNELS): every element has one owner, which also owns its
-gradient. An operation that reads more, such as a halo or the whole tensor, reads a separate box whose gradient is a partial sum;
-see `hpctrain.parallel.moves`.
+gradient. An operation that needs elements of other ranks, such as a halo or the whole tensor, reads a separate box whose gradient
+is a partial sum; see `hpctrain.parallel.moves`.
 
 A receptive field contains the input rows that a window reads for given output rows, and the padding that remains to be applied
 locally. Gholami et al. 2018, section 2.3: output rows [o0, o1) of a window of extent k, stride s and padding p read input rows
@@ -57,7 +57,7 @@ class Layout:
 
 
 def samples(shape: Shape, counts: Sequence[int]) -> Layout:
-    """Return the layout in which rank r holds the next `counts[r]` samples as a whole."""
+    """Return the layout in which rank r holds `counts[r]` whole samples. The ranks' samples are consecutive, in rank order."""
     assert sum(counts) == shape[0]
     box = whole(shape)
     return Layout(LayoutKind.SAMPLES, shape, tuple(replace_dim(box, 0, interval) for interval in consecutive(counts)))
@@ -70,9 +70,10 @@ def channels(shape: Shape, intervals: Sequence[Interval]) -> Layout:
 
 
 def tiles(shape: Shape, tiles: Pair) -> Layout:
-    """Return the layout of images (N, H, W, C) in (vertical, horizontal) `tiles`. Rank r holds (r // horizontal, r % horizontal).
+    """Return the layout of images (N, H, W, C) in (vertical, horizontal) `tiles`.
 
-    The cuts depend only on the extent, so tensors of the same height are always cut alike.
+    Rank r holds tile (r // horizontal, r % horizontal). The cuts depend only on the extent, so tensors of the same height are
+    always cut alike.
     """
     vertical, horizontal = even_intervals(shape[1], tiles[0]), even_intervals(shape[2], tiles[1])
     box = whole(shape)
@@ -91,7 +92,7 @@ def everything(shape: Shape, ranks: int) -> Layout:
 def needed(shape: Shape, boxes: Sequence[Box]) -> Layout:
     """Return the layout in which rank r reads `boxes[r]`.
 
-    The boxes may overlap, omit elements and extend beyond the tensor. Zeros are read there.
+    The boxes may overlap, omit elements and extend beyond the tensor. Elements beyond the tensor are read as zeros.
     """
     return Layout(LayoutKind.NEEDED, shape, tuple(boxes))
 
@@ -135,7 +136,7 @@ def receptive_field(size: int, output: Interval, *, extent: int, stride: int, pa
 def window_receptive_field(
     window: Window, size: Pair, outputs: tuple[Interval, Interval]
 ) -> tuple[ReceptiveField, ReceptiveField]:
-    """Return `receptive_field` of rows and of columns.
+    """Return the receptive fields of an output tile along rows and columns (see `receptive_field`).
 
     Args:
         window: window of the operation.

@@ -41,8 +41,8 @@ from hpctrain.parallel.layout import Layout, LayoutKind
 class SplitGroup:
     """The Pr ranks that share samples and split layers, with a communicator for their exchanges only.
 
-    Exchanges follow each other, so they share one buffer: its content is valid until the next exchange starts. On a device the
-    buffer has one mirror on the host, which the exchanges also share.
+    Exchanges run one after another, so they share one buffer: its content is valid until the next exchange starts. On a device
+    the buffer has one mirror on the host, which the exchanges also share.
 
     Args:
         comm: communicator reserved for these exchanges.
@@ -184,7 +184,7 @@ def moved(source: Layout, target: Layout) -> tuple[int, ...]:
 
     The time is linear in the number of ranks and in the number of pairs of ranks that share elements.
     """
-    if target.is_partition:  # every element has one reader, so a rank sends the elements that it does not keep
+    if target.is_partition:  # every element has one reader, so a rank sends all elements except those that it keeps
         return tuple(size_of(owned) - staying for owned, staying in zip(source.boxes, _staying(source, target), strict=True))
     box = target.boxes[0]
     if all(other == box for other in target.boxes):  # a gather: each owned element is sent to all other ranks
@@ -200,7 +200,7 @@ def moved(source: Layout, target: Layout) -> tuple[int, ...]:
 
 
 def moved_back(source: Layout, target: Layout) -> tuple[int, ...]:
-    """Return the number of elements that each rank sends in the adjoint of a move: those that it received in the move."""
+    """Return the number of elements that each rank sends in the adjoint of a move. In the move, it received the same number."""
     tensor = whole(source.shape)  # elements beyond the tensor have no owner
     return tuple(
         _common_size(wanted, tensor) - staying for wanted, staying in zip(target.boxes, _staying(source, target), strict=True)
@@ -263,7 +263,7 @@ class TransferRunner:
         self._target_counts = _counts(transfer.receives, group.size)
 
     def _sides(self) -> tuple[Array, Array]:
-        """Return the message buffers of both sides.
+        """Return the message buffers of the source side and of the target side.
 
         The group's shared buffer grows only while operators are made, never during an exchange.
         """
@@ -312,7 +312,7 @@ class TransferRunner:
         )
 
     def finish_adjoint(self, ticket: Ticket, dy: Array, dx: Array, *, accumulate: bool) -> None:
-        """Write, or add to, the gradient of the source: this rank's elements first, then those of other ranks in rank order."""
+        """Write or accumulate the gradient of the source: this rank's terms first, then those of other ranks in rank order."""
         if self.transfer.spare and not accumulate:
             self._arithmetic.fill(dx, 0.0)
         if self.transfer.local is not None:
@@ -569,7 +569,7 @@ class JoinRowsSpec(_CopiesOnly):
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         n, _, width, channels = inputs[0].shape
         if any((x.shape[0], *x.shape[2:]) != (n, width, channels) for x in inputs):
-            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} cannot be joined; they may differ only in height.")
+            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} cannot be joined; they may differ in height only.")
         return TensorSpec((n, sum(x.shape[1] for x in inputs), width, channels), inputs[0].dtype)
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:

@@ -23,10 +23,10 @@ class Parallelism(StrEnum):
 
 
 def _parallelism(name: str) -> Parallelism:
-    """Return the use with the name `name`.
+    """Return the parallelism with the name `name`.
 
     Raises:
-        ConfigError: there is no use of this name; the message suggests the nearest.
+        ConfigError: there is no parallelism of this name; the message suggests the nearest.
     """
     try:
         return Parallelism(name)
@@ -36,9 +36,9 @@ def _parallelism(name: str) -> Parallelism:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The use of each layer on a grid of `rows` x `cols` ranks (Pr x Pc), with split groups of `rows` ranks each.
+    """Use of each layer on a grid of `rows` x `cols` ranks (Pr x Pc), with split groups of `rows` ranks each.
 
-    Uses may be given by name ("domain").
+    A layer's use is its `Parallelism`, which may be given by name ("domain").
 
     Attributes:
         rows: ranks of a split group, Pr.
@@ -85,7 +85,7 @@ class ParallelPlan:
         return self.tiles if self.tiles is not None else (self.rows, 1)
 
     def use_of(self, name: str) -> Parallelism:
-        """Return the use of the layer with the dotted name `name`."""
+        """Return the parallelism of the layer with the dotted name `name`."""
         matching = [use for pattern, use in self.use.items() if fnmatch.fnmatchcase(name, pattern)]
         return matching[-1] if matching else self.default
 

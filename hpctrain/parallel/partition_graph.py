@@ -1,4 +1,4 @@
-"""Partitioning of a model's graph over a split group into one graph per rank. The layers are not involved.
+"""Partitioning of a model's graph over a split group into one graph per rank. The model's layers are not changed.
 
 Every operation is sharded by its layer's use. If its inputs lie in another layout, a move is inserted directly before it; later
 readers of the same elements share the move. The output is always split by samples at the end, so every sample's loss is computed
@@ -39,7 +39,7 @@ class PartitionStep:
         inputs, output: tensor numbers of the partitioned graph.
         node, use, sharding: node, use and sharding of the layer; None for a move or a sum.
         specs: spec that each rank runs; None: those of the sharding.
-        move: (source, target) of a move; for a sum, of the move whose adjoint it is.
+        move: (source, target) of a move; for a sum: source and target of the move whose adjoint is the sum.
         summed: whether the step is a sum.
         early: whether a move is sent at its place in the order and received just before its reader.
         input_first, shared: see `Node`.
@@ -139,7 +139,7 @@ def partition_graph(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> 
 
 
 class _Partitioner:
-    """Makes a `PartitionedGraph`. `_tensor_of[t]` is its tensor for tensor t of the whole graph."""
+    """Builder of a `PartitionedGraph`. `_tensor_of[t]` is the partitioned graph's tensor for tensor t of the whole graph."""
 
     def __init__(self, graph: Graph, plan: ParallelPlan, context: SplitContext) -> None:
         self._graph, self._plan, self._context = graph, plan, context
@@ -187,7 +187,7 @@ class _Partitioner:
             self._tensor_of[node.output] = self._add_in_parts(node, sharding, split)
 
     def _add_undivided(self, node: Node, sharding: OperatorSharding) -> int:
-        """Move inputs of other layouts, compute, and sum if each rank has a summand; return the output's tensor."""
+        """Add moves of inputs in other layouts, the operation, and a sum if each rank has a summand. Return the output tensor."""
         inputs = tuple(
             self._as_layout(self._tensor_of[i], wanted, node.name) for i, wanted in zip(node.inputs, sharding.reads, strict=True)
         )
@@ -217,7 +217,7 @@ class _Partitioner:
         return None
 
     def _add_in_parts(self, node: Node, sharding: OperatorSharding, split: InteriorSplit) -> int:
-        """Send both edges' halos, compute the interior, then each edge, and join them; return the output's tensor."""
+        """Add moves of both edges' halos, then the interior, both edges and their concatenation. Return the output tensor."""
         x = self._tensor_of[node.inputs[0]]
         use = self._plan.use_of(node.name)
         halos = []

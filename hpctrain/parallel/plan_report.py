@@ -30,7 +30,12 @@ Words = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Words that each position sends. statistics_forward, statistics_backward: float64 words of batch statistics."""
+    """Words that each position sends.
+
+    Attributes:
+        forward, backward: words of each pass, in the run's dtype.
+        statistics_forward, statistics_backward: float64 words of batch statistics.
+    """
 
     forward: Words
     backward: Words
@@ -59,7 +64,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer of the model on the grid.
+    """Report of one layer of the model on the grid.
 
     Attributes:
         operation: kind of operation and its window.
@@ -87,11 +92,11 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class RedistributionReport:
-    """A move before the layer `reader`, whose input has another layout, or a sum after the layer that computed the summands.
+    """Report of a move of a tensor to the layout that the layer `reader` needs, or of a sum of partial tensors.
 
     Attributes:
-        source, target: how the tensor is split. "everything": every rank receives all of it. "parts of a sum": every rank has a
-            summand.
+        source, target: split of the tensor before and after. "everything": every rank receives the whole tensor. "parts of a
+            sum": every rank has a summand.
         activations: words of each position's result.
     """
 
@@ -105,7 +110,7 @@ class RedistributionReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory of one position in bytes.
+    """Report of one position's memory in bytes.
 
     Attributes:
         activations: arena of a training step, including gradients of activations.
@@ -120,7 +125,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """A group of parameters that are averaged together.
+    """Report of a group of parameters that are averaged together.
 
     Attributes:
         ranks: number of ranks that average them.
@@ -134,7 +139,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan over a model.
+    """Report of a plan over a model.
 
     Attributes:
         counts: number of samples of each position.
@@ -323,9 +328,9 @@ class _GroupReporter:
         return replace(Traffic.zero(self.ranks), statistics_forward=tuple(forward), statistics_backward=tuple(backward))
 
     def _halo(self, halos: Sequence[PartitionStep], rank: int) -> tuple[int, int]:
-        """Return the rows and columns of the image that this rank reads but does not own.
+        """Return the rows and columns of the image that this rank reads but does not own, summed over the moves `halos`.
 
-        They come from one move, or from two (one for each edge).
+        A layer has one such move, or two if it is computed in parts (one for each edge).
         """
         rows = columns = 0
         for step in halos:
@@ -391,8 +396,8 @@ def _parameter_groups(
 def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tuple[_Entry, ...]:
     """Return the entries of all split groups, joined so that their sequences are ordered by position.
 
-    A group without samples has fewer moves than the others, because layouts of its empty tensors have the same boxes. Such a move
-    has no words there.
+    A group without samples has fewer moves than the others, because layouts of its empty tensors have the same boxes. The joined
+    entry of a missing move counts zero words for that group.
     """
     fullest, zero = max(groups, key=len), Traffic.zero(split_size)
     assert all(entries.keys() <= fullest.keys() for entries in groups)
@@ -421,7 +426,10 @@ def _join(of_groups: Sequence[_Entry]) -> _Entry:
 
 
 def _needs_gradient(graph: PartitionedGraph) -> list[bool]:
-    """Return for each tensor whether backward computes its gradient: not for the images or tensors before any parameter."""
+    """Return, for each tensor, whether backward computes its gradient.
+
+    The images and the tensors before the first parameter need no gradient.
+    """
     needs = [False] * len(graph.layouts)
     for step in graph.steps:
         trained = step.node is not None and step.node.trains

@@ -31,12 +31,19 @@ class TilesByShape(Protocol):
     """Function that returns the boxes of the images (N, H, W, C) that the ranks of a split group read."""
 
     def __call__(self, counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
-        """Return the boxes by rank. counts: samples of the ranks. image_shape: (H, W, C); default: that of the network."""
+        """Return the boxes by rank.
+
+        Args:
+            counts: number of samples of each rank.
+            image_shape: (H, W, C); default: the network's image shape.
+        """
         ...
 
 
 class GridDistribution:
-    """A `Distribution` by a plan over a split group. Its operators are collective over the group; lowering graphs is not.
+    """Distribution of a model over a split group by a parallel plan.
+
+    The operators are collective over the group; lowering graphs is not.
 
     Args:
         plan: use of each layer.
@@ -78,10 +85,10 @@ class GridDistribution:
         return partition_graph(graph, self.plan, counts)
 
     def tiles_by_counts(self, graph_of: Callable[[int, ImageShape | None], Graph]) -> TilesByShape:
-        """Return a function that returns each rank's box of the images, from the ranks' samples and the images' shape.
+        """Return a function that returns each rank's box of the images, from the ranks' numbers of samples and the image shape.
 
         Args:
-            graph_of: function that returns the model lowered for a number of samples and a shape.
+            graph_of: function that returns the model lowered for a number of samples and an image shape.
         """
 
         def boxes(counts: Sequence[int], image_shape: ImageShape | None = None) -> tuple[Box, ...]:
@@ -159,7 +166,9 @@ _PLANS = 64  # maximum number of cached plans: a few kinds of ranks for each gri
 
 @dataclass(frozen=True)
 class MoveWords:
-    """Number of elements that one rank sends and receives in the forward pass of a move or a sum; in backward it is the reverse.
+    """Number of elements that one rank sends and receives in the forward pass of a move or a sum.
+
+    In backward, the two numbers are swapped.
 
     Attributes:
         early: whether the move has separate message buffers.

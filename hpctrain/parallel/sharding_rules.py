@@ -1,4 +1,4 @@
-"""The rules of sharding: how one operation runs on the ranks of a split group, by its kind and its use.
+"""Sharding rules: how one operation runs on the ranks of a split group, by its kind and its use.
 
 Gholami et al. 2018: BATCH splits the samples. MODEL splits a weight's output channels (section 2.2); per-channel operations run
 before the gather. DOMAIN splits the images (section 2.3). The rules are pure data, the same on every rank.
@@ -44,13 +44,13 @@ _PER_CHANNEL = (*_ANY_CHANNELS, PoolSpec, AdaptiveAveragePoolSpec)
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A spec whose receptive field is `window`; None: it has none."""
+    """Spec of an operation whose receptive field is given by `window`; None if it has no receptive field."""
 
     @property
     def window(self) -> Window | None: ...
 
     def with_window(self, window: Window) -> Spec:
-        """Return the same operation with other padding."""
+        """Return the same operation with the padding of `window`."""
         ...
 
 
@@ -159,7 +159,10 @@ def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContex
 
 
 def _per_channel(spec: Spec, inputs: Sequence[Layout], output: Shape, context: SplitContext) -> OperatorSharding:
-    """Keep the channels that each rank has of the first input, even if they are uneven, so that nothing is moved."""
+    """Split the operation by channels, so that each rank keeps its channels of the first input and nothing is moved.
+
+    If the first input is not split by channels, the split is even.
+    """
     (first, *_) = inputs
     intervals = (
         tuple(box[-1] for box in first.boxes)
@@ -211,8 +214,8 @@ def _domain_window(spec: Windowed, window: Window, x: Layout, output: Shape, con
 def _with_tail(field: ReceptiveField, owned: Interval, stride: int) -> ReceptiveField:
     """Return the field extended by the rank's elements after the last window, if they contain no further window.
 
-    No window reads them. With them the operation reads exactly the rank's elements, so nothing is copied. Fewer than a stride of
-    them contain no further window.
+    No window reads these elements, but with them the operation reads exactly the rank's elements, so nothing is copied. If they
+    are fewer than a stride, they contain no further window.
     """
     ends_inside = field.start < field.stop < owned[1] and field.after == 0
     if ends_inside and field.start == owned[0] and owned[1] - field.stop < stride:
@@ -251,7 +254,10 @@ def _local(spec: Spec, sharding: OperatorSharding, rank: int) -> Spec:
 
 
 def _merged(spec: BatchNormSpec, kind: LayoutKind) -> BatchNormSpec:
-    """Return the spec with the group of ranks that merge statistics: those that hold samples or tiles of its channels."""
+    """Return the spec with the group of ranks that merge statistics.
+
+    These ranks hold samples or tiles of this rank's channels.
+    """
     if spec.fixed:  # it normalises by running statistics
         return spec
     if kind is LayoutKind.TILES:
@@ -268,7 +274,7 @@ _HEIGHT = 1
 
 @dataclass(frozen=True)
 class ConvolutionPart:
-    """Some output rows of a convolution on all ranks.
+    """Part of a convolution that computes some of each rank's output rows.
 
     Attributes:
         reads, writes: layouts of input and output.

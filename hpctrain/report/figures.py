@@ -180,7 +180,7 @@ def for_page(drawing: Drawing) -> PageFigure:
 
 
 def _class(name: str) -> str:
-    """Return the CSS class by which a page hides a part: that of a run, or "part" for parts named by matplotlib."""
+    """Return the CSS class by which a page hides a part: the class of a run, or "part" for parts named by matplotlib."""
     match = re.match(r"run\d+", name)
     return match[0] if match else "part"
 
@@ -332,14 +332,14 @@ _SHORTEST = 1 / 1500
 
 
 def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
-    """Return a figure of the longest layers and operations, with computing and waiting time in milliseconds per step."""
+    """Return a figure of the layers and operations that take longest, with computing and waiting time in ms per step."""
     rows = sorted(table.rows, key=lambda row: row.compute_seconds + row.messages_seconds + row.exposed_seconds, reverse=True)[
         :_MOST_LAYERS
     ]
     left = len(table.rows) - len(rows)
     more = f", and {left} more that are not shown" if left else ""
     exposed = table.total.exposed_seconds / table.step_seconds if table.step_seconds else 0.0
-    words = f"Rows of the time table that took most{more}. Waits for messages are {exposed:.1%} of a step."
+    words = f"The longest rows of the time table{more}. Waits for messages are {exposed:.1%} of a step."
 
     def draw(figure: Figure, style: Style) -> None:
         axes = figure.add_subplot()
@@ -359,7 +359,7 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
 
 
 def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing:
-    """Return a figure of the last step, with a lane of the program and a lane of the messages for each rank."""
+    """Return a figure of the last step. Each rank has two lanes: its computation and waits, and its messages."""
     shown = steps[:_MOST_RANKS]
     left = len(steps) - len(shown)
     more = f" The first {len(shown)} of {len(steps)} ranks." if left else ""

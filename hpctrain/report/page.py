@@ -43,7 +43,7 @@ class Cell:
 
     Attributes:
         count: number of samples.
-        percent: strength of the colour: share of the class's samples, scaled.
+        percent: strength of the background colour in percent, proportional to the share of the class's samples.
         right: whether the cell is on the diagonal.
     """
 
@@ -121,8 +121,8 @@ def result_of(name: str, judgement: Judgement) -> JudgedSet:
     names = judgement.class_names
     whole = len(names) <= MOST_CLASSES
     groups = (
-        Pictures("Surest mistakes", tuple(_picture(image, names) for image in judgement.wrong)),
-        Pictures("Surest hits, by class", tuple(_picture(image, names) for image in judgement.right)),
+        Pictures("Most confident mistakes", tuple(_picture(image, names) for image in judgement.wrong)),
+        Pictures("Most confident correct predictions, by class", tuple(_picture(image, names) for image in judgement.right)),
     )
     lines = tuple(_lines(judgement)) if whole else ()
     return JudgedSet(name, _words(judgement, whole=whole), names, lines, tuple(_classes(judgement)), groups)
@@ -394,7 +394,7 @@ def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
 
 
 def _settings(records: Sequence[RunRecord]) -> PagePart:
-    """Return configuration and versions: first the differences between runs, then all values."""
+    """Return the configurations and versions of the runs: first the differences between runs, then all values."""
     headings = ("key", *(record.name for record in records))
     tables = []
     for title, of_runs in (
@@ -409,4 +409,9 @@ def _settings(records: Sequence[RunRecord]) -> PagePart:
         if every:
             tables.append(Table(f"All of {title}", headings, every, folded=True))
     same = len(records) > 1 and not any(table.title.startswith("Differences") for table in tables)
-    return PagePart("settings", "Configuration", tables=tuple(tables), sentences=("All runs have the same.",) if same else ())
+    return PagePart(
+        "settings",
+        "Configuration",
+        tables=tuple(tables),
+        sentences=("All runs have the same configuration and versions.",) if same else (),
+    )

@@ -224,16 +224,19 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 def _stored(
     config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
-    """Return the choice stored by an earlier run, or None if it does not apply, and lines with the reason."""
+    """Return (choice of an earlier run, lines for the log).
+
+    The choice is None if there is none or if it does not apply; in the latter case a line has the reason.
+    """
     stored = _of_checkpoint(source) or _of_run(repeated)
     if stored is None:
         return None, ()
     choice, place = stored
     open_sections = " and ".join(config.automatic)
     if choice.ranks != ranks:
-        return None, (f"{ranks} ranks instead of {choice.ranks}: {open_sections} chosen again",)
+        return None, (f"{ranks} ranks instead of {choice.ranks}: choosing {open_sections} again",)
     if set(choice.sections) != set(config.automatic):
-        return None, (f"{' and '.join(choice.sections)} auto until now: {open_sections} chosen again",)
+        return None, (f"auto was set for {' and '.join(choice.sections)} until now: choosing {open_sections} again",)
     choice.check_fits(with_default_plan(config, ranks), place)
     return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
 

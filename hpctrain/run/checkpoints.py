@@ -111,7 +111,10 @@ def is_loss(measure: str) -> bool:
 
 
 def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collection[int]) -> StepEvaluation | None:
-    """Return the best evaluation among some steps, the earlier of two equal ones; None if there is none, or measure is "none"."""
+    """Return the best evaluation among some steps; None if there is none, or if the measure is "none".
+
+    Of equal evaluations, the earliest is returned.
+    """
     if measure == NONE:
         return None
     sign = -1.0 if is_loss(measure) else 1.0
@@ -133,7 +136,10 @@ def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequen
 
 
 def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
-    """Return why `checkpoint.best` has no effect: no evaluation, no checkpoints, or a single candidate; else None."""
+    """Return why `checkpoint.best` has no effect; None if it has an effect or was not set.
+
+    Possible reasons: no evaluations, no checkpoints, or a single candidate.
+    """
     settings = config.checkpoint
     if "best" not in settings.model_fields_set or settings.best == NONE or not config.epochs:
         return None

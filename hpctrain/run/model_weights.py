@@ -170,7 +170,10 @@ def of_checkpoint(
 def _of_own_loop(
     content: CheckpointContent, path: Path, name: str | None, classes: int | None, options: Mapping[str, Any], *, averaged: bool
 ) -> ModelWeights:
-    """Return the weights in a checkpoint that `job.save` wrote, without a model, an image size or facts about the data."""
+    """Return the weights in a checkpoint that `job.save` wrote.
+
+    The checkpoint contains no model, no image size and no facts about the data.
+    """
     if name is None:
         raise CheckpointError(
             f"{path} was written by job.save and does not name its model; give --model, as in `--model resnet50`."

@@ -397,7 +397,7 @@ class Job(StartedRank):
     ) -> Loader:
         """Return the loader of this rank's share of an HDF5 file (docs/data.md).
 
-        Images are normalised to mean 0 and deviation 1 per channel.
+        Images are normalised to mean 0 and standard deviation 1 per channel.
 
         Args:
             replica: replica that reads the batches.
@@ -406,16 +406,16 @@ class Job(StartedRank):
             seed: seed of the order, the augmentations and the mixing.
             augment: augmentations, in order.
             mixing: "mixup", "cutmix", "probability" and "switch", as in `data.mixing` of a configuration; None: no mixing.
-            sizes: pairs (epoch, side) as in `data.sizes` of a configuration: images have this side from this epoch on. Make the
-                replica for the largest. None: images have the size that `augment` produces.
-            like: path of the training file, whose mean, deviation and order of classes are used; default: the file's own.
+            sizes: pairs (epoch, side) as in `data.sizes` of a configuration: side of the images from this epoch on. The
+                replica must be made for the largest side. None: images have the size that `augment` produces.
+            like: path of the training file, whose mean, standard deviation and class order are used; default: the file's own.
             prefetch: number of batches that a thread prepares in advance.
             threads: number of threads that share the samples of a batch.
             cache: value of `data.cache` in a configuration; "auto" uses at most a quarter of the free memory.
 
         Raises:
             DataError: a file cannot be read, has other classes, or differs between ranks.
-            ShapeError: the replica takes images of another shape.
+            ShapeError: the replica accepts images of another shape.
             ConfigError: an option of `augment`, `mixing` or `cache` is invalid, `sizes` are out of order, the backend does not
                 support mixed labels, or arguments differ between ranks.
         """
@@ -465,7 +465,7 @@ class Job(StartedRank):
 
         Raises:
             DataError: an array has another kind or values out of range, or differs from that of most ranks.
-            ShapeError: an array has another shape, or the replica takes images of another shape.
+            ShapeError: an array has another shape, or the replica accepts images of another shape.
             ConfigError: as for `loader`.
         """
         arguments = dict(locals())

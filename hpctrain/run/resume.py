@@ -57,7 +57,7 @@ class _Candidates:
 
     Attributes:
         named: whether the source names a single checkpoint, so that no other may replace it.
-        refusal: error message if no checkpoint is intact; None: no error, there is no checkpoint.
+        refusal: error message if no checkpoint is intact; None if this is not an error.
     """
 
     paths: tuple[Path, ...]

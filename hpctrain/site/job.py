@@ -100,7 +100,7 @@ class SiteJob:
         cpus: number of CPUs per rank, as the scheduler counts.
         time: time limit, as HH:MM:SS.
         limits: whether the training gets its time limit as an option, because it receives no signal before the end.
-        directives: pairs (option, reason) of the scheduler.
+        directives: pairs (scheduler option, reason).
     """
 
     name: str
@@ -251,7 +251,11 @@ def _cores(site: Site, request: JobRequest, ranks: int) -> int:
 
 
 def _directives(site: Site, request: JobRequest) -> Sequence[tuple[str, str]]:
-    """Return account, queue and the profile's own options; raise if the request has a value for an option that the site lacks."""
+    """Return pairs (option, reason) for the account, the queue and the profile's own options.
+
+    Raises:
+        ConfigError: the request has a value for an option that the site lacks, or lacks an account that the site requires.
+    """
     profile = site.profile
     directives = []
     for word, field, requested in (("--account", profile.account, request.account), ("--queue", profile.queue, request.queue)):
@@ -290,7 +294,7 @@ def check_backend(site: Site, backend: str, request: JobRequest) -> None:
     """Raise if the job needs GPUs that the site does not have.
 
     Raises:
-        ConfigError: the site has no such GPUs, or fewer than ranks per node.
+        ConfigError: the site has no NVIDIA GPUs, or a node has fewer GPUs than ranks.
     """
     gpu = site.profile.gpu
     if backend != "cuda":
@@ -399,7 +403,7 @@ def _directive(text: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """Return a text as lines of comment."""
+    """Return a text as comment lines of a script."""
     return "\n".join(
         textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False)
     )

@@ -58,7 +58,7 @@ UNKNOWN_SOURCE = "not stated"
 
 
 class Sourced(Section):
-    """One or more settings, with the public text that they follow."""
+    """Settings with the public documentation that they come from."""
 
     source: Line = Field(
         default=UNKNOWN_SOURCE, description='URL of the guide with this setting, or "unverified" and the reason for the value.'
@@ -88,7 +88,7 @@ class NodeFields(Sourced):
 
 
 class QueueFields(Sourced):
-    """The queue of jobs. Partitions and qualities of service are also queues."""
+    """The queue of jobs; for some schedulers, a partition or a quality of service."""
 
     option: Line = Field(description="Option that names the queue, such as --partition.")
     value: Line | None = Field(default=None, description="Default queue; null leaves it to the scheduler.")
@@ -102,7 +102,7 @@ class AccountFields(Sourced):
 
 
 class ChunkFields(Sourced):
-    """The kind of node in PBS's terms."""
+    """The kind of node, as a chunk of PBS's select option."""
 
     value: Line = Field(description="Text of a chunk after -l select=NODES:, such as system=polaris.")
 
@@ -196,7 +196,7 @@ _PATTERNS = {"time": "a time such as 06:00:00"}
 
 
 def faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each fault. A misspelt key is one fault, not also a missing key."""
+    """Yield (key path, sentence) of each fault. A misspelt key is one fault; it is not also reported as missing."""
     items = error.errors(include_url=False)
     paths = [tuple(item["loc"]) for item in items]
     meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}

@@ -26,7 +26,7 @@ from hpctrain.launch import processes
 from hpctrain.launch.processes import ProcessMark
 
 PARTIAL = ".partial"
-# Longest file name that its partial file's name repeats. With the mark of a process that name has at most 255 bytes.
+# Maximum length of a file name that its partial file's name repeats unchanged. A name with a process mark has at most 255 bytes.
 _LONGEST_NAME_BYTES = 120
 # Numbers of partial files: threads of one process may write the same path at once.
 _NUMBERS = count(1)
@@ -41,14 +41,14 @@ def target_of(path: Path) -> Path:
         OSError: `path` is a directory, a device, a pipe, a socket or an open file, or its parent is not a directory.
     """
     if _descriptor_of(path) is not None:
-        raise OSError(errno.EINVAL, "it is an open file, and only a regular file with a path is replaced", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is an open file; only regular files with a path can be replaced", os.fspath(path))
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
     if mode is None or stat.S_ISREG(mode):
         return target
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and only a regular file is replaced", os.fspath(path))
+    raise OSError(errno.EINVAL, f"it is {kind_of(mode)}; only regular files can be replaced", os.fspath(path))
 
 
 def check_target(path: Path, *, streams: bool = False) -> None:
@@ -140,13 +140,13 @@ def publish(partial: Path, path: Path) -> None:
     The file gets the permissions of the file that it replaces.
 
     Raises:
-        OSError: `path` exists and is a link or no regular file.
+        OSError: `path` exists and is not a regular file, or it is a link.
     """
     mode = _mode_of(path)
     if mode is not None:
         if not stat.S_ISREG(mode):
             words = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
-            raise OSError(errno.EINVAL, f"it is {words}, and only a regular file is replaced", os.fspath(path))
+            raise OSError(errno.EINVAL, f"it is {words}; only regular files can be replaced", os.fspath(path))
         partial.chmod(mode & 0o777)
     os.replace(partial, path)
     synchronise_directory(path.parent)

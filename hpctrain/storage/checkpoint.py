@@ -158,12 +158,12 @@ class CheckpointContent:
 
 
 def parameter_key(name: str) -> str:
-    """Return the key of a parameter."""
+    """Return the key of a parameter in a checkpoint."""
     return f"parameters/{name}"
 
 
 def statistic_key(name: str) -> str:
-    """Return the key of a running statistic."""
+    """Return the key of a running statistic in a checkpoint."""
     return f"statistics/{name}"
 
 
@@ -173,7 +173,7 @@ def averaged_statistic_key(name: str) -> str:
 
 
 def optimizer_key(state: str, parameter: str) -> str:
-    """Return the key of an optimiser's state, such as "momentum", of one parameter."""
+    """Return the key, in a checkpoint, of one parameter's optimiser state, such as "momentum"."""
     return f"optimizer/{state}/{parameter}"
 
 
@@ -210,7 +210,7 @@ def write(path: Path, content: CheckpointContent, *, cleans: bool = True) -> Non
             run.
 
     Raises:
-        CheckpointError: the file cannot be written (disk full, no permission). Nothing is left of it.
+        CheckpointError: the file cannot be written (disk full, no permission). No partial file is left.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -330,8 +330,8 @@ def _read_sequence_and_run(path: Path, *version: int) -> tuple[int | None, str |
 def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: bool = True) -> list[Path]:
     """Delete all but the last `keep` checkpoints and the last `keep` set-aside ones, and return the deleted paths.
 
-    The order is that of writing, not that of steps: after a resume from before a damaged checkpoint, the damaged one has a higher
-    step than the new ones. Broken links are skipped with a warning.
+    The order is that of writing, not that of steps: if a run resumed from before a damaged checkpoint, that checkpoint may have a
+    higher step than newer ones. Broken links are skipped with a warning.
 
     Args:
         spared: steps whose checkpoints are kept regardless of their age.
@@ -378,10 +378,10 @@ def remove(path: Path) -> None:
 
 
 def set_aside(directory: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, from which a run resumes with other settings or data, and return their new names.
+    """Rename the checkpoints of steps after `step`, and return their new names.
 
-    Otherwise the next `read_newest` would return one of them as the run's newest. Only one process may write in a directory at a
-    time.
+    Call it when a run resumes from `step` with other settings or data: otherwise the next `read_newest` would return a later
+    checkpoint of the old settings. Only one process may write in a directory at a time.
 
     Raises:
         CheckpointError: the directory is not writable.
@@ -446,8 +446,8 @@ def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dty
 def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None) -> CheckpointContent:
     """Write the checkpoint `source` to `out` in the given layout, read it back, compare, and return the new content.
 
-    Files of other processes in the directory of `out` are left alone. Memory holds a whole source file; if the source has shards,
-    it holds the shard being written, or one tensor.
+    Files of other processes in the directory of `out` are left alone. A checkpoint of one file is held in memory whole, as the
+    source or when it is read back. Of a sharded source, only the shard being written or one tensor is held.
 
     Args:
         sharded: whether the new checkpoint is a directory of shards.
@@ -473,7 +473,7 @@ def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None
 
 def _check(out: Path, sharded: bool) -> None:
     if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists already and is not overwritten; give another path, or delete it first.")
+        raise CheckpointError(f"{out} already exists and is not overwritten; give another path, or delete it first.")
     if is_sharded(out) != sharded:
         legal = out.with_suffix(SUFFIX if sharded else ".h5")
         raise CheckpointError(

@@ -5,8 +5,9 @@ attribute `sha256` covers dtype, shape and elements. The dataset `meta` holds JS
 the attributes `format`, `format_version`, `hpctrain`, `numpy` (versions of the writer) and `sha256`, over the list of all names
 and checksums. The root's checksum is written last, so a file without it is unfinished.
 
-HDF5 itself never writes to the disk. Its structures stay in memory, and `StoreFile` writes arrays directly into the file. The
-HDF5 library has one lock for the whole process, so it must not wait for a disk while holding it; nor can it handle a full disk.
+HDF5 itself never writes to the disk. Its structures stay in memory, and `StoreFile` writes arrays directly into the file. There
+are two reasons: the HDF5 library has one lock for the whole process, which no thread may hold while it waits for a disk; and the
+library cannot handle a full disk.
 
 A checkpoint file is read as one shard with whole tensors (`open_file`, `read_file`). `ShardedTensors` reads tensors of one or
 more shards on access, and only the pieces that are needed.
@@ -38,7 +39,9 @@ _BLOCK = 1 << 22
 
 
 class StoreFile(io.RawIOBase):
-    """New file, passed to HDF5 as a file object. `place` writes arrays to the disk, `finish` writes what HDF5 has written.
+    """New file, passed to HDF5 as a file object that keeps HDF5's writes in memory.
+
+    `place` writes arrays to the disk; `finish` writes the bytes that HDF5 has written.
 
     Args:
         keep: whether to keep the bytes of an existing file at the places that HDF5 does not overwrite.
@@ -210,9 +213,9 @@ def plain(value: Any) -> Any:
 def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> str:
     """Write a new file `path`, synchronise it with the disk, and return its root's checksum.
 
-    `tensors` is read once, one tensor at a time, in its own order, so a lazy mapping never holds them all. Names have a group
-    ("group/name"). Memory holds the current tensor and at most one copy of it. Neither the GIL nor HDF5's lock is held while
-    elements are written or added to a checksum.
+    `tensors` is read once, one tensor at a time, in its own order, so the tensors of a lazy mapping are never all in memory. Each
+    name must have a group ("group/name"). Memory holds the current tensor and at most one copy of it. Neither the GIL nor HDF5's
+    lock is held while elements are written or added to a checksum.
 
     Raises:
         OSError, RuntimeError: the file cannot be written.
@@ -261,7 +264,7 @@ def _write_meta(file: h5py.File, meta: Mapping[str, object]) -> str:
 
 
 def read_store_meta(path: Path) -> dict[str, object]:
-    """Return the metadata of `path`, verified by its checksum. Reads nothing of the tensors.
+    """Return the metadata of `path`, verified by its checksum, without reading tensors.
 
     Raises:
         CheckpointError: see `index_store`.
@@ -283,7 +286,7 @@ def _check_header(path: Path, file: h5py.File) -> None:
     if version not in _READABLE_VERSIONS:
         raise CheckpointError(
             f"The checkpoint {path} has format version {version}, written by hpctrain {_text(file, 'hpctrain')}; "
-            f"hpctrain {__version__} reads versions up to {FORMAT_VERSION}; use the version that wrote it."
+            f"hpctrain {__version__} reads versions up to {FORMAT_VERSION}; install a newer one."
         )
 
 
@@ -540,7 +543,7 @@ class ShardedTensors(Mapping[str, np.ndarray]):
 
     @property
     def shards(self) -> Sequence[ShardFacts]:
-        """The shards, by number."""
+        """Facts about the shards, by shard number."""
         return self._shards
 
     def part(self, key: str, box: Box) -> np.ndarray:

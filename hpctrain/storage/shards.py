@@ -25,12 +25,12 @@ from hpctrain.core.intervals import Box, even_interval, replace_dim, shape_of, s
 from hpctrain.storage.atomic_write import not_written, partial_path, synchronise_directory, write_bytes
 from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, plain, write_store
 
-#: minimum size of a part that its holders divide; each part of a file costs time, so one holder writes a smaller one
+#: minimum size of a part that is divided among its holders. One holder writes a smaller part, because each piece costs time
 _SMALLEST_SHARED_BYTES = 1 << 16
 
 
 class WriteShares:
-    """Divides parts that several ranks hold among these ranks for writing.
+    """Division of parts that several ranks hold into one share per rank, for writing.
 
     Large parts are divided evenly; a small part is written by the rank with the fewest bytes so far.
 
@@ -119,9 +119,9 @@ def unfinished(path: Path, token: str) -> Path:
 
 
 def moved_away(path: Path) -> Path:
-    """Return the temporary name of a checkpoint that is being replaced by a new one of the same step.
+    """Return the temporary name of a checkpoint while a new one of the same step replaces it.
 
-    It remains readable there.
+    The old checkpoint remains readable under this name.
     """
     return path.with_name(f"{path.stem}{BEFORE}{path.suffix}")
 
@@ -129,9 +129,8 @@ def moved_away(path: Path) -> Path:
 def publish(partial: Path, path: Path, shards: Sequence[ShardFacts], meta: Mapping[str, object]) -> None:
     """Turn the directory `partial`, with all shards on the disk, into the checkpoint `path`.
 
-    At any moment it is complete or absent.
-
-    An existing checkpoint of this name is kept until the new one is in place; in between it is renamed (`moved_away`).
+    The checkpoint is either complete or absent at any moment. An existing checkpoint of this name is renamed (`moved_away`), and
+    deleted once the new one is in place.
 
     Raises:
         CheckpointError: the checkpoint cannot be written.

@@ -238,7 +238,7 @@ def test_a_file_is_replaced_only_on_request(tmp_path, inputs, command):
     before, after = inputs[command]
     out = tmp_path / "out.h5"
     out.write_text("precious")
-    run("convert", command, *before, out, *after, fails_with=r"out\.h5 exists already; give another name, or --overwrite")
+    run("convert", command, *before, out, *after, fails_with=r"out\.h5 already exists; give another name, or --overwrite")
     assert out.read_text() == "precious"
     run("convert", command, *before, out, *after, "--overwrite")
     ImageFile.open(out).verify()

@@ -45,7 +45,7 @@ def test_the_test_set_is_judged_by_any_number_of_ranks(tmp_path: Path, ranks: in
     done = run_here(ranks, words, cwd=tmp_path)
     assert done.code == 0, done.output
     page = (tmp_path / "page.html").read_text()
-    assert "Surest" in page
+    assert "Most confident mistakes" in page
     assert "data:image/png;base64," in page
     assert all(name in page for name in CLASSES)
     assert done.stdout.count("page.html: ") == 1

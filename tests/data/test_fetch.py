@@ -98,7 +98,7 @@ def test_files_that_are_something_else_are_kept_unless_they_may_be_overwritten(t
     assert (tmp_path / "train.h5").read_text() == "another program's"
     (tmp_path / "train.h5").unlink()
     fetch(tmp_path, replace(data_set, class_names="xyz"), sources)
-    with pytest.raises(DataError, match=r"train\.h5 exists already, with 3 classes other than those of Fashion-MNIST"):
+    with pytest.raises(DataError, match=r"train\.h5 already exists, with 3 classes other than those of Fashion-MNIST"):
         fetch(tmp_path, data_set, [forbidden])
     fetch(tmp_path, data_set, sources, overwrite=True)
     for split in ("train", "test"):

@@ -269,7 +269,7 @@ def test_a_directory_is_searched_as_a_conversion_searches_it(tmp_path: Path, cap
 
 def test_what_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty contains no pictures; give one with files that end in"):
+    with pytest.raises(DataError, match=r"empty contains no pictures; give one with picture files, such as"):
         picture_files([tmp_path / "empty"])
     with pytest.raises(DataError, match=r"There is no image .*nowhere.jpg; give the path of a picture file"):
         picture_files([tmp_path / "nowhere.jpg"])
@@ -293,7 +293,7 @@ def test_a_file_that_can_be_read_passes_and_is_closed(tmp_path):
     [
         (lambda path: None, "There is no data file .*; convert one."),
         (lambda path: path.mkdir(), "is a directory, not a data file; convert one."),
-        (os.mkfifo, "is no regular file, not a data file; convert one."),
+        (os.mkfifo, "is a pipe, not a data file; convert one."),
         (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links."),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_name_that_is_taken_is_refused_unless_it_may_be_replaced(tmp_path, mak
     path = tmp_path / "a.h5"
     require_new(path, overwrite=False)
     make(path)
-    with pytest.raises(DataError, match="exists already; give another name, or --overwrite"):
+    with pytest.raises(DataError, match="already exists; give another name, or --overwrite"):
         require_new(path, overwrite=False)
     require_new(path, overwrite=True)
 

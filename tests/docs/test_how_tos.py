@@ -74,7 +74,7 @@ def test_adding_a_converter(tmp_path: Path) -> None:
     assert ImageFile.open(tmp_path / "out.h5").shape == (4, 5, 1)
     again = CliRunner().invoke(cli, command)
     assert again.exit_code == 2
-    assert "out.h5 exists already" in again.output
+    assert "out.h5 already exists" in again.output
     for content, reason in ((b"", "not a .npy file"), (b"\x93NUMPY\x01\x00", "not a .npy file")):
         (tmp_path / "images.npy").write_bytes(content)
         refused = CliRunner().invoke(cli, [*command, "--overwrite"])

@@ -441,7 +441,7 @@ def test_a_run_directory_takes_the_record_over(tmp_path: Path) -> None:
         recorder = taken()
         assert taken() is not recorder
         recorder.phase("data loading")
-        assert start_records.hint() == [f"`hpctrain autopsy {path.parent}` has the records of this start"]
+        assert start_records.hint() == [f"`hpctrain autopsy {path.parent}` shows the flight records of this start"]
         recorder.keep_in(tmp_path / "flight")
         assert not path.parent.exists()
         assert start_records.hint() == []

@@ -340,7 +340,7 @@ def test_names_and_order_of_a_residual_block() -> None:
         *((lambda rate=rate: Dropout(rate), r"outside \[0, 1\); the default is 0.5") for rate in (-0.1, 1.0, math.nan)),
         *((lambda rate=rate: StochasticDepth(rate), r"outside \[0, 1\); 0 switches it off") for rate in (-0.1, 1.0, math.nan)),
         (lambda: Linear(0, 3), "both must be at least 1"),
-        (lambda: Linear(31, 3, image_shape=(3, 5, 2)), r"image of shape \(3, 5, 2\) has 30 elements, the linear layer takes 31"),
+        (lambda: Linear(31, 3, image_shape=(3, 5, 2)), r"of shape \(3, 5, 2\) has 30 elements, but the layer has 31 inputs"),
         (lambda: Linear(5, 3).output(TensorSpec((2, 6))), r"inputs of shape \(N, 5\), not \(2, 6\)"),
         (lambda: PadChannels(-1, 2), r"\(-1, 2\) are negative; the nearest legal ones are \(0, 2\)"),
         (
@@ -353,7 +353,7 @@ def test_names_and_order_of_a_residual_block() -> None:
         ),
         (lambda: pair((2, 0), "stride"), r"A stride of \(2, 0\) is below 1; the nearest legal one is \(2, 1\)\."),
         (lambda: edges((1, -2)), r"\(1, 1, -2, -2\) has a negative edge; the nearest legal one is \(1, 1, 0, 0\)"),
-        (lambda: edges((1, 2, 3)), "of 3 values"),  # type: ignore[arg-type]
+        (lambda: edges((1, 2, 3)), "has 3 values"),  # type: ignore[arg-type]
     ],
 )
 def test_sizes_that_cannot_be_are_refused(make: Callable[[], object], sentence: str) -> None:

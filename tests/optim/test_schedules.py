@@ -150,7 +150,7 @@ def test_names_and_options():
         ("constant", {"base_lr": 0.1}, "base_lr"),
         ("step", {}, "milestones_epochs"),
         ("step", {"milestones_epochs": [5, 3]}, "as in \\[3, 5\\]"),
-        ("step", {"milestones_epochs": [0, 3]}, "must be increasing and above 0"),
+        ("step", {"milestones_epochs": [0, 3]}, "must be positive and increase"),
         ("step", {"milestones_epochs": [1, 3]}, "inside the warm-up"),
         ("step", {"milestones_epochs": [3], "gamma": 0.0}, "gamma 0.0"),
         ("step", {"milestones_epochs": [3], "gamma": 10.0}, "gamma 10.0"),

@@ -62,7 +62,7 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
     first.metrics_path.write_text("")
     parts = {part.key: part for part in report_page(read_runs([first.path, second.path])).parts}
     assert "trace=true" in parts["time"].sentences[0]
-    assert parts["settings"].sentences == ("All runs have the same.",)
+    assert parts["settings"].sentences == ("All runs have the same configuration and versions.",)
     assert "checkpoints" not in parts
     alone = {part.key: part for part in report_page(read_runs([first.path])).parts}
     assert "curves" not in alone

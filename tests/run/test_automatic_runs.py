@@ -191,7 +191,7 @@ def test_a_resume_on_other_ranks_decides_again_and_says_so(folder: Path, search:
     _run(folder, _resolved(folder, 2)[0])
     for outcome in _resolved(folder, 4, resume="auto"):
         assert outcome.choice is not None
-        assert (outcome.choice.ranks, outcome.lines[0]) == (4, "4 ranks instead of 2: grid and plan and averager chosen again")
+        assert (outcome.choice.ranks, outcome.lines[0]) == (4, "4 ranks instead of 2: choosing grid and plan and averager again")
     assert len(search.spaces) == 2
 
 
@@ -201,7 +201,9 @@ def test_what_another_resume_leaves_open_is_decided_again(folder: Path, search: 
     outcome = _resolved(folder, 2, "averager=sharded", resume="auto")[0]
     assert outcome.choice is not None
     assert set(outcome.choice.sections) == {"grid", "plan"}
-    assert outcome.lines[:-1] == (("grid and plan and averager auto until now: grid and plan chosen again",) if kept else ())
+    assert outcome.lines[:-1] == (
+        ("auto was set for grid and plan and averager until now: choosing grid and plan again",) if kept else ()
+    )
 
 
 def test_a_run_without_checkpoints_has_no_choice_to_keep(folder: Path, search: _Search) -> None:

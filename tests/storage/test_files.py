@@ -145,10 +145,10 @@ def test_nothing_but_a_regular_file_is_replaced(kind: str, linked: bool, tmp_pat
     if linked:
         path.symlink_to(node)
     before = os.lstat(node)
-    with pytest.raises(OSError, match=r"only a regular file is replaced|Is a directory"), replacing(path) as partial:
+    with pytest.raises(OSError, match=r"only regular files can be replaced|Is a directory"), replacing(path) as partial:
         partial.write_text("new")
     (tmp_path / "complete").write_text("new")
-    with pytest.raises(OSError, match=r"only a regular file is replaced"):
+    with pytest.raises(OSError, match=r"only regular files can be replaced"):
         publish(tmp_path / "complete", path)
     if kind == "null":
         write_text(path, "new")

@@ -428,14 +428,14 @@ def test_what_is_there_is_kept_and_names_say_the_layout(tmp_path: Path) -> None:
     write(source, content_of([((3,), "<f4")]))
     growing = tmp_path / "checkpoint-00000009.h5.partial"
     growing.write_text("a run's")
-    with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
+    with pytest.raises(CheckpointError, match="already exists and is not overwritten"):
         convert(source, source, sharded=False)
     with pytest.raises(CheckpointError, match=r"The name .*b.shards does not match the layout: .* use .*b.h5"):
         convert(source, out, sharded=False)
     with pytest.raises(CheckpointError, match=r"The name .*b.h5 does not match the layout: .* use .*b.shards"):
         convert(source, tmp_path / "b.h5", sharded=True)
     out.mkdir()
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         convert(source, out, sharded=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b.shards", growing.name]
     (tmp_path / "d.h5").write_bytes(source.read_bytes()[:-1])

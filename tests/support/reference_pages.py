@@ -106,7 +106,7 @@ The checks, in the order of the table:
 
 {checks}
 
-"job" stands for the doctor's own job. This list and the table are written by `make docs`.
+The check "job" is the doctor's own job. This list and the table are written by `make docs`.
 
 """
 
@@ -126,7 +126,7 @@ def findings_section() -> str:
     """The last section of docs/doctor.md, without its heading."""
     checks = "\n".join(f"- {check.name}: {check.looks_at}" for check in CHECKS)
     kinds = [(check.name, kind) for check in CHECKS for kind in check.kinds] + [("job", kind) for kind in JOB_KINDS]
-    lines = ["| key | check | | meaning | fix |", "|---|---|---|---|---|"]
+    lines = ["| key | check | severity | meaning | fix |", "|---|---|---|---|---|"]
     lines += [f"| `{kind.key}` | {name} | {kind.severity} | {kind.meaning} | {_remedy(kind.remedy)} |" for name, kind in kinds]
     return _FINDINGS_NOTE.format(checks=checks) + "\n".join(lines) + "\n"
 

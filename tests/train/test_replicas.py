@@ -488,5 +488,5 @@ def test_layers_of_numpy_are_refused() -> None:
 
     model = Sequential({"cube": Cube(), "flatten": Flatten(), "fc": Linear(9 * 7 * 3, 2)})
     network = Network(model, (9, 7, 3), LateKernelSet())
-    with pytest.raises(BackendError, match=r"Layer cube: Its code computes with NumPy.*use backend numpy or onednn\.$"):
+    with pytest.raises(BackendError, match=r"Layer cube: The layer's code computes with NumPy.*use backend numpy or onednn\.$"):
         network.program(2, training=True)

@@ -28,8 +28,8 @@ Words = Callable[[int], NDArray[np.uint32]]
 class Augmentation(ABC):
     """Map of images (N, H, W, C) uint8 to (N, *output_shape) uint8.
 
-    If only `apply` is defined, whole images are computed for ranks that need regions. `source` and `apply_region` avoid this
-    work.
+    A subclass that defines only `apply` computes whole images even for ranks that need a region. Overriding `source` and
+    `apply_region` avoids this work.
 
     Attributes:
         name: name from which random numbers are derived; default: the class's name.
@@ -86,7 +86,7 @@ class Augmentation(ABC):
         """Raise unless the value of an option is legal.
 
         Raises:
-            OptionError: the value is illegal. The message has the value and `rule`.
+            OptionError: the value is illegal. The message contains the value and `rule`.
         """
         if not legal:
             value = getattr(self, option)
@@ -110,7 +110,7 @@ class ResamplingAugmentation(Augmentation):
     """Augmentation that resizes a part of each image, as defined by `hpctrain.backend.pixels`.
 
     Attributes:
-        interpolates: whether axes that grow are interpolated; otherwise they are filtered, like axes that shrink.
+        interpolates: whether enlarged axes are interpolated; otherwise they are filtered, like reduced axes.
     """
 
     interpolates: ClassVar[bool]

@@ -1,4 +1,4 @@
-"""Random exchange of left and right."""
+"""Random horizontal mirroring."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hpctrain.data.augmentations.base import LEAST_FOR_OPENCV, WindowAugmentatio
 
 @dataclass(frozen=True)
 class Flip(WindowAugmentation):
-    """Exchange left and right at random.
+    """Mirror images horizontally at random.
 
     Args:
-        probability: Share of the images that are mirrored, in [0, 1].
+        probability: Probability that an image is mirrored, in [0, 1].
     """
 
     probability: float = 0.5

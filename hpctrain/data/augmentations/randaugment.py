@@ -23,7 +23,7 @@ class RandAugment(Augmentation):
     Args:
         operations: Number of operations per image, from 1 to 8.
         magnitude: Strength of each operation, from 0 to bins - 1.
-        bins: Number of strengths, from none to the maximum; at least 2.
+        bins: Number of strength levels, from no change to the maximum; at least 2.
         interpolation: Interpolation of sheared, shifted and rotated images: "nearest" or "bilinear".
     """
 

@@ -22,14 +22,15 @@ _QUANTILE_BITS = 16
 class RandomErasing(FillingAugmentation):
     """Replace a rectangle of random area and aspect ratio after normalisation; must be last (Zhong et al., AAAI 2020).
 
-    As in torchvision, ten rectangles are tried until one is lower and narrower than the image. If none is, nothing is erased.
+    As in torchvision, up to ten rectangles are drawn until one is lower and narrower than the image. If none is, nothing is
+    erased.
 
     Args:
-        probability: Share of the images in which a rectangle is erased, in [0, 1].
+        probability: Probability that a rectangle of an image is erased, in [0, 1].
         scale: Minimum and maximum share of the image's area, within [0, 1].
         ratio: Minimum and maximum aspect ratio of the rectangle, height over width.
-        value: Fill value in units of normalised pixels, so 0 is the mean of the data; or "random": a normally distributed number
-            for each value.
+        value: Fill value in units of normalised pixels, so 0 is the mean of the data; or "random": a standard normal number for
+            each element.
     """
 
     probability: float = 0.5
@@ -91,7 +92,7 @@ class RandomErasing(FillingAugmentation):
 def _quantiles() -> NDArray[np.float64]:
     """Return 65,536 equally probable quantiles of the normal distribution.
 
-    The table returns equal numbers on every machine.
+    A table makes the random numbers bitwise equal on every machine.
     """
     steps = 1 << _QUANTILE_BITS
     normal = NormalDist()

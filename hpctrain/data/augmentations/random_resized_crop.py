@@ -21,11 +21,11 @@ _RESIZE_TRIES = 10
 class RandomResizedCrop(ResamplingAugmentation):
     """Cut out a window of random area and aspect ratio, and resize it to a square (Szegedy et al., CVPR 2015).
 
-    Ten windows are tried until one fits into the image; otherwise the largest central window within `ratio` is used. Resizing is
-    bilinear, with the triangle filter widened for axes that shrink.
+    Up to ten windows are drawn until one fits into the image; otherwise the largest central window within `ratio` is used.
+    Resizing is bilinear, with the triangle filter widened for axes that are reduced.
 
-    Pillow resizes the axes that shrink, with the widened filter. Then OpenCV resizes the axes that grow, for which both filters
-    are equal.
+    Pillow resizes the reduced axes with the widened filter. Then OpenCV resizes the enlarged axes, for which both filters are
+    equal.
 
     Args:
         size: Side of the result, in pixels.

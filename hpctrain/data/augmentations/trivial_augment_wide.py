@@ -19,7 +19,7 @@ class TrivialAugmentWide(Augmentation):
     """Apply one operation drawn from torchvision's 14, with a random strength (Mueller and Hutter, ICCV 2021).
 
     Args:
-        bins: Number of strengths, from none to the maximum; at least 2.
+        bins: Number of strength levels, from no change to the maximum; at least 2.
         interpolation: Interpolation of sheared, shifted and rotated images: "nearest" or "bilinear".
     """
 

@@ -1,7 +1,7 @@
 """Shared parts of the converters: class names, chunks, parallel decoding in order, and the summary.
 
-`PictureForm` and `pack` write pictures into a data file, as pixels or as unchanged picture files. They write chunks, and continue
-after the end of an unfinished file.
+`PictureForm` defines how a data file stores pictures, as pixels or as unchanged picture files, and decodes them. `pack` writes
+decoded pictures into a data file in chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXAMPLES = 5
 
 
 def no_progress(count: int) -> None:
-    """Show no progress (an `Advance`)."""
+    """Ignore the progress (a no-op `Advance`)."""
 
 
 def default_threads() -> int:
@@ -139,7 +139,7 @@ class LeftOut:
     """Files, directories or samples of a source that were not converted, for one reason.
 
     Attributes:
-        reason: reason, in words that continue a sentence.
+        reason: reason, such as "cannot be read or decoded".
         places: path or number of each item.
         unreadable: whether the items belong to the data set but are unreadable, and the user requested to skip them.
     """
@@ -212,7 +212,7 @@ class PictureForm:
     """Form of pictures in a data file.
 
     Attributes:
-        size: (H, W) that pictures are brought to; None: all have one size.
+        size: (H, W) to which pictures are resized; None: all pictures must have one size.
         fit: "crop" or "squash", see `decoding.decode`.
         channels: 1 or 3.
         keep_files: whether to store the unchanged picture files instead of pixels.
@@ -278,8 +278,8 @@ def pack(
 ) -> list[str]:
     """Append pictures to a data file, and return the names of undecodable ones, which `pictures` yields as strings.
 
-    Unless `skip` is set, nothing is appended after the first undecodable picture, but all are read, so that the error can name
-    all.
+    Unless `skip` is set, nothing is appended after the first undecodable picture. The remaining pictures are still read, so that
+    the error can name all undecodable ones.
     """
     unreadable: list[str] = []
     gathered: list[DecodedPicture] = []

@@ -37,7 +37,7 @@ _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "
 _OF_SYSTEMS = frozenset(
     {"__macosx", "__pycache__", "@eadir", "lost+found", "$recycle.bin", "system volume information", "#recycle", "#snapshot"}
 )
-_HIDDEN = "hidden or created by a system"
+_HIDDEN = "hidden or created by an operating system"
 _NO_PICTURE = "not the name of a picture"
 _SPECIAL = "not a regular file"
 _LOOSE = "a picture outside the class directories"
@@ -70,8 +70,8 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
     """Find the classes in a directory and their files.
 
     Args:
-        class_names: names of the labels, so that several splits agree; permits empty classes. None: the names of the directories,
-            sorted. Names are compared in Unicode's composed form.
+        class_names: names of the labels, which permit empty classes and equal labels in several splits. None: the names of the
+            directories, sorted. Names are compared in Unicode's composed form.
         skip_unreadable: whether to leave out unreadable entries.
 
     Raises:
@@ -115,7 +115,7 @@ def scan(directory: Path, class_names: Sequence[str] | None = None, *, skip_unre
 
 
 def _class_directories(search: Search, directory: Path, class_names: Sequence[str]) -> dict[str, Path]:
-    """Return the directories in `directory`, by name in Unicode's composed form. Other entries are noted as left out."""
+    """Return the directories in `directory`, by name in Unicode's composed form. Other entries are recorded as left out."""
     found: dict[str, Path] = {}
     for path, is_directory in search.entries(directory, {*map(normal_name, class_names)}):
         name = normal_name(path.name)
@@ -129,14 +129,17 @@ def _class_directories(search: Search, directory: Path, class_names: Sequence[st
 
 
 def _refuse_splits(directory: Path, directories: Sequence[str]) -> None:
-    """Raise if the directories are the splits of a data set. A single one among others may be a class, such as trains."""
+    """Raise if the directories are the splits of a data set, such as train and test.
+
+    A single directory named like a split is accepted if there are other directories, because it may be a class.
+    """
     splits = [name for name in directories if name.lower() in _SPLITS]
     if len(splits) < min(2, len(directories)) or not splits:
         return
     right = next((name for name in splits if name.lower().startswith("train")), splits[0])
     raise DataError(
-        f"The directories {', '.join(splits)} in {directory} are the splits of a data set, not its classes; convert each of "
-        f"them by itself, such as {directory / right}, or name them in --class-names if they are classes."
+        f"The directories {', '.join(splits)} in {directory} are the splits of a data set, not its classes; convert each "
+        f"split separately, such as {directory / right}, or name them in --class-names if they are classes."
     )
 
 
@@ -164,8 +167,8 @@ def convert(
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Raises:
-        DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file remains, or none of a
-            class, unless the user has named the classes; or `out` exists.
+        DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file can be decoded; a class
+            loses all its files, unless the user has named the classes; or `out` exists.
     """
     require_new(out, overwrite)
     form = PictureForm(size, fit, channels, keep_files, max_pixels)
@@ -227,7 +230,7 @@ def _item(path: Path, label: int) -> list[object]:
 
 
 class Search:
-    """Search of directories for pictures that follows links.
+    """Search for pictures in directories, which follows links.
 
     Each directory is searched once per class, so links cannot cause endless loops or duplicate pictures.
 
@@ -248,10 +251,10 @@ class Search:
     def entries(self, directory: Path, shown: Collection[str] = ()) -> Iterator[tuple[Path, bool]]:
         """Yield (path, whether it is a directory) of the directories and regular files in a directory, sorted.
 
-        Notes other entries.
+        All other entries are recorded as left out or unreadable.
 
         Args:
-            shown: names that are not left out as hidden or created by a system.
+            shown: names that are yielded even if they are hidden or created by an operating system.
         """
         try:
             with os.scandir(directory) as listing:
@@ -277,7 +280,7 @@ class Search:
     def pictures(self, top: Path, of_class: str = "") -> list[Path]:
         """Return the pictures below a directory, sorted.
 
-        A directory that links put into two classes is searched for both, with a warning in the log.
+        A directory that belongs to two classes through links is searched for both, with a warning in the log.
         """
         found: list[Path] = []
         above = self._above | {*_identities(Path(os.path.realpath(top)).parent)}
@@ -308,7 +311,7 @@ class Search:
         return sorted(found)
 
     def leave_out(self, reason: str, path: Path) -> None:
-        """Note a path as left out."""
+        """Record a path as left out."""
         self._left_out[reason].append(path)
 
     def left_out(self) -> tuple[LeftOut, ...]:
@@ -323,7 +326,7 @@ class Search:
         )
 
     def _note_unreadable(self, path: Path, error: OSError) -> None:
-        """Note an unreadable path. A pipe, socket or device without a picture's suffix is only left out."""
+        """Record an unreadable path. A pipe, socket or device without a picture's suffix is recorded as left out."""
         if error.strerror == _SPECIAL and path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES:
             self.leave_out(_SPECIAL, path)
         else:

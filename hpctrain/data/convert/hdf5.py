@@ -59,10 +59,11 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
     Args:
         images: name of the dataset of images, such as group/x.
         labels: name of the dataset of labels: whole numbers (N,) or (N, 1), or one-hot (N, K).
-        layout: layout of images with 4 dims; None: the channels are the only dim of 1, 3 or 4 among the second and the last.
+        layout: layout of images with 4 dims; None: channels are the second or the last dim, if exactly one of these is 1, 3 or 4.
 
     Raises:
-        DataError: the file is missing, unreadable or not HDF5, lacks these datasets, or they do not hold images and labels.
+        DataError: the file is missing, unreadable or not HDF5; a dataset is missing; or the datasets do not hold images and
+            labels.
     """
     require_file(path, "foreign HDF5 file", "give the path of an existing one")
     with _errors_of(path, "cannot be read"):
@@ -109,12 +110,9 @@ def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset
     if not isinstance(found, h5py.Dataset):
         names: list[str] = []
         file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        if not names:
-            raise DataError(f"{path} has no dataset {key!r}, and no other one; give a file with datasets of images and labels.")
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise DataError(
-            f"{path} has no dataset {key!r}; it has {', '.join(names[:_SHOWN])}{more}; name one of these by {option}."
-        )
+        available = ", ".join(names[:_SHOWN]) or "none"
+        more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise DataError(f"{path} has no dataset {key!r} (it has {available}{more}); select one with {option}.")
     return found
 
 

@@ -50,8 +50,8 @@ def load(path: Path) -> PackedFiles:
     """Read all of a .npz file.
 
     Raises:
-        DataError: the file is missing or truncated, an array is missing or of another kind, or the offsets do not rise from 0 to
-            the blob's end.
+        DataError: the file is missing or truncated, an array is missing or of another kind, or the offsets do not increase from 0
+            to the blob's end.
     """
     require_file(path, "file", "give the path of an existing .npz or .npz.xz")
     try:
@@ -69,14 +69,14 @@ def load(path: Path) -> PackedFiles:
     if blob.dtype != np.uint8 or any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (offsets, labels)):
         raise DataError(
             f"In {path} blob is {blob.dtype} of {blob.shape}, offsets are {offsets.dtype} of {offsets.shape}, labels "
-            f"{labels.dtype} of {labels.shape}; blob must be uint8, the others lists of integers."
+            f"{labels.dtype} of {labels.shape}; blob must be uint8, the other two lists of integers."
         )
     blob, offsets, labels = blob.reshape(-1), offsets.astype(np.int64), labels.astype(np.int64)
     rising = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
     if not rising or offsets[-1] != blob.size or len(labels) != len(offsets) - 1:
         raise DataError(
             f"In {path} the offsets do not match {blob.size} bytes and {len(labels)} labels; they must be N + 1 numbers that "
-            "rise from 0 to the end."
+            "increase from 0 to the end."
         )
     return PackedFiles(path, blob, offsets, labels)
 
@@ -101,7 +101,7 @@ def convert(
     Continues an interrupted conversion of the same files.
 
     Args:
-        size: (H, W) that images are brought to; None: all must have the size of the first.
+        size: (H, W) to which images are resized; None: all must have the size of the first.
         fit: "crop" or "squash", see `decoding.decode`.
         keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.

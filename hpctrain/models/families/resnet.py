@@ -100,7 +100,8 @@ def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
     """Raise unless both numbers are at least 1 and, for a network without bottlenecks, those of the published network.
 
     Raises:
-        OptionError: they are not, or a layer would have too many channels.
+        OptionError: a number is below 1, differs from the published network's for a depth without bottlenecks, or leads to a
+            layer with too many channels.
     """
     for option, value, published in (("groups", groups, 1), ("width_per_group", width_per_group, _PUBLISHED_WIDTH)):
         if value < 1:
@@ -123,7 +124,16 @@ def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
 def _bottleneck_stage(
     count: int, channels: tuple[int, int, int], stride: int, groups: int, norm: Norm, ends: Iterator[Mapping[str, Layer]]
 ) -> Layer:
-    """Return `count` bottleneck blocks. The first one has the stride. channels: see `bottleneck_block`, for the first one."""
+    """Return `count` bottleneck blocks. The first block has the stride.
+
+    Args:
+        count: number of blocks.
+        channels: channels of the first block, see `bottleneck_block`.
+        stride: stride of the first block.
+        groups: number of groups of each 3x3 convolution.
+        norm: factory of the batch norms.
+        ends: result of `stochastic_depths`.
+    """
     channels_in, inside, channels_out = channels
     blocks: list[Layer] = []
     for _ in range(count):

@@ -47,7 +47,7 @@ def build(
 
 
 def _stage(channels_in: int, channels: int, norm: Norm, *, halved: bool, block: bool) -> Layer:
-    """Return a convolution, with a 2x2 max pool if `halved`, then with a residual block if `block`."""
+    """Return a convolution, followed by a 2x2 max pool if `halved` and by a residual block if `block`."""
     layers = _convolution(channels_in, channels, norm)
     if halved:
         layers["pool"] = MaxPool(2)
@@ -65,7 +65,7 @@ def _convolution(channels_in: int, channels: int, norm: Norm) -> dict[str, Layer
 
 
 def _residual(channels: int, norm: Norm) -> Residual:
-    """Return two convolutions, each with batch norm and ReLU, added to the identity, without an activation after the sum."""
+    """Return a residual block of two convolutions, each with batch norm and ReLU, without an activation after the sum."""
     body: dict[str, Layer] = {
         "conv1": Conv2d(channels, channels, 3, padding=1, bias=False),
         "bn1": norm.layer(channels),

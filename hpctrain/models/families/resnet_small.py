@@ -64,7 +64,10 @@ def build(
 
 
 def _padding(channels_in: int, channels: int, stride: int) -> Layer | None:
-    """Return the shortcut of option A: every `stride`-th pixel (a 1x1 pool), with half of the new channels on each side."""
+    """Return the shortcut of option A, or None if the shape stays the same.
+
+    A 1x1 pool keeps every `stride`-th pixel, and half of the new channels are added on each side.
+    """
     layers: dict[str, Layer] = {}
     if stride > 1:
         layers["subsample"] = AveragePool(1, stride)

@@ -1,7 +1,7 @@
-"""From a graph to an execution plan, pass by pass. Each pass is a pure function of the results of earlier passes.
+"""Compilation of a graph to an execution plan, pass by pass. Each pass is a pure function of the results of earlier passes.
 
 graph -> steps -> recomputation -> order -> liveness -> sharing -> packing -> binding. The time of each action is therefore fixed
-before any pass decides what may be overwritten, and no pass changes the decision of another.
+before any pass decides which memory may be overwritten, and no pass changes the decision of another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gra
         input_gradient: whether backward also computes the gradient of the images.
 
     Raises:
-        BackendError: the kernel set refuses a layer; the message names the layer.
+        BackendError: the kernel set does not support a layer; the message names the layer.
     """
     steps = make_steps(kernels.fuse(graph, training=training), kernels, training=training, input_gradient=input_gradient)
     plan = plan_steps(steps, kernels.alignment_bytes)
@@ -34,7 +34,12 @@ def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gra
 
 
 def plan_steps(steps: Steps, alignment_bytes: int = ALIGNMENT_BYTES) -> ExecutionPlan:
-    """Run all passes after the first one. alignment_bytes: alignment of every buffer in the arena."""
+    """Return the plan of `steps` by all passes after the first one.
+
+    Args:
+        steps: result of the first pass.
+        alignment_bytes: alignment of every buffer in the arena.
+    """
     forward, backward = forward_actions(steps), backward_actions(steps, recomputed_tensors(steps))
     line = Timeline(steps, forward, backward)
     uses = find_uses(steps, line)

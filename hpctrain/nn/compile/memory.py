@@ -58,7 +58,7 @@ class Timeline:
                 self.first_writers.setdefault(tensor, (k, i))
 
     def forward(self, k: int) -> Sequence[int]:
-        """Return the times at which step k reads its inputs in forward. At the last one it writes its output."""
+        """Return the times at which step k reads its inputs in forward. It writes its output at the last of these times."""
         return self._forward[k]
 
     def backward(self, k: int, actions: Sequence[Action]) -> list[int]:
@@ -191,14 +191,14 @@ def input_grad_times(steps: Steps, line: Timeline, k: int) -> list[int]:
 
 
 def adds(steps: Steps, line: Timeline, k: int) -> tuple[bool, ...]:
-    """Return for each input of step k whether its gradient is added to the gradients from other steps."""
+    """Return, for each input of step k, whether its gradient is added to gradients from other steps."""
     acts = bool(line.backward(k, (Action.INPUT,)))
     inputs = steps.steps[k].inputs
     return tuple(acts and steps.needs_grad[tensor] and line.first_writers[tensor] != (k, i) for i, tensor in enumerate(inputs))
 
 
 def partial_gradients(steps: Steps, line: Timeline, k: int) -> tuple[int, ...]:
-    """Return the inputs of step k whose gradient the program adds, because the operator cannot."""
+    """Return the inputs of step k whose gradients the program adds, because the operator cannot accumulate."""
     return () if steps.steps[k].accumulates else tuple(i for i, add in enumerate(adds(steps, line, k)) if add)
 
 
@@ -225,7 +225,7 @@ class Sharing:
 
 
 def share(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) -> Sharing:
-    """Return the storage of all tensors."""
+    """Return which tensors share storage, decided from the live ranges."""
     return Sharing(_share_activations(steps, line, uses), _share_gradients(steps, line, uses))
 
 
@@ -315,7 +315,7 @@ def pack(blocks: Sequence[Block], alignment_bytes: int = ALIGNMENT_BYTES) -> tup
 
 
 def meetings(blocks: Sequence[Block]) -> np.ndarray:
-    """Return for each pair of blocks whether both are live at some time: bool (blocks, blocks)."""
+    """Return the matrix of pairs of blocks that are live at the same time, bool (blocks, blocks)."""
     if not blocks:
         return np.zeros((0, 0), bool)
     spans = np.array([span for block in blocks for span in block.spans])
@@ -357,7 +357,7 @@ def _pack(order: Sequence[int], sizes: Sequence[int], meets: np.ndarray) -> tupl
 def _best_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
     """Return the offset of the smallest gap of at least `size` bytes.
 
-    The first one is used if several are equal, and the end of all blocks if no gap is large enough.
+    Of several gaps of equal size, the first one is used. If no gap is large enough, the offset is the end of all blocks.
 
     Args:
         offsets, ends: first byte and end of each placed block, int64 (n,), sorted by offset. The blocks may overlap.
@@ -433,7 +433,15 @@ class Places:
         )
 
     def _partials(self, k: int, apart: tuple[int, ...]) -> dict[int, Region]:
-        """Return the place of each partial gradient of step k by input. They lie one after another."""
+        """Return the places of step k's partial gradients, which are adjacent.
+
+        Args:
+            k: position of the step.
+            apart: inputs whose partial gradients have separate memory.
+
+        Returns:
+            Places by input.
+        """
         partials, offset = {}, self.offsets.get(("partial", k), 0)
         for i in apart:
             partials[i] = Region(offset, self._spec(self.steps.steps[k].inputs[i]).bytes)

@@ -31,7 +31,7 @@ class Action(Enum):
     FREE = auto()  # the parameters were read for the last time
 
 
-#: actions in the order of time, each with the position of its step
+#: actions in chronological order, each with the position of its step
 Actions = tuple[tuple[Action, int], ...]
 
 #: ("activation" | "gradient", tensor that owns the storage) or ("saved" | "scratch" | "partial", step)
@@ -85,7 +85,7 @@ class PlannedStep:
 
     @property
     def begins_early(self) -> bool:
-        """Whether the step has two actions in forward: BEGIN in its turn, and FORWARD just before its first reader."""
+        """Whether the step has two actions in forward: BEGIN at its own position, and FORWARD just before its first reader."""
         return isinstance(self.operator, DeferredStart) and self.operator.begins_early
 
     @property
@@ -95,7 +95,7 @@ class PlannedStep:
 
     @property
     def input_first(self) -> bool:
-        """Whether backward computes the input's gradient before the parameters'."""
+        """Whether backward computes the input's gradient before the parameters' gradients."""
         return self.node is not None and self.node.input_first
 
 
@@ -122,7 +122,7 @@ class StepMemory:
     Attributes:
         inputs, output, output_grad, saved, scratch: see `Buffers`; None if there is none.
         input_grads: places that `backward_input` writes; None if no action reads that gradient.
-        accumulate: for each input, whether `backward_input` adds to the gradient instead of writing it.
+        accumulate: flag of each input, whether `backward_input` adds to the gradient instead of writing it.
         sums: (input, target, partial) of each partial gradient that the program adds to the target after `backward_input`,
             because the operator cannot accumulate; `input_grads` then contains the partial.
         copies_gradient: whether the step is a view that copies its gradient, because the input has other readers.
@@ -141,9 +141,9 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Block:
-    """`size_bytes` that are live in all time slots from `first` to `last`, both included, and in each interval of `again`.
+    """Storage that is live in all time slots from `first` to `last`, both included, and in each interval of `again`.
 
-    The intervals are disjoint.
+    The intervals are disjoint. `size_bytes` is the size of the storage.
     """
 
     size_bytes: int
@@ -162,7 +162,7 @@ class Block:
         return sum(last - first + 1 for first, last in self.spans)
 
     def meets(self, other: Block) -> bool:
-        """Return whether both blocks are live in some time slot."""
+        """Return whether both blocks are live in the same time slot."""
         return any(a[0] <= b[1] and b[0] <= a[1] for a in self.spans for b in other.spans)
 
 
@@ -182,9 +182,9 @@ class ExecutionPlan:
     Attributes:
         steps: steps in forward order.
         tensors: tensors by number; 0 is the input.
-        output: number of the logits.
+        output: number of the output tensor, the logits.
         training: whether the plan has a backward pass.
-        needs_grad: for each tensor, whether backward computes its gradient.
+        needs_grad: flag of each tensor, whether backward computes its gradient.
         forward, backward: actions of both passes. The loss is computed in between. Backward is empty in evaluation.
         memory: places of each step's buffers.
         x, logits: places of the input and the output.

@@ -22,7 +22,7 @@ from hpctrain.nn.compile.plan import Action, Actions, PlannedStep
 
 @runtime_checkable
 class SelfMade(Protocol):
-    """A spec that makes its own operator (a user-defined layer, a halo exchange), which works on plain memory."""
+    """Spec that makes its own operator, which works on plain memory (a user-defined layer, a halo exchange)."""
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator: ...
 
@@ -73,8 +73,8 @@ class Steps:
     def shares_gradient(self, k: int) -> bool:
         """Return whether step k is a view whose input and output have the same gradient.
 
-        They do not if the input has other readers. Its gradient is then a sum, and it would be added to the output's gradient
-        while that is still read. The loss counts as a reader.
+        The gradients differ if the input has other readers, including the loss. The input's gradient is then a sum, and
+        accumulating it in shared memory would change the output's gradient before its last read.
         """
         step = self.steps[k]
         source = step.inputs[0]
@@ -83,7 +83,7 @@ class Steps:
     def passes_back(self, k: int) -> bool:
         """Return whether step k computes an input gradient.
 
-        It does if an input needs one and this gradient does not share memory with the output's gradient.
+        A step computes one if an input needs a gradient and this gradient does not share memory with the output's gradient.
         """
         return any(self.needs_grad[tensor] for tensor in self.steps[k].inputs) and not self.shares_gradient(k)
 
@@ -92,7 +92,7 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
     """Make an operator for each node, and a copy before it for each input that the operator needs in another layout.
 
     Raises:
-        BackendError: the kernel set refuses a node; the message names the layer.
+        BackendError: the kernel set does not support a node; the message names the layer.
     """
     tensors = list(graph.tensors)
     needs_grad = _find_gradients(graph, training, input_gradient)
@@ -126,7 +126,7 @@ def _make_operator(
     node: Node, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool, input_gradient: bool
 ) -> Operator:
     if node.frozen and not input_gradient:
-        training = False  # backward skips the layer, so its operator need not keep anything for it
+        training = False  # backward skips the layer, so its operator need not save memory for it
     try:
         if isinstance(node.spec, SelfMade):
             return _self_made(node.spec, inputs, kernels, training)
@@ -142,14 +142,14 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
         operator.use(kernels.arithmetic)
     elif not kernels.arithmetic.on_host:
         raise BackendError(
-            f"Its code computes with NumPy, but arrays of backend {kernels.name} are not on the host; "
+            f"The layer's code computes with NumPy, but arrays of backend {kernels.name} are not on the host; "
             "use backend numpy or onednn."
         )
     return operator
 
 
 def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:
-    """Return for each tensor of the graph whether backward computes its gradient.
+    """Return, for each tensor of the graph, whether backward computes its gradient.
 
     A tensor has a gradient if a layer before it is trained. Backward therefore skips all layers before the first trained one.
     """
@@ -165,10 +165,10 @@ def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[
 
 
 def recomputed_tensors(steps: Steps) -> frozenset[int]:
-    """Return the outputs that their operators can recompute, and the layout copies directly before and after them.
+    """Return the outputs that their operators can recompute, and the layout copies directly before and after these operators.
 
-    If the copy after such an output were kept instead, no memory would be saved. The recomputation reads the copy before it,
-    which is as cheap to make again as to keep.
+    Storing the copy after such an operator would save no memory. The recomputation reads the copy before the operator, which is
+    as cheap to repeat as to store.
     """
     if not steps.training:
         return frozenset()
@@ -198,7 +198,7 @@ def recompute_path(steps: Steps, recomputed: frozenset[int], tensor: int) -> tup
 
 
 def forward_actions(steps: Steps) -> Actions:
-    """Return the steps in order.
+    """Return the actions of forward, in the order of the steps.
 
     A step that begins early ends just before its first reader, so that its messages overlap with the steps in between.
     """
@@ -227,7 +227,7 @@ def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
         return ()
     actions: list[tuple[Action, int]] = []
     early: set[int] = set()  # layout copies whose gradient was computed before their turn
-    present: set[int] = set()  # recomputed tensors, which are kept until their last reader, so once is enough
+    present: set[int] = set()  # recomputed tensors; each is recomputed once, because it is kept until its last reader
     for k in reversed(range(len(steps.steps))):
         step = steps.steps[k]
         actions += _recompute(steps, recomputed, k, present)
@@ -265,8 +265,8 @@ def _send_ahead(steps: Steps, k: int, early: set[int]) -> list[tuple[Action, int
     """Return the actions that compute the gradient of step k's input and start sending it.
 
     If layout copies lie between step k and the sender of its input, their backward runs first, and then BEGIN of the sender. The
-    copies are added to `early`. A copy whose output other steps read before step k stops this, because the gradients from those
-    steps are still missing.
+    copies are added to `early`. The search ends at a tensor that also has an earlier reader, because that reader's gradient is
+    still missing.
     """
     actions: list[tuple[Action, int]] = []
     reader = k

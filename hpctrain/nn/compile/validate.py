@@ -1,7 +1,7 @@
 """Check of finished plans: both passes run symbolically on the memory that the plan assigns to each step.
 
 Every written region of the arena holds the name of the value that was written last. Each read names the value that it needs; the
-plan is wrong if the region holds another value or only a part of this one. Reads and writes follow from the operators'
+plan is wrong if the region holds another value or only a part of the needed one. Reads and writes follow from the operators'
 declarations and the graph alone. They do not use decisions of the compiler's passes, so the check does not repeat their mistakes.
 
 `SymbolicMemory` is an arena that holds names instead of bytes. `PlanFacts` are the facts about a plan that are fixed before it
@@ -26,7 +26,10 @@ Value = tuple[Hashable, ...]
 
 
 class InvalidPlanError(AssertionError):
-    """A plan would compute wrong numbers. This is a defect of hpctrain or of an operator's declarations, not a user's mistake."""
+    """Error for a plan that would compute wrong numbers.
+
+    It shows a defect of hpctrain or of an operator's declarations, not a user's mistake.
+    """
 
 
 def activation(tensor: int) -> Value:
@@ -55,7 +58,10 @@ class _Stretch:
 
 
 class SymbolicMemory:
-    """Regions that were written and not overwritten since, not even in part. They never overlap. Empty regions hold any value."""
+    """Arena of names: the regions that were written and not overwritten since, even in part.
+
+    Regions never overlap. Empty regions hold any value.
+    """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -128,7 +134,7 @@ _PHASES = {
 
 
 class PlanFacts:
-    """The facts of one plan.
+    """Facts about one plan that are fixed before it runs.
 
     Attributes:
         plan: execution plan.
@@ -183,7 +189,7 @@ class PlanFacts:
 
     def error(self, action: Action, k: int, fault: str) -> InvalidPlanError:
         """Return an error that names the step, the action and `fault`."""
-        return InvalidPlanError(f"{self.actor(action, k)} {fault}; the step makes {self.name(self.plan.steps[k].output)}.")
+        return InvalidPlanError(f"{self.actor(action, k)} {fault}; the step computes {self.name(self.plan.steps[k].output)}.")
 
     def check_region(self, region: Region, tensor: int, role: str) -> None:
         """Raise unless the region has the size of its tensor and lies in the arena.
@@ -224,12 +230,12 @@ def parameter_names(step: PlannedStep) -> frozenset[str]:
 
 
 def announces(step: PlannedStep) -> bool:
-    """Return whether the step announces gradients: it has trained parameters, and no earlier step has the same ones."""
+    """Return whether the step announces gradients: it has trained parameters, and no earlier step shares them."""
     return step.has_parameters and step.node is not None and not step.node.shared
 
 
 def _contributions(plan: ExecutionPlan) -> dict[int, Contributions]:
-    """Return for each tensor all readers that add to its gradient."""
+    """Return, for each tensor, all readers that add to its gradient."""
     collected: dict[int, set[tuple[int, int]]] = {plan.output: {LOSS}}
     for k, step in enumerate(plan.steps):
         for i, tensor in enumerate(step.inputs):
@@ -243,7 +249,7 @@ _Regions = Iterable[Region | None]
 
 
 def validation_is_on() -> bool:
-    """Return whether every new plan is checked: HPCTRAIN_VALIDATE_PLANS=1 in the environment."""
+    """Return whether every new plan is checked, which HPCTRAIN_VALIDATE_PLANS=1 in the environment requests."""
     return os.environ.get(ENVIRONMENT_VARIABLE) == "1"
 
 
@@ -251,8 +257,8 @@ def validate(plan: ExecutionPlan) -> None:
     """Run a plan symbolically: forward, the loss, backward.
 
     Raises:
-        InvalidPlanError: a read would see another value than the one it needs, or an action is missing, repeated or too early.
-            The message names the step and the value.
+        InvalidPlanError: a read does not find the value that it needs, or an action is missing, repeated or too early. The
+            message names the step and the value.
     """
     facts, memory = PlanFacts(plan), SymbolicMemory()
     _Forward(facts, memory).run()
@@ -324,7 +330,7 @@ class _Pass:
                 busy.append(region)
 
     def check_in_place(self, action: Action, k: int, written: Region, read: Region, *, allowed: bool) -> None:
-        """Raise if the step overwrites its input and may not do that.
+        """Raise if the step overwrites its input without permission, or only a part of the input.
 
         Raises:
             InvalidPlanError: the step writes over its input and cannot work in place, or it overwrites only a part of the input.
@@ -354,7 +360,7 @@ class _Forward(_Pass):
         self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
 
     def _compute(self, action: Action, k: int) -> None:
-        """Read all inputs and write the output. Scratch and saved memory belong to the step meanwhile."""
+        """Read all inputs and write the output. The step's saved and scratch memory must not overlap them."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         self.facts.check_places(k)
         if step.begins_early and not self.done[Action.BEGIN, k]:
@@ -424,7 +430,8 @@ class _Backward(_Pass):
     def _check_turn(self, action: Action, k: int) -> None:
         """Check the order of the steps that have the same parameters.
 
-        The last one in forward order writes their gradient, the others add to it, and the last one to add announces it.
+        The last of these steps in forward order must write the gradient, and all others must add to it. The last one to add must
+        announce it.
         """
         for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
             others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
@@ -448,7 +455,7 @@ class _Backward(_Pass):
             self._add(action, k, i, target)
 
     def _compute(self, action: Action, k: int, *, writes: bool) -> None:
-        """Run one half of a step's backward. The first half may change the output's gradient (by the mask of a ReLU, say)."""
+        """Run one half of a step's backward. The first half may change the output's gradient, for example by a ReLU's mask."""
         step, memory, actor = self.plan.steps[k], self.plan.memory[k], self.facts.actor(action, k)
         read = self.read_inputs(action, k, step.operator.needs_inputs) + self._read_saved(action, k)
         if step.operator.needs_output and not (self._begun(k) and step.reads_output_once):

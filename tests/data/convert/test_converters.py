@@ -269,7 +269,7 @@ def test_grey_images_and_names_in_groups(tmp_path):
         ({"labels": ONE_HOT * 0.5}, "not one-hot: row 0"),
         ({"labels": LABELS - 1}, r"label -1, which is outside 0\.\.1"),
         ({"labels": np.eye(4)[LABELS + 1]}, "have 3 values from 1 to 3, but none is 0; name all 4 classes in --class-names"),
-        ({"names": ("images", "y")}, "has no dataset 'x'; it has images, y; name one of these by --images"),
+        ({"names": ("images", "y")}, r"has no dataset 'x' \(it has images, y\); select one with --images"),
     ],
 )
 def test_what_could_mean_two_things_is_refused(tmp_path, changes, message):

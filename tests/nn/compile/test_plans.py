@@ -211,7 +211,7 @@ def test_sentences_name_step_action_and_tensor() -> None:
     facts = _facts("plain")
     assert facts.name(0) == "the images (tensor 0)"
     assert str(facts.error(Action.INPUT, 0, "is late")) == (
-        "conv1 (the gradient of its input) is late; the step makes the output of conv1 (tensor 1)."
+        "conv1 (the gradient of its input) is late; the step computes the output of conv1 (tensor 1)."
     )
 
 
