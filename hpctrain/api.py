@@ -66,15 +66,15 @@ def start(
 ) -> Iterator[Job]:
     """Start this rank, and MPI if a launcher has started several ranks. An error that leaves the block ends all ranks.
 
-    An `HpctrainError` ends the job with its message and exit code 2, any other exception with its traceback and exit code 1.
-    Ranks that run another program, or have other arguments, packages or files of hpctrain, are refused.
+    An `HpctrainError` ends the job with its message and exit code 2, any other exception with its traceback and exit code 1. All
+    ranks must run the same program with the same arguments, packages and files of hpctrain; otherwise the start fails.
 
     Args:
         batch: global batch size, in samples.
         rows: number of rows of the process grid.
         cols: number of columns of the process grid; default: the number of ranks divided by rows.
         threads: number of threads of this rank; default: OMP_NUM_THREADS, else its share of the cores.
-        progress: how messages progress while kernels run: "auto" (measured), "none", "test", "thread" or "posting".
+        progress: mode of message progress while kernels run: "auto" (measured), "none", "test", "thread" or "posting".
         deadline_seconds: maximum time that a rank waits for other ranks before it ends the job. Under a launcher or with
             `flight`, it is also the maximum time without any activity of hpctrain.
         automatic: network for which the grid is chosen now; rows and cols are then ignored.
@@ -197,7 +197,7 @@ def _program() -> Path | None:
 
 
 def _alone(process: JobProcess) -> contextlib.AbstractContextManager[object]:
-    """Return a context that ends a lone process in order even after an exception; under a launcher, an abort ends it."""
+    """Return the context that ends a process without a launcher in order, even after an exception; else an empty context."""
     return contextlib.nullcontext() if process.launcher.starts_mpi else process.exits
 
 

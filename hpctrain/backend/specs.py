@@ -133,7 +133,9 @@ def _nhwc(x: TensorSpec, channels: int, name: str) -> tuple[int, int, int, int]:
     if len(x.shape) != 4:
         raise ShapeError(f"{name} needs images of shape (N, H, W, C), not {x.shape}.")
     if x.shape[3] != channels:
-        raise ShapeError(f"{name} was built for {channels} channels, but its input has {x.shape[3]}.")
+        raise ShapeError(
+            f"{name} expects {channels} channels, but its input has {x.shape[3]}; set its input channels to {x.shape[3]}."
+        )
     return x.shape
 
 
@@ -187,7 +189,11 @@ class LinearSpec:
 
     def output(self, x: TensorSpec) -> TensorSpec:
         if len(x.shape) != 2 or x.shape[1] != self.features_in:
-            raise ShapeError(f"linear was built for inputs of shape (N, {self.features_in}), not {x.shape}.")
+            features = math.prod(x.shape[1:])
+            raise ShapeError(
+                f"linear expects inputs of shape (N, {self.features_in}), not {x.shape}; set its input features to {features}"
+                f"{'' if len(x.shape) == 2 else ', and flatten the input'}."
+            )
         return x.with_shape((x.shape[0], self.features_out))
 
     def flops(self, x: TensorSpec) -> int:
@@ -220,7 +226,10 @@ class BatchNormSpec:
 
     def output(self, x: TensorSpec, *rest: TensorSpec) -> TensorSpec:
         if x.shape[-1] != self.channels:
-            raise ShapeError(f"batch norm was built for {self.channels} channels, but its input has {x.shape[-1]}.")
+            channels = x.shape[-1]
+            raise ShapeError(
+                f"batch norm expects {self.channels} channels, but its input has {channels}; set its channels to {channels}."
+            )
         return x.plain()
 
     def flops(self, x: TensorSpec, *rest: TensorSpec) -> int:

@@ -25,7 +25,7 @@ from hpctrain.parallel.sharding_rules import NoInterior
 
 
 def model_options(config: Config, classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the options of the configured model, completed by the data and the section batch_norm.
+    """Return the options of the configured model, with those that follow from the data and the section batch_norm.
 
     Args:
         classes: number of classes of the data.
@@ -85,7 +85,7 @@ def model_graph(config: Config, side: int | None = None, *, refuses: bool = Fals
     """Return the graph of the model for one image of its default size, or of side x side; None if the model has a fault.
 
     Args:
-        refuses: whether to raise the fault instead.
+        refuses: whether to raise the fault instead of returning None.
 
     Raises:
         HpctrainError: the model has a fault, and `refuses` is set.
@@ -110,7 +110,7 @@ class OverlapOutcome:
 
     Attributes:
         in_parts: names of layers that are computed in parts, in order.
-        undivided: names of layers that are not, with the reason.
+        undivided: name -> reason, of each overlapped layer that is not computed in parts.
     """
 
     in_parts: tuple[str, ...]
@@ -131,7 +131,7 @@ def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
 
 
 def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator[tuple[int, str, bool]]:
-    """Yield (number, sentence, whether other images could change it) of each pattern of `grid.overlap` without effect."""
+    """Yield (index, sentence, whether it depends on the size of the images) for each pattern of `grid.overlap` without effect."""
     if plan.rows == 1:
         for number, pattern in enumerate(config.grid.overlap):
             sentence = f"grid.overlap names {pattern!r}, but grid.rows is 1, so no image is split and there are no halos; "

@@ -208,7 +208,7 @@ def _check_channels(opened: ImageFile, data: DataFacts, place: str) -> None:
 
 
 def mirrored(images: Images) -> Images:
-    """Return the mirror images of the same samples."""
+    """Return the images of the same samples, mirrored left to right."""
     return replace(images, pipeline=images.pipeline.mirrored())
 
 
@@ -289,7 +289,7 @@ class SingleValues:
     warning: str | None = None
 
     def check(self) -> None:
-        """Raise if every step has such a layer.
+        """Raise if every step has a batch norm over a single value.
 
         Raises:
             ConfigError: the message is `refusal`.
@@ -331,7 +331,7 @@ def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
     """Check the batch norms of a configuration, with the header of its training file. Finds nothing if the file is missing.
 
     Args:
-        ranks: number of ranks of the job; None: that of the configured grid, or one split group.
+        ranks: number of ranks of the job; None: the size of the configured grid, with one column if grid.cols is null.
     """
     if config.automatic or (config.data.train != SYNTHETIC and not Path(config.data.train).exists()):
         return SingleValues()
@@ -351,7 +351,7 @@ class _Single:
     Attributes:
         layer: name of the layer.
         shape: (H, W) of the images.
-        sharing: scope of the images that share statistics, in words.
+        sharing: ranks or shard whose images share statistics, in words.
         fix: advice at the end of the message.
     """
 
@@ -386,7 +386,7 @@ def _first_single(config: Config, shapes: Iterable[ImageShape], classes: int, sa
 
 
 def _fewest_samples(config: Config, samples: int, plan: ParallelPlan, scope: str) -> int:
-    """Return the minimum number of samples, other than 0, that share statistics."""
+    """Return the smallest number of samples, other than 0, that share statistics in a step of `samples` samples."""
     if scope == _SHARD:
         return min(filter(None, even(samples, config.exact.shards or 1)))
     size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
@@ -396,10 +396,10 @@ def _fewest_samples(config: Config, samples: int, plan: ParallelPlan, scope: str
 
 
 def _samples_of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
-    """Return the total number of samples of some ranks in each pass.
+    """Return the number of samples in each pass, summed over the ranks of a team.
 
     Args:
-        team: numbers of samples of these ranks in the step.
+        team: number of samples of each of these ranks in the step.
     """
     shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
     return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]

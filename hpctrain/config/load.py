@@ -328,7 +328,9 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
             f'{label}: Cannot set item "{key}" of {dotted(path)}, which is not set{nearest_sibling(path)}; '
             f"set {dotted(path)} as a whole."
         )
-    raise ConfigError(f'{label}: {dotted(path) or "The configuration"} is a single value and has no "{key}".')
+    whole = dotted(path)
+    hint = f"; set {whole} itself" if whole else ""
+    raise ConfigError(f'{label}: {whole or "The configuration"} is a single value and has no "{key}"{hint}.')
 
 
 _WIDEST = 1_000_000  # wide enough for any value in one line

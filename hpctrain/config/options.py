@@ -1,8 +1,8 @@
 """Every name that a configuration can choose, with types, defaults and descriptions of its options.
 
-They are read from the frozen dataclasses `Options` or the signatures of constructors, and the "Args" of their docstrings. These
-are the single source of the values that `config show` fills in, of `hpctrain list`, of docs/options.md, and of the JSON schema
-with which editors complete and check.
+Options are read from the frozen dataclasses `Options` or the signatures of constructors, and from the "Args" of their docstrings.
+They are the single source of the values that `config show` fills in, of `hpctrain list`, of docs/options.md, and of the JSON
+schema that editors use for completion and checks.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _sentence(entry: Callable[..., Any]) -> str:
 
 
 def _meanings(entry: Callable[..., Any]) -> dict[str, str]:
-    """Return option -> description, from "Args" of a function, or of a class and its bases. Each option begins its own line."""
+    """Return option -> description, from "Args" of a function, or of a class and its bases. Each entry must begin a line."""
     documented = [cls.__doc__ for cls in reversed(entry.__mro__)] if inspect.isclass(entry) else [entry.__doc__]
     return dict(line for text in documented for line in _arguments(inspect.cleandoc(text or "")))
 

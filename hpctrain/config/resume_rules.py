@@ -1,4 +1,4 @@
-"""Rules about the differences between a checkpoint's configuration and that of the run that resumes from it, and their check.
+"""Rules for the configuration values that may differ between a checkpoint and the run that resumes from it, and their check.
 
 All functions are pure functions of values. `docs/checkpoint.md` shows the rules to users.
 """
@@ -25,7 +25,7 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern of dotted keys, when their values may change, and why not at other times."""
+    """Pattern of dotted keys, with the time at which their values may change and the reason why not at other times."""
 
     pattern: str
     when: When

@@ -58,7 +58,7 @@ class SyntheticConfig(Section):
 
 
 class MixingConfig(Section):
-    """Mixup and cutmix: mixing the images of a step with each other, and their labels alike."""
+    """Mixup and cutmix, which mix the images of a step with each other, and their labels in the same proportions."""
 
     mixup: Number = Field(
         default=0.0,
@@ -92,7 +92,7 @@ class SizeConfig(Section):
     """The size of training images from an epoch on."""
 
     from_epoch: Integer = Field(
-        default=0, ge=0, description="Number of completed epochs from which on images have this size; 0 for the first size."
+        default=0, ge=0, description="First epoch in which images have this size, counted from 0; 0 for the first size."
     )
     size: Integer = Field(
         ge=1, le=MOST_PIXELS, description="Side of the images, in pixels; the shorter one if they are not square."
@@ -168,8 +168,8 @@ class DataConfig(Section):
     )
     sizes: tuple[SizeConfig, ...] = Field(
         default=(),
-        description="Sizes of training images by epoch, in order: from_epoch is the number of completed epochs from which on a "
-        "size holds (0 for the first), size the shorter side in pixels. The last augmentation with a size option makes this "
+        description="Sizes of training images by epoch, in order: from_epoch is the first epoch with a size, counted from 0 "
+        "(0 for the first size), and size is the shorter side in pixels. The last augmentation with a size option makes this "
         "size; without one, images are resized after all augmentations. An empty list leaves images as augment makes them.",
     )
     mixing: MixingConfig = Field(

@@ -62,8 +62,8 @@ def plain(value: Any) -> Any:
     """Return an option as immutable plain data: lists become tuples, and "1e-3" becomes a float.
 
     Raises:
-        ValueError: the value is not a scalar, list or mapping with string keys, it is a number that is not finite, or a text that
-            `one_line` refuses.
+        ValueError: the value is not a scalar, list or mapping with string keys, or it is a number that is not finite, or a text
+            that `one_line` refuses.
     """
     fault = _text_fault(value) if isinstance(value, str) else None
     if fault is not None:

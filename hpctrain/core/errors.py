@@ -15,7 +15,8 @@ class HpctrainError(Exception):
 
     Attributes:
         ranks: ranks of the world that caused the error; empty if unknown or if no particular rank did.
-        reported_by: rank of the world that prints the error for all ranks that raise it; None if other ranks may not raise it.
+        reported_by: rank of the world that prints the error for all ranks that raise it; None if it is unknown whether other
+            ranks raise it.
     """
 
     def __init__(self, *arguments: object, ranks: Sequence[int] = ()) -> None:

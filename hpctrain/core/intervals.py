@@ -2,9 +2,9 @@
 
 Sums of floating-point numbers depend on the order of the additions. In a summation tree this order depends only on the number of
 terms: a node of n terms is the sum of the node of its first 2^k terms (the largest power of 2 below n) and the node of the
-remaining terms. Blocks of 2^k terms that begin at a multiple of 2^k are therefore nodes, and ranks that have 2^k neighbouring
-terms each have one partial sum. Other ranks have a few, at most two for each doubling of their terms. A node is represented by
-the interval (start, stop) of its terms.
+remaining terms. Blocks of 2^k terms that begin at a multiple of 2^k are therefore nodes. If every rank has 2^k terms, in rank
+order, each rank has one partial sum. With another number of terms, a rank has several partial sums, at most two for each doubling
+of that number. A node is represented by the interval (start, stop) of its terms.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ class TreeAddition:
 
 
 def children(node: Interval) -> tuple[Interval, Interval]:
-    """Return the two nodes whose sum is a node of at least two terms."""
+    """Return the two children of a node of at least two terms; the node is their sum."""
     start, stop = node
     middle = start + (1 << (stop - start - 1).bit_length() - 1)
     return (start, middle), (middle, stop)
 
 
 def cover(terms: Interval, size: int) -> tuple[Interval, ...]:
-    """Return the largest nodes of a tree over `size` terms that together are the interval `terms`, in order."""
+    """Return the largest nodes of a tree over `size` terms that together make up the interval `terms`, in order."""
     return tuple(_within((0, size), terms)) if size else ()
 
 
@@ -138,9 +138,9 @@ def _within(node: Interval, terms: Interval) -> Iterator[Interval]:
 
 
 def additions(nodes: Sequence[Interval], size: int) -> tuple[TreeAddition, ...]:
-    """Return the additions of a tree over `size` terms that some neighbouring nodes allow, each as early as possible.
+    """Return the additions of a tree over `size` terms that need only these neighbouring nodes, each as early as possible.
 
-    The remaining sums are the nodes of `cover`. Each replaces its first node.
+    The sums that remain are the nodes of `cover`. Each is stored at the position of its first node.
     """
     steps: list[TreeAddition] = []
     if nodes:

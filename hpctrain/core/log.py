@@ -1,7 +1,7 @@
 """The log: one line per event on stderr, from rank 0 unless a message concerns a single rank, and log files of single ranks.
 
 On request, a rank writes a file with everything that it logs and prints. A thread writes the file, so that a disk that hangs, is
-full or is gone does not block the run: lines wait, and the run continues.
+full or is gone does not block the run; lines are buffered meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class RankLog(logging.Handler):
     """Log file of a rank. It accepts log records and other lines from any thread, without waiting for a disk.
 
-    Lines are buffered until `keep_in` sets the file. A failed write is reported once, and repeated later.
+    Lines are buffered until `keep_in` sets the file. A failed write is logged once, and retried until it succeeds.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) 
 
 
 def leave_warnings_to_rank_0(rank: int) -> None:
-    """Suppress Python's own warnings on the terminals of all ranks except 0, which all ranks raise; log them to files instead."""
+    """Suppress Python's own warnings, which all ranks raise alike, on terminals of ranks other than 0; log files have them."""
     if rank == 0 or sys.warnoptions:
         return
     warnings_log, kept = logging.getLogger("py.warnings"), current_rank_log()

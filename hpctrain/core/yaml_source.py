@@ -41,7 +41,7 @@ class Source:
     places: Mapping[KeyPath, str]
 
     def locate(self, path: KeyPath) -> str:
-        """Return the position of a value, or of the nearest enclosing mapping if the value itself is not written."""
+        """Return the position of a value, or of the nearest enclosing mapping if the value itself is not set."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]

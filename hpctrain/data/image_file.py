@@ -300,11 +300,13 @@ def check_place(path: Path, images: StoredImages) -> None:
     needed = images.needed_bytes
     if images.stored_bytes != needed or images.offset is None:
         raise DataError(
-            f"The data file {path} is damaged: images of {images.shape} need {needed} bytes, but it has {images.stored_bytes}."
+            f"The data file {path} is damaged: images of {images.shape} need {needed} bytes, but it stores "
+            f"{images.stored_bytes}; convert it again."
         )
     if images.offset + needed > path.stat().st_size:
         raise DataError(
-            f"The data file {path} is truncated: it has {path.stat().st_size} bytes instead of {images.offset + needed} or more."
+            f"The data file {path} is truncated: it has {path.stat().st_size} bytes instead of {images.offset + needed} or more; "
+            "copy or convert it again."
         )
 
 

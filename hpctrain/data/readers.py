@@ -423,8 +423,8 @@ class BlockReader(ReadImages):
         count = self.extents.count
         if len(self._unreadable) > policy.most or len(self._unreadable) == count:
             raise UnreadableError(
-                f"S{named}; {len(self._unreadable)} of {count} samples are unreadable, with data.max_unreadable = "
-                f"{policy.most}{policy.place}."
+                f"S{named}; {len(self._unreadable)} of {count} samples are unreadable, but data.max_unreadable "
+                f"allows {policy.most}{policy.place}."
             )
         others = ((sample + distance) % count for distance in range(1, count))
         if not self.replaced:

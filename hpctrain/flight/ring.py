@@ -314,7 +314,8 @@ def _content(path: Path) -> bytes:
     finally:
         os.close(descriptor)
     if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:
-        raise DataError(f"{path} is not a flight record of this version: it has {status.st_size} bytes; give a run directory.")
+        fault = f"has {status.st_size} bytes, not {_SIZE}" if status.st_size != _SIZE else "begins with other bytes"
+        raise DataError(f"{path} is not a flight record of this version: it {fault}; give a run directory.")
     return data
 
 

@@ -77,7 +77,7 @@ class Optimizer(ABC):
     #: whether the update of a layer needs that layer's norms (LARS, LAMB)
     layer_norms: bool = False
     clip_norm: float | None = None
-    #: share of the previous update's direction that is kept; 0 if the optimiser has no momentum
+    #: factor on the previous update's direction in the next one; 0 if the optimiser has no momentum
     momentum: float = 0.0
     #: whether `prepare_norms` has an effect
     prepares_norms: bool = False

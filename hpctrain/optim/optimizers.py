@@ -59,10 +59,10 @@ class _DecayingOptimizer(Optimizer):
             OptionError: an option is illegal.
         """
         if not (self.weight_decay >= 0.0 and math.isfinite(self.weight_decay)):
-            sentence = f"weight_decay {self.weight_decay} must be a finite number of at least 0; the usual value is 1e-4."
+            sentence = f"weight_decay is {self.weight_decay}, but must be a finite number of at least 0; the usual value is 1e-4."
             raise OptionError(sentence, "weight_decay")
         if self.decay_exclude not in get_args(DecayExclude):
-            sentence = f"decay_exclude {self.decay_exclude!r} is unknown; use one of {', '.join(get_args(DecayExclude))}."
+            sentence = f"decay_exclude is {self.decay_exclude!r}, but must be one of {', '.join(get_args(DecayExclude))}."
             raise OptionError(sentence, "decay_exclude")
 
     def decay(self, segment: Segment) -> float:
@@ -84,7 +84,7 @@ def check_clip_norm(clip_norm: float | None) -> None:
         OptionError: `clip_norm` is not positive.
     """
     if clip_norm is not None and not clip_norm > 0.0:
-        sentence = f"clip_norm {clip_norm} must be positive; leave it out (null) to switch clipping off."
+        sentence = f"clip_norm is {clip_norm}, but must be positive; leave it out (null) to switch clipping off."
         raise OptionError(sentence, "clip_norm")
 
 
@@ -140,9 +140,9 @@ class MomentumOptimizer(_DecayingOptimizer):
     """Momentum descent with weight decay and clipping, the base of SGD and LARS.
 
     Args:
-        momentum: Share of the previous update's direction that is kept, in [0, 1); 0 keeps nothing.
+        momentum: Factor on the previous update's direction in the next one, in [0, 1); 0 switches momentum off.
         nesterov: Whether to use Nesterov's momentum, w := w - lr * (g' + momentum * m).
-        weight_decay: Factor on the weights that is added to their gradient (L2 regularisation).
+        weight_decay: Factor of weight decay: weight_decay * w is added to the gradient (L2 regularisation).
         decay_exclude: Parameters without weight decay: "norm_and_bias" excludes biases and the parameters of batch norms, "none"
             excludes nothing.
         clip_norm: Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to it. null switches
@@ -188,7 +188,7 @@ class Sgd(MomentumOptimizer):
     g' = clip(g) + weight_decay * w; m := momentum * m + g'; w := w - lr * m (torch.optim.SGD, dampening 0).
 
     Args:
-        momentum: Share of the previous update's direction that is kept, in [0, 1); 0 is plain gradient descent.
+        momentum: Factor on the previous update's direction in the next one, in [0, 1); 0 is plain gradient descent.
     """
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
@@ -210,7 +210,7 @@ class Lars(MomentumOptimizer):
     inside; the two are equal while the rate is constant.
 
     Args:
-        momentum: Share of the previous update's direction that is kept, in [0, 1).
+        momentum: Factor on the previous update's direction in the next one, in [0, 1).
         decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" excludes biases and the parameters of batch
             norms, "none" excludes nothing.
         clip_norm: Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to it before the
@@ -230,10 +230,10 @@ class Lars(MomentumOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.trust_coefficient > 0.0:
-            sentence = f"trust_coefficient {self.trust_coefficient} must be positive; the usual value is 0.001."
+            sentence = f"trust_coefficient is {self.trust_coefficient}, but must be positive; the usual value is 0.001."
             raise OptionError(sentence, "trust_coefficient")
         if not self.epsilon >= 0.0:
-            raise OptionError(f"epsilon {self.epsilon} must be at least 0; the usual value is 1e-9.", "epsilon")
+            raise OptionError(f"epsilon is {self.epsilon}, but must be at least 0; the usual value is 1e-9.", "epsilon")
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
         assert norms is not None, "LARS needs norms"
@@ -289,10 +289,10 @@ class MomentOptimizer(_DecayingOptimizer):
     """Descent by two moments with weight decay, the base of AdamW and LAMB.
 
     Args:
-        beta1: Share of the mean of gradients that is kept in an update, in [0, 1).
-        beta2: Share of the mean of squared gradients that is kept in an update, in [0, 1).
-        epsilon: Number added to the root of the mean of squares, above 0.
-        weight_decay: Factor on the weights that is added to the direction of the update, and not to the gradient.
+        beta1: Decay rate per update of the moving average of gradients, in [0, 1).
+        beta2: Decay rate per update of the moving average of squared gradients, in [0, 1).
+        epsilon: Number added to the root of the average of squared gradients, above 0.
+        weight_decay: Factor of weight decay: weight_decay * w is added to the direction of the update, not to the gradient.
         decay_exclude: Parameters without weight decay: "norm_and_bias" excludes biases and the parameters of batch norms, "none"
             excludes nothing.
 
@@ -312,7 +312,7 @@ class MomentOptimizer(_DecayingOptimizer):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise OptionError(f"{name} {getattr(self, name)} is outside [0, 1); the usual value is {usual}.", name)
         if not (self.epsilon > 0.0 and math.isfinite(self.epsilon)):
-            raise OptionError(f"epsilon {self.epsilon} must be a positive number; the usual value is 1e-8.", "epsilon")
+            raise OptionError(f"epsilon is {self.epsilon}, but must be a positive number; the usual value is 1e-8.", "epsilon")
         self.check_decay()
         object.__setattr__(self, "momentum", self.beta1)  # strategies read it from every optimiser; it is not an option here
 
@@ -381,7 +381,7 @@ class Lamb(MomentOptimizer):
     and is updated as by AdamW. There is no clipping, because the length of a step does not depend on the length of the gradient.
 
     Args:
-        epsilon: Number added to the root of the mean of squares, above 0.
+        epsilon: Number added to the root of the average of squared gradients, above 0.
         decay_exclude: Parameters without weight decay and ratio: "norm_and_bias" excludes biases and the parameters of batch
             norms, "none" excludes nothing.
     """

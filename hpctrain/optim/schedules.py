@@ -41,7 +41,7 @@ class LearningRateSchedule(ABC):
 
     def __post_init__(self) -> None:
         if not (self.base_lr > 0.0 and math.isfinite(self.base_lr)):
-            raise ConfigError(f"lr {self.base_lr} must be a positive number; 0.1 is a usual value.")
+            raise ConfigError(f"lr is {self.base_lr}, but must be a positive number; 0.1 is a usual value.")
         if self.epochs < 1:
             raise ConfigError(f"epochs {self.epochs} is less than 1; the nearest legal value is 1.")
         if self.steps_per_epoch < 1:
@@ -114,7 +114,8 @@ class Step(LearningRateSchedule):
         if not all(a < b for a, b in pairwise(bounds)):
             legal = sorted({m for m in self.milestones_epochs if m > 0}) or [30, 60]
             raise OptionError(
-                f"milestones_epochs {_listed(self.milestones_epochs)} must be positive and increase, as in {_listed(legal)}.",
+                f"milestones_epochs is {_listed(self.milestones_epochs)}, but must be positive and increase, as in "
+                f"{_listed(legal)}.",
                 "milestones_epochs",
             )
         if self.milestones_epochs and self.milestones_epochs[0] < self.warmup_epochs:
@@ -184,7 +185,7 @@ class Polynomial(Decay):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.power > 0.0 and math.isfinite(self.power)):
-            raise OptionError(f"power {self.power} must be positive; 1 decays linearly, 2 is the usual value.", "power")
+            raise OptionError(f"power is {self.power}, but must be positive; 1 decays linearly, 2 is the usual value.", "power")
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self.between((1.0 - progress) ** self.power)

@@ -312,8 +312,8 @@ def build_replica(
         check_overlap(config, network.graph(1), replica.distribution.plan)
     if network.classes != classes:
         raise DataError(
-            f"{config.data.train} has {classes} classes, the model {config.model.name} has {network.classes}; "
-            f"set model.classes to {classes} or use other data."
+            f"{config.data.train} has {classes} classes, but the model {config.model.name} has {network.classes}; "
+            f"set model.classes to {classes}, or use other data."
         )
     return replica
 

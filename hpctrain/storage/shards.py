@@ -183,7 +183,7 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
     if content["format_version"] != _VERSION:
         raise CheckpointError(
             f"The checkpoint {path} has version {content['format_version']} of the sharded format; "
-            f"this hpctrain reads version {_VERSION}."
+            f"this hpctrain reads version {_VERSION}; use the version of hpctrain that wrote it."
         )
     return ShardedTensors(path, [_shard(entry) for entry in content["shards"]]), content["meta"]
 

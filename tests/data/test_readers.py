@@ -184,7 +184,7 @@ def test_too_many_of_them_are_an_error(make_file, monkeypatch):
     BadDisk(monkeypatch, file, {3, 4, 6})
     assert np.array_equal(file.pixels[:6], images[[0, 1, 2, 5, 5, 5]])
     with pytest.raises(
-        UnreadableError, match=r"Sample 6 .* 3 of .* samples are unreadable, with data.max_unreadable = 2 \(on node7\)"
+        UnreadableError, match=r"Sample 6 .* 3 of .* samples are unreadable, but data.max_unreadable allows 2 \(on node7\)"
     ):
         file.pixels[6]
 

@@ -326,18 +326,21 @@ def test_names_and_order_of_a_residual_block() -> None:
         (lambda: BatchNorm(0), "is empty; it needs"),
         (lambda: BatchNorm(3, momentum=1.5), r"is outside \[0, 1\]; the default"),
         (lambda: BatchNorm(3, epsilon=0.0), "is not positive; the default"),
-        (lambda: BatchNorm(3).output(TensorSpec((1, 2, 2, 4))), "batch norm was built for 3 channels, but its input has 4"),
+        (
+            lambda: BatchNorm(3).output(TensorSpec((1, 2, 2, 4))),
+            "batch norm expects 3 channels, but its input has 4; set its channels to 4",
+        ),
         (lambda: Conv2d(1, 2, (0, 3)), r"kernel of \(0, 3\).*nearest legal one is \(1, 3\)"),
         (lambda: Conv2d(4, 6, 3, groups=3), "groups is 3, which does not divide 4 input and 6 output channels; it must divide 2"),
         (lambda: Conv2d(1, 2, 3, padding=-1), "negative edge"),
         (
             lambda: Conv2d(3, 2, 3).output(TensorSpec((1, 5, 5, 4))),
-            "Layer conv2d: conv2d was built for 3 channels, but its input has 4",
+            "Layer conv2d: conv2d expects 3 channels, but its input has 4; set its input channels to 4",
         ),
         *((lambda rate=rate: Dropout(rate), r"outside \[0, 1\); the default is 0.5") for rate in (-0.1, 1.0, math.nan)),
         *((lambda rate=rate: StochasticDepth(rate), r"outside \[0, 1\); 0 switches it off") for rate in (-0.1, 1.0, math.nan)),
         (lambda: Linear(0, 3), "both must be at least 1"),
-        (lambda: Linear(31, 3, image_shape=(3, 5, 2)), r"image of shape \(3, 5, 2\) has 30 elements, the linear layer takes 31"),
+        (lambda: Linear(31, 3, image_shape=(3, 5, 2)), r"of shape \(3, 5, 2\) has 30 elements, but the layer has 31 inputs"),
         (lambda: Linear(5, 3).output(TensorSpec((2, 6))), r"inputs of shape \(N, 5\), not \(2, 6\)"),
         (lambda: PadChannels(-1, 2), r"\(-1, 2\) are negative; the nearest legal ones are \(0, 2\)"),
         (
@@ -346,11 +349,11 @@ def test_names_and_order_of_a_residual_block() -> None:
         ),
         (
             lambda: Sequential({"body": Sequential([Conv2d(3, 4, 3), Conv2d(5, 2, 1)])}).output(TensorSpec((2, 7, 9, 3))),
-            r"Layer sequential\.body\.1: conv2d was built for 5 channels, but its input has 4",
+            r"Layer sequential\.body\.1: conv2d expects 5 channels, but its input has 4",
         ),
         (lambda: pair((2, 0), "stride"), r"A stride of \(2, 0\) is below 1; the nearest legal one is \(2, 1\)\."),
         (lambda: edges((1, -2)), r"\(1, 1, -2, -2\) has a negative edge; the nearest legal one is \(1, 1, 0, 0\)"),
-        (lambda: edges((1, 2, 3)), "of 3 values"),  # type: ignore[arg-type]
+        (lambda: edges((1, 2, 3)), "has 3 values"),  # type: ignore[arg-type]
     ],
 )
 def test_sizes_that_cannot_be_are_refused(make: Callable[[], object], sentence: str) -> None:

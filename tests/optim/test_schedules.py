@@ -156,7 +156,7 @@ def test_names_and_options():
         ("step", {"milestones_epochs": [3], "gamma": 10.0}, "gamma 10.0"),
         ("cosine", {"final_lr": 0.5}, "nearest legal value is 0.4"),
         ("cosine", {"final_lr": -0.5}, "nearest legal value is 0.0"),
-        ("polynomial", {"power": 0.0}, "power 0.0"),
+        ("polynomial", {"power": 0.0}, "power is 0.0"),
         ("constant", {"warmup_start": 1.5}, "nearest legal value is 1"),
     ],
 )
@@ -168,8 +168,8 @@ def test_bad_options_are_refused_with_a_sentence(name, options, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"base_lr": 0.0}, "lr 0.0"),
-        ({"base_lr": float("nan")}, "lr nan"),
+        ({"base_lr": 0.0}, "lr is 0.0"),
+        ({"base_lr": float("nan")}, "lr is nan"),
         ({"epochs": 0}, "epochs 0"),
         ({"steps_per_epoch": 0}, "0 steps"),
         ({"warmup_epochs": 10}, "nearest legal value is 9"),

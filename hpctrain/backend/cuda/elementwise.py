@@ -103,7 +103,8 @@ class SamplePlace:
             return cls((1, 1, math.prod(shape)))
         if len(shape) > _DIMS:
             raise BackendError(
-                f"Split dropout on a GPU supports activations of at most {_DIMS} dims in addition to the batch, not {len(shape)}."
+                f"Split dropout on a GPU supports activations of at most {_DIMS} dims in addition to the batch, not "
+                f"{len(shape)}; set the layer's use in the plan to batch."
             )
         fill = _DIMS - len(shape)
         steps = [math.prod(spec.unsplit_shape[dim + 1 :]) for dim in range(len(shape))]

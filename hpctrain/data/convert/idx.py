@@ -87,10 +87,10 @@ def _header(content: bytes | bytearray, name: str) -> tuple[tuple[int, ...], int
         raise DataError(f"{name} holds an array of {content[3]} dims; images must have 3 or 4, labels 1.")
     start = 4 + 4 * content[3]
     if len(content) < start:
-        raise DataError(f"{name} is truncated within its header of {start} bytes.")
+        raise DataError(f"{name} is truncated within its header of {start} bytes; fetch it again.")
     shape = tuple(np.frombuffer(content, ">i4", content[3], 4).tolist())
     if min(shape) < 0:
-        raise DataError(f"{name} is not an IDX file: its header declares an array of shape {shape}.")
+        raise DataError(f"{name} is not an IDX file: its header declares an array of shape {shape}; fetch it again.")
     return shape, start + math.prod(shape)
 
 
