@@ -54,10 +54,10 @@ class RankSeries(RankCounts):
         """Return the numbers that the dots abbreviate."""
         around = words[max(0, place - 2) : place] + words[place + 1 : place + 2]
         if len(around) < 3 or not all(word.isdecimal() and int(word) >= 1 for word in around):
-            self.fail(f"{value!r} must have two numbers before the dots and one after them, as 1,2,...,8192", param, ctx)
+            self.fail(f"{value!r} must have two numbers before the dots and one after them, as in 1,2,...,8192", param, ctx)
         first, second, last = map(int, around)
         if second <= first or second % first or last < second:
-            self.fail(f"{value!r} must grow by a whole factor up to the dots and beyond, as 1,2,...,8192", param, ctx)
+            self.fail(f"{value!r} must increase by a whole factor before and after the dots, as in 1,2,...,8192", param, ctx)
         factor, count, counts = second // first, second, []
         while count * factor < last:
             count *= factor
@@ -91,7 +91,7 @@ class SlowRank(click.ParamType):
             return value
         rank, _, factor = str(value).partition("=")
         if not rank.strip().isdecimal():
-            self.fail(f"{value!r} must be a rank and a factor, as 3=1.5", param, ctx)
+            self.fail(f"{value!r} must be a rank and a factor, such as 3=1.5", param, ctx)
         return int(rank), Factor().convert(factor, param, ctx)
 
 

@@ -213,7 +213,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}.") from None
+        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; give the path of a YAML file.") from None
     user_code.search_beside(Path(path))
     return parse(text, str(path), overrides, refusal)
 

@@ -119,7 +119,7 @@ def decode(
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        raise DataError("The image cannot be decoded: its format is not supported.") from error
+        raise DataError("The image cannot be decoded: its format is not supported; save it as JPEG or PNG.") from error
     except _BOMBS as error:
         pixels_of = re.search(r"\d+", str(error))
         raise _too_large(most, most + 1 if pixels_of is None else int(pixels_of[0])) from error

@@ -350,5 +350,5 @@ def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchC
     return ConfigError(
         f"{job.model} with a batch of {job.batch} does not fit in memory on {ranks} ranks of {gibibytes(machine.memory_bytes)} "
         f"each; the plan with the least memory needs {gibibytes(least.prediction.memory_bytes)}, on a grid of {plan.rows} x "
-        f"{plan.cols} ({plan.default}{uses}) with micro_batches {micro_batches}."
+        f"{plan.cols} ({plan.default}{uses}) with micro_batches {micro_batches}; start more ranks, or reduce batch."
     )

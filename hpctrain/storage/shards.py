@@ -176,7 +176,9 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
     try:
         text, digest = read_bytes(path / MANIFEST), read_bytes(path / _DIGEST, TEXT_BYTES)
     except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older checkpoint.") from error
+        raise CheckpointError(
+            f"Cannot read the manifest of checkpoint {path} ({error.strerror}); use an older checkpoint."
+        ) from error
     if digest != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
         raise CheckpointError(f"The manifest of the checkpoint {path} does not match its checksum; use an older checkpoint.")
     content = json.loads(text)
@@ -199,7 +201,9 @@ def manifest_digest(path: Path) -> str:
     try:
         return read_bytes(path / _DIGEST, TEXT_BYTES).decode("ascii", "replace").partition(" ")[0]
     except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} has no manifest ({error.strerror}); use an older checkpoint.") from error
+        raise CheckpointError(
+            f"Cannot read the manifest of checkpoint {path} ({error.strerror}); use an older checkpoint."
+        ) from error
 
 
 def _shard(entry: Mapping[str, Any]) -> ShardFacts:

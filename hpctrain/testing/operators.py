@@ -168,7 +168,7 @@ class OperatorBench:
                 continue
             poison(self.kernels, buffer)
             if native:
-                assert start is not None, "the bench accumulates: it needs what to add to"
+                assert start is not None, "the bench accumulates gradients, so `start` must be given"
                 self._reordered(start[i], self._plain[i], operator.inputs[i], buffer)
         self._reordered(output_grad, plain_output, operator.output, self._dy)
         poison(self.kernels, self._scratch)

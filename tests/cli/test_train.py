@@ -292,7 +292,7 @@ def test_a_run_on_made_up_images_goes_on_bit_by_bit_and_notices_others(folder: P
     assert "7 images)" in whole.stdout
     _train(2, folder, *options, "--steps", "2")
     refused = _train(0, folder, *options, "--resume", "auto", "data.synthetic.samples=60", code=2)
-    assert "an epoch sees each image of one file once" in refused.output
+    assert "an epoch uses each image of one file once" in refused.output
     _train(2, folder, *options, "--resume", "auto")
     assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
     assert "7 samples" in hpctrain(0, folder, "eval", *options).stdout
@@ -322,7 +322,7 @@ def test_a_run_goes_on_inside_of_any_size_on_as_many_ranks_or_others(by_size: Pa
         assert line in said
     _train(0, by_size, CHANGING, "--steps", "4")  # an epoch has 3
     refused = _train(0, by_size, "--resume", "auto", "data.sizes=[{size: 14}]", code=2)
-    assert "may change only between two epochs: an epoch sees one kind of images" in refused.output
+    assert "may change only between two epochs: all images of an epoch are prepared in the same way" in refused.output
     said = _train(0, by_size, CHANGING, "--resume", "auto", "--steps", "3").stdout
     assert "images of 16 px from epoch 2" in said
     assert "images of 12 px from epoch 3" in said

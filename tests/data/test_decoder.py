@@ -249,7 +249,7 @@ def test_other_formats_are_decoded(kind):
 
 @pytest.mark.parametrize("kind", ["EPS", "ICO", "TGA", "PCX", "PDF"])
 def test_formats_that_start_programs_or_take_any_bytes_are_refused(kind):
-    with pytest.raises(DataError, match=r"its format is not supported\.$"):
+    with pytest.raises(DataError, match=r"its format is not supported; save it as JPEG or PNG\.$"):
         decode(encoded(random_image(), kind), None)
 
 

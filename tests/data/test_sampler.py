@@ -230,7 +230,7 @@ def test_a_broken_picture_reads_as_zeros_and_says_why(tmp_path: Path) -> None:
     assert sorted(decoded.broken) == [1, 3]
     assert not images[[1, 3]].any()
     assert images[[0, 2]].any(axis=(1, 2, 3)).all()
-    assert decoded.broken[1] == "The image cannot be decoded: its format is not supported."
+    assert decoded.broken[1] == "The image cannot be decoded: its format is not supported; save it as JPEG or PNG."
 
 
 def test_directories_stand_for_their_images_sorted(tmp_path: Path) -> None:

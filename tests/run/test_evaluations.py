@@ -255,7 +255,8 @@ def test_a_broken_picture_disturbs_no_other(trained32: TrainedRun, grid: str, fl
     places = (good[0], tmp_path / "bad.jpg", good[1], good[2])
     answers = _predicted(trained32, grid, PredictionRequest(places, flip=flip, batch=4, top=1))
     assert [each.file for each in answers] == list(places)
-    assert answers[1] == PredictedPicture(places[1], error="The image cannot be decoded: its format is not supported.")
+    error = "The image cannot be decoded: its format is not supported; save it as JPEG or PNG."
+    assert answers[1] == PredictedPicture(places[1], error=error)
     alone = _predicted(trained32, "1", PredictionRequest(tuple(good), flip=flip, top=1))
     for each, other in zip([answers[0], *answers[2:]], alone, strict=True):
         assert each.classes[0].name == other.classes[0].name
@@ -569,7 +570,7 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
 def test_a_resume_with_other_frozen_layers_is_refused(folder: Path) -> None:
     run_in_process.train(folder, *overrides(folder), steps=2)
     with pytest.raises(
-        CheckpointError, match=r"init.freeze: .* -> .*may not change: the optimiser's state belongs to the layers"
+        CheckpointError, match=r"init.freeze: .* -> .*may not change: the checkpoint stores optimiser state of the"
     ):
         run_in_process.train(folder, *overrides(folder, "init.freeze=[]"), resume="auto")
 

@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(own: Path) -> None:
     (own / "folder.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"bytes.yaml: Byte 6 is not valid UTF-8"):
         _read(own, "bytes")
-    with pytest.raises(ConfigError, match=r"folder.yaml: Cannot read the site profile: Is a directory."):
+    with pytest.raises(ConfigError, match=r"folder.yaml: Cannot read the site profile: Is a directory; give"):
         _read(own, "folder")
 
 
