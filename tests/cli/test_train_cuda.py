@@ -199,7 +199,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no such device": (
         {"seed": "x"},
         [],
-        "HPCTRAIN_CUDA_DEVICE is 'hpctrain_testing.emulator:x': the seed of an emulated device is a whole number",
+        "HPCTRAIN_CUDA_DEVICE is 'hpctrain_testing.emulator:x': the seed of an emulated device must be an integer",
     ),
     "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which requires dtype float32"),
 }
