@@ -252,7 +252,7 @@ class Descent(Protocol):
 
 @dataclass(frozen=True)
 class MomentRule:
-    """Constants of a descent by two moments of the gradient, as in Adam (Kingma and Ba, ICLR 2015).
+    """Constants of an update from the first and second moments of the gradient, as in Adam (Kingma and Ba, ICLR 2015).
 
     Attributes:
         beta1: decay rate of the first moment.

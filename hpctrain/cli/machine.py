@@ -89,7 +89,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 @click.option(
     "--run-directory",
     type=FilePath(file_okay=False, path_type=Path),
-    help="Directory of runs to test; default: the configuration's output, or runs without FILE.",
+    help="Directory of runs to test; default: `output` of FILE, or the directory `runs` without a FILE.",
 )
 @click.option(
     "--seconds",

@@ -191,7 +191,7 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
 
 
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print the most probable classes of each picture, one per line; otherwise as `print_lines`. Collective."""
+    """Print the most probable classes of each picture, one per line, and return the unreadable files. Collective."""
     broken = []
     form = _Form(predictions.class_names)
     if visible:

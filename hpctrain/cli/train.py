@@ -342,7 +342,10 @@ class _Choice:
         self._directory, self._file, self._overrides = directory, file, overrides
 
     def read(self) -> tuple[Config, Source]:
-        """Return the selected configuration. Settings of the training's ranks, machine and duration have their defaults."""
+        """Return the selected configuration and its source.
+
+        Settings that depend on the training's ranks, machine or duration are reset to their defaults.
+        """
         set_threads(detect(os.environ), None)  # before NumPy is loaded: reading a checkpoint needs it
         from hpctrain.cli.arguments import load_config
         from hpctrain.run.stored_run import FRESH, find_run

@@ -155,7 +155,7 @@ def ranks_of(text: str, below: int | None = None) -> tuple[int, ...]:
     for span in text.split(", ") if text else ():
         first, _, last = span.partition("-")
         if below is not None and not 0 <= int(first) <= int(last or first) < below:
-            raise ValueError(f"{span} is not below {below}")
+            raise ValueError(f"ranks {span} are not an increasing range below {below}")
         ranks.extend(range(int(first), int(last or first) + 1))
         if below is not None and len(ranks) > below:
             raise ValueError(f"more than {below} ranks")

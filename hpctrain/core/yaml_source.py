@@ -204,6 +204,6 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _lacks_blank(key: yaml.Node, value: yaml.Node) -> bool:
-    """Return whether an entry was meant to be `key: value` but lacks the blank, so that all of it is the key, without a value."""
+    """Return whether an entry lacks the space after its colon, as in `key:value`, which YAML reads as a key without a value."""
     plain = isinstance(key, yaml.ScalarNode) and key.style is None and not key.value.endswith(":")
     return plain and ":" in key.value and isinstance(value, yaml.ScalarNode) and value.start_mark.index == value.end_mark.index

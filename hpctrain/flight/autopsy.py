@@ -67,8 +67,8 @@ def silent_seconds(record: FlightRecord, latest: float) -> float:
 
 def silence(record: FlightRecord, seconds: float) -> str:
     """Return a sentence about a silent process: duration of the silence, and its last phase and step."""
-    last = f"Rank {record.rank} was silent for {seconds:.0f} s at the end, last in {place(record)}"
-    return f"{last}: ended, stopped, or its node lost."
+    silent = f"Rank {record.rank} wrote nothing for the last {seconds:.0f} s, after {place(record)}"
+    return f"{silent}: it ended, was stopped, or its node failed."
 
 
 _OF_RANKS = re.compile(r" of ranks ([0-9, -]+)\)$")
@@ -171,7 +171,7 @@ def _never_posted(waiting: int, absent: Sequence[int], absence: _Absence, by_ran
             since = other.wall_seconds(other.phase_since_ns or other.begun_ns)
             sentences.append(f"Rank {rank} was in {place(other)} for {max(0.0, latest - since):.0f} s.")
             continue
-        gone = f", and was silent for {silent:.0f} s at the end: ended, stopped, or its node lost" if silent else ""
+        gone = f", and wrote nothing for the last {silent:.0f} s: it ended, was stopped, or its node failed" if silent else ""
         sentences.append(f"{_whereabouts(other)}{gone}.")
     return Autopsy(tuple(sentences), tuple(absent))
 
@@ -182,7 +182,7 @@ def _text(absence: _Absence, record: FlightRecord) -> str:
     if operation is None:
         return record.wait
     what = f"the {operation.operation} for {operation.purpose}" if operation.operation else operation.purpose
-    return f"{what}, number {operation.sequence} of {operation.queue}{posted_at(operation)}"
+    return f'{what}, operation {operation.sequence} of the queue "{operation.queue}"{posted_at(operation)}'
 
 
 def _cycle(path: Sequence[int], edges: Mapping[int, _Absence], by_rank: Mapping[int, FlightRecord]) -> Autopsy:
@@ -353,7 +353,8 @@ def _operations_sentence(
         for ranks in ordered
     )
     others = [rank for ranks in ordered[1:] for rank in ranks]
-    return Autopsy((f"Ranks posted different operations as number {sequence} of {queue}: {groups}.",), tuple(others))
+    sentence = f'Ranks posted different operations as operation {sequence} of the queue "{queue}": {groups}.'
+    return Autopsy((sentence,), tuple(others))
 
 
 def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:

@@ -93,7 +93,12 @@ def _begin_nothing() -> Handle:
 
 
 def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
-    """Return mergers by `BatchNormSpec.merge` for a rank in a split group of `split` ranks and a data group of `data` ranks."""
+    """Return a merger for each value of `BatchNormSpec.merge`.
+
+    Args:
+        split: number of ranks of the split group.
+        data: number of ranks of the data group.
+    """
     return {"all": FakeStatisticsMerger(split * data), "split": FakeStatisticsMerger(split), "data": FakeStatisticsMerger(data)}
 
 

@@ -114,7 +114,7 @@ class ChosenProgress:
         return f"progress {self.mode}: {self.mode.in_words} ({self.reason})"
 
     def facts(self) -> dict[str, object]:
-        """Return the choice for the run directory."""
+        """Return the mode, its reason and its measurement as JSON-compatible data for the run directory."""
         facts: dict[str, object] = {"mode": str(self.mode), "reason": self.reason}
         if self.measurement is not None:
             modes = tuple(self.measurement.by_round)

@@ -2,7 +2,7 @@
 
 Events are not objects, and code without a recorder has no cost: it holds a `Tracer` or None and tests `if tracer is not None`.
 Times are nanoseconds of one process's clock; `ClockMap` (comm/link.py) maps the clocks of several processes to one. `chrome.py`
-writes the events, `time_table.py` sums them up.
+writes the events, and `time_table.py` sums them up.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_different_operations_are_named_with_the_few_to_blame() -> None:
     same, other = operation(1, "a.weight"), operation(1, "b.weight")
     found = autopsy([waiting(0, same), waiting(1, same), waiting(2, other), waiting(3, same)])
     assert found.blamed == (2,)
-    assert "number 1 of all gradients of 0-3: ranks 0-1, 3 the reduce-scatter" in found.sentences[0]
+    assert 'operation 1 of the queue "all gradients of 0-3": ranks 0-1, 3 the reduce-scatter' in found.sentences[0]
 
 
 @pytest.mark.parametrize("other", ["8 float32", "9 float64"])
@@ -84,10 +84,10 @@ def test_a_rank_that_is_gone_was_silent() -> None:
     awaited = operation(1, "x")
     found = autopsy([*(waiting(rank, awaited) for rank in range(3)), record(3, seen_ns=35 * SECOND)])
     assert found.blamed == (3,)
-    assert found.sentences[1].endswith("and was silent for 65 s at the end: ended, stopped, or its node lost.")
+    assert found.sentences[1].endswith("and wrote nothing for the last 65 s: it ended, was stopped, or its node failed.")
     alone = autopsy([record(0, ranks=2), record(1, ranks=2, seen_ns=35 * SECOND)])
     assert alone.sentences == (
-        "Rank 1 was silent for 65 s at the end, last in a training step, step 812: ended, stopped, or its node lost.",
+        "Rank 1 wrote nothing for the last 65 s, after a training step, step 812: it ended, was stopped, or its node failed.",
     )
 
 
@@ -121,7 +121,7 @@ def test_different_operations_come_before_how_the_ranks_ended(end: End) -> None:
     records = [replace(waiting(rank, each), end=end, signal=6 * (end is End.SIGNAL)) for rank, each in enumerate(posted)]
     found = autopsy(records)
     assert found.blamed == (1,)
-    assert found.sentences[0].startswith("Ranks posted different operations as number 1 of all gradients")
+    assert found.sentences[0].startswith('Ranks posted different operations as operation 1 of the queue "all gradients')
 
 
 def test_lines_of_the_program_are_told() -> None:
@@ -174,7 +174,9 @@ def test_clocks_of_nodes_differ() -> None:
     """That of rank 1 is an hour ahead."""
     ahead = record(1, seen_ns=3700 * SECOND, wall_offset_ns=3600 * SECOND)
     assert latest_seconds([record(0), ahead]) == pytest.approx(100)
-    assert silence(replace(ahead, step=0), 7.4).startswith("Rank 1 was silent for 7 s at the end, last in a training step: ended")
+    assert silence(replace(ahead, step=0), 7.4).startswith(
+        "Rank 1 wrote nothing for the last 7 s, after a training step: it ended"
+    )
 
 
 def _held_up(records: list[FlightRecord]) -> Autopsy:
@@ -190,8 +192,8 @@ def test_a_rank_that_loads_data_holds_the_others_up() -> None:
     found = _held_up([*(waiting(rank, awaited, done) for rank in range(3)), late])
     assert found.blamed == (3,)
     assert found.sentences == (
-        "Rank 3 never posted the reduce-scatter of 64 float32 elements for layer4.1.conv2.weight, number 3 of all gradients "
-        "of 0-3, for which rank 0 waited 60 s (a training step, step 812).",
+        'Rank 3 never posted the reduce-scatter of 64 float32 elements for layer4.1.conv2.weight, operation 3 of the queue "all '
+        'gradients of 0-3", for which rank 0 waited 60 s (a training step, step 812).',
         "Rank 3 was in data loading, step 812 for 61 s.",
     )
 
@@ -208,10 +210,10 @@ def test_a_wait_for_what_has_not_begun_is_for_what_is_in_flight() -> None:
     behind = operation(3, "y", queue="sums of 0-1")
     found = _held_up([waiting(0, gather, sums, behind, ranks=2), record(1, ranks=2)])
     assert found.blamed == (1,)
-    assert "number 1 of sums of 0-1" in found.sentences[0]
+    assert 'operation 1 of the queue "sums of 0-1"' in found.sentences[0]
     alone = _held_up([waiting(0, gather, ranks=2), waiting(1, replace(gather, started_ns=1), ranks=2)])
     assert alone.blamed == (0,)
-    assert alone.sentences[0].startswith("Rank 0 waits for an operation that it has not posted: x, number 2")
+    assert alone.sentences[0].startswith("Rank 0 waits for an operation that it has not posted: x, operation 2")
 
 
 def test_waits_are_followed_to_the_one_that_waits_for_nobody() -> None:
@@ -220,7 +222,7 @@ def test_waits_are_followed_to_the_one_that_waits_for_nobody() -> None:
     chain = [waiting(0, first, ranks=3), waiting(1, second, ranks=3), record(2, phase="evaluation", ranks=3)]
     found = _held_up(chain)
     assert found.blamed == (2,)
-    assert "for columns, number 1 of data of 1-2, for which rank 1 waited" in found.sentences[0]
+    assert 'for columns, operation 1 of the queue "data of 1-2", for which rank 1 waited' in found.sentences[0]
 
 
 def test_ranks_that_wait_for_each_other() -> None:
@@ -230,7 +232,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert found.blamed == (0, 1)
     assert found.sentences[0].startswith(
         "Ranks 0-1 wait for each other: rank 0 waits for the reduce-scatter of 64 float32 elements "
-        "for x, number 1 of a of 0-1, which rank 1 has not posted; rank 1 waits for the reduce-scatter"
+        'for x, operation 1 of the queue "a of 0-1", which rank 1 has not posted; rank 1 waits for the reduce-scatter'
     )
 
 
@@ -268,7 +270,7 @@ def test_where_all_have_posted_and_move_it_is_the_transport() -> None:
         (
             "All ranks posted the operation that rank 0 waited 60 s for (a training step, step 812), "
             "the reduce-scatter of 64 float32 elements "
-            "for x, number 1 of data of 0-2 (averaging/some.py:7): the transport did not complete it; a link may be broken.",
+            'for x, operation 1 of the queue "data of 0-2" (averaging/some.py:7): the transport did not complete it; a link may be broken.',
         ),
     )
 
@@ -285,7 +287,9 @@ def test_a_turn_that_does_not_come_as_the_transport_moves_nothing_is_no_fault_of
     found = _held_up([ahead, waiting(1, behind, sums, **moves)])
     assert found.blamed == ()
     assert found.sentences[0].startswith("All ranks posted the operation that rank 1 waited 60 s for")
-    assert found.sentences[0].endswith("number 1 of sums of 0-1: the transport did not complete it; a link may be broken.")
+    assert found.sentences[0].endswith(
+        'operation 1 of the queue "sums of 0-1": the transport did not complete it; a link may be broken.'
+    )
 
 
 STOPPED = {"seen_ns": 41 * SECOND, "alive_ns": 41 * SECOND}
@@ -295,10 +299,13 @@ STOPPED = {"seen_ns": 41 * SECOND, "alive_ns": 41 * SECOND}
     ("state", "last"),
     [
         ({"alive_ns": 42 * SECOND}, "Rank 2 was in a training step, step 812 for 70 s."),
-        (STOPPED, "Rank 2 was silent for 59 s at the end, last in a training step, step 812: ended, stopped, or its node lost."),
+        (
+            STOPPED,
+            "Rank 2 wrote nothing for the last 59 s, after a training step, step 812: it ended, was stopped, or its node failed.",
+        ),
         (
             {**MOVES, **STOPPED},
-            "Rank 2 was silent for 59 s at the end, last in a training step, step 812: ended, stopped, or its node lost.",
+            "Rank 2 wrote nothing for the last 59 s, after a training step, step 812: it ended, was stopped, or its node failed.",
         ),
         ({**MOVES, "alive_ns": 41 * SECOND}, "Rank 2 was in a training step, step 812 for 70 s."),
     ],
@@ -308,7 +315,7 @@ def test_a_rank_that_does_not_move_what_it_has_posted_is_to_blame(state: dict[st
     """MPI moves a message only while both sides call it."""
     found = _held_up(_all_posted(MOVES, state))
     assert found.blamed == (2,)
-    assert found.sentences[0].endswith("of data of 0-2 (averaging/some.py:7); rank 2 stopped making progress.")
+    assert found.sentences[0].endswith('of the queue "data of 0-2" (averaging/some.py:7); rank 2 stopped making progress.')
     assert found.sentences[1:] == (last,)
 
 
@@ -321,7 +328,7 @@ def test_without_heartbeats_nobody_who_waits_is_blamed() -> None:
 def test_a_short_deadline_has_a_short_silence() -> None:
     """Of ranks that were stopped two seconds before the end."""
     late = record(3, seen_ns=98 * SECOND, deadline_ns=3 * SECOND)
-    assert "and was silent for 2 s at the end" in _held_up([waiting(0, operation(1, "x"), ranks=4), late]).sentences[-1]
+    assert "and wrote nothing for the last 2 s" in _held_up([waiting(0, operation(1, "x"), ranks=4), late]).sentences[-1]
     assert (
         "silent" not in _held_up([waiting(0, operation(1, "x"), ranks=4), replace(late, deadline_ns=60 * SECOND)]).sentences[-1]
     )
