@@ -138,7 +138,9 @@ class CollectiveSchedule:
             )
             return CollectiveSchedule(slices=slices, operations=operations, rounding=rounding, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"Cannot read a stored schedule ({error!r}); delete it to have it measured again.") from error
+            raise CheckpointError(
+                f"Cannot read a stored schedule ({error!r}); delete it, and the next run measures it again."
+            ) from error
 
     def text(self, operation: Operation) -> str:
         """Return the name of an operation and its slice, for messages and traces."""

@@ -174,7 +174,7 @@ def _sentences(error: HpctrainError | OSError) -> list[str]:
         return []
     if error.filename is not None:
         return [f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}."]
-    return [f"A file cannot be written: {error.strerror}."] if error.errno in _FULL else []
+    return [f"A file cannot be written: {error.strerror}; free disk space, or use another disk."] if error.errno in _FULL else []
 
 
 def _is_reported_by_another(error: Exception, *, in_job: bool) -> bool:

@@ -74,7 +74,7 @@ def test_json_gives_the_same_schedule_again(strategy: str, optimizer: str) -> No
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"slices": [{}], "operations": []}'])
 def test_text_that_is_no_schedule_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="measured again"):
+    with pytest.raises(CheckpointError, match="measures it again"):
         CollectiveSchedule.from_json(text)
 
 

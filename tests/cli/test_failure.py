@@ -206,7 +206,10 @@ def test_a_users_mistake_is_a_sentence(folder: Path, command: str) -> None:
     [
         (DataError("One.\nTwo."), "hpctrain: One.\nhpctrain: Two.\n"),
         (OSError(errno.EACCES, "Permission denied", "a.h5"), "hpctrain: a.h5 cannot be used: Permission denied.\n"),
-        (OSError(errno.ENOSPC, "No space left on device"), "hpctrain: A file cannot be written: No space left on device.\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "hpctrain: A file cannot be written: No space left on device; free disk space, or use another disk.\n",
+        ),
     ],
 )
 def test_what_the_user_can_mend_is_said(error: Exception, sentence: str) -> None:
