@@ -164,7 +164,7 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
 @data.command()
 @click.argument("file", type=_INPUT)
 def info(file: Path) -> None:
-    """Print the number, size and statistics of the images in a data file, and its classes."""
+    """Print the size, statistics and classes of a data file."""
     import numpy as np
 
     from hpctrain.data.image_file import ImageFile

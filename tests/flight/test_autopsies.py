@@ -270,7 +270,8 @@ def test_where_all_have_posted_and_move_it_is_the_transport() -> None:
         (
             "All ranks posted the operation that rank 0 waited 60 s for (a training step, step 812), "
             "the reduce-scatter of 64 float32 elements "
-            'for x, operation 1 of the queue "data of 0-2" (averaging/some.py:7): the transport did not complete it; a link may be broken.',
+            'for x, operation 1 of the queue "data of 0-2" (averaging/some.py:7): the transport did not complete it; '
+            "a link may be broken.",
         ),
     )
 

@@ -177,9 +177,8 @@ def _labels(path: Path, labels: h5py.Dataset, images: h5py.Dataset) -> tuple[np.
     if values.dtype.kind == "f":
         wrong = np.flatnonzero(~(np.isfinite(values) & (values == np.floor(values)) & (np.abs(values) < 1 << 31)))
         if wrong.size:
-            raise DataError(
-                f"{name} has label {values[wrong[0]]} for image {int(wrong[0])}; labels must be whole numbers between -2^31 and 2^31."
-            )
+            label = f"{name} has label {values[wrong[0]]} for image {int(wrong[0])}"
+            raise DataError(f"{label}; labels must be whole numbers between -2^31 and 2^31.")
     return values.astype(np.int64), 1
 
 
