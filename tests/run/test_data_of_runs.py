@@ -725,4 +725,4 @@ def test_ranks_that_share_samples_do_not_skip_any(tmp_path: Path) -> None:
     overrides = ("data.on_unreadable=skip", "grid.rows=3", "plan={default: model}", "deadline_seconds=100")
     outcome = run_fault(Fault("rows", "", (), overrides=overrides), tmp_path)
     assert outcome.code == 2, outcome.output
-    assert "data.on_unreadable is skip, but grid.rows is 3: ranks that share samples" in outcome.stderr
+    assert "data.on_unreadable is skip, but grid.rows is 3, and ranks that share samples" in outcome.stderr

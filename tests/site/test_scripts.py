@@ -232,7 +232,7 @@ def test_a_scheduler_that_refuses_is_one_sentence(folder: Path, monkeypatch: pyt
 @pytest.mark.parametrize(("site", "command"), [("slurm", "sbatch"), ("polaris", "qsub")])
 def test_a_machine_without_the_scheduler_is_one_sentence(folder: Path, monkeypatch, site: str, command: str) -> None:
     monkeypatch.setenv("PATH", str(folder / "nowhere"))
-    with pytest.raises(LaunchError, match=rf"There is no {command} on PATH; submit on a login node"):
+    with pytest.raises(LaunchError, match=rf"{command} is not on PATH; submit on a login node"):
         _submit(site, JobRequest(1, account="mine"))
 
 

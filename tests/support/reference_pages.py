@@ -23,7 +23,7 @@ from hpctrain.doctor.job import CHECKS, JOB_KINDS
 
 _HEAD = """# Commands
 
-`hpctrain --help` and `hpctrain COMMAND --help` print the same texts. `hpctrain completion bash` enables completion.
+The option `--help` of each command prints the same texts. `hpctrain completion bash` enables completion.
 Commands that train or measure are started on ranks, as in `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; others run as
 one process.
 
