@@ -38,7 +38,7 @@ from hpctrain.averaging.slicing import layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, Complete, GradientSums, Handle
 from hpctrain.comm.order import Finished
-from hpctrain.comm.progress import LocalEvent, ProgressEngine, Ticket
+from hpctrain.comm.progress import Dependency, LocalEvent, ProgressEngine
 from hpctrain.nn.parameter import Parameter, Segment
 from hpctrain.optim.base import Norms
 
@@ -338,8 +338,8 @@ class ReduceScatterStep:
 
     update: StepUpdate
     events: Mapping[EventKind, Mapping[str, LocalEvent]]
-    tickets: list[Ticket] = field(default_factory=list)
-    gathered: dict[int, Ticket] = field(default_factory=dict)
+    tickets: list[Dependency] = field(default_factory=list)
+    gathered: dict[int, Dependency] = field(default_factory=dict)
 
 
 class ReduceScatterAverager(GradientAverager):
@@ -447,7 +447,7 @@ class ReduceScatterAverager(GradientAverager):
                 before = self._previous
                 step.gathered[operation.slice] = _NOTHING if before is None else before.gathered[operation.slice]
             return
-        after: list[Ticket] = [step.events[event.kind][event.parameter] for event in needs.events]
+        after: list[Dependency] = [step.events[event.kind][event.parameter] for event in needs.events]
         after += [step.tickets[position] for position in needs.operations]
         if self._previous is not None:
             after += [self._previous.gathered[k] for k in needs.gathers_before]
@@ -479,7 +479,8 @@ class ReduceScatterAverager(GradientAverager):
 
     def _take_errors(self, weight: str, dy: Array | None) -> None:
         for name in (weight, *self._exchanging[weight]):
-            self._clock.ready(name)
+            if self._clock.on:
+                self._clock.ready(name)
         self.operations.exchange_of[weight].pack_errors(dy)
         self._happens(EventKind.GRADIENT, weight)
 
@@ -491,13 +492,15 @@ class ReduceScatterAverager(GradientAverager):
         if not parameter.size:
             return
         assert parameter.name not in self._weight_of, f"{parameter.name} exchanges inputs and errors instead of a gradient"
-        self._clock.ready(parameter.name)
+        if self._clock.on:
+            self._clock.ready(parameter.name)
         self._happens(EventKind.GRADIENT, parameter.name)
         self.progress.poll()
 
     def data_free(self, parameter: Parameter) -> None:
         if parameter.size:
-            self._clock.free(parameter.name)
+            if self._clock.on:
+                self._clock.free(parameter.name)
             self._happens(EventKind.LAST_READ, parameter.name)
 
     def end_backward(self) -> None:
@@ -510,13 +513,14 @@ class ReduceScatterAverager(GradientAverager):
             self._take_errors(name, None)
         for kind in (EventKind.GRADIENT, EventKind.LAST_READ):
             for event in events[kind].values():
-                event.happen()
+                if not event.done:
+                    event.happen()
         self._clock.end(self._names)
         self.progress.poll()
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
-            if parameter.size:
+            if self._clock.on and parameter.size:
                 self._clock.needed(parameter.name)
             self._wait_gathered(parameter.name)
             if self._refreshes_shadows:
@@ -527,7 +531,9 @@ class ReduceScatterAverager(GradientAverager):
         """Wait until a parameter holds the values of the previous step's update; None: all parameters."""
         if self._previous is not None:
             for k in self._previous.gathered if name is None else self.operations.touching[name]:
-                self.progress.wait(self._previous.gathered[k])
+                ticket = self._previous.gathered[k]
+                if not ticket.done:
+                    self.progress.wait(ticket)
 
     def drain(self) -> None:
         if self.step is None:
