@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any, NoReturn, TextIO, cast
 
 from hpctrain.comm.base import Communicator, Handle, LateHandle
@@ -159,9 +158,6 @@ class LocalEvent(Dependency):
         self.done = True
 
 
-_is_done: Callable[[Dependency], bool] = attrgetter("done")
-
-
 class Ticket(Dependency):
     """An operation in a queue: waiting for its turn, in flight, or complete.
 
@@ -170,7 +166,7 @@ class Ticket(Dependency):
         late: handle of an operation that has not yet posted the messages to be noted in the flight record; otherwise None.
     """
 
-    __slots__ = ("_after", "_start", "begun_ns", "flight_number", "handle", "late", "queue_name", "sequence")
+    __slots__ = ("_after", "_start", "_turn_ns", "begun_ns", "flight_number", "handle", "late", "queue_name", "sequence")
 
     def __init__(
         self, start: Callable[[], Handle], purpose: str, after: Sequence[Dependency], queue_name: str, sequence: int
@@ -183,20 +179,24 @@ class Ticket(Dependency):
         self.handle: Handle | None = None
         self.late: LateHandle | None = None
         self._start: Callable[[], Handle] | None = start
-        self._after = tuple(after)
+        self._after = list(after)  # `ready` removes those that are complete from its end
+        self._turn_ns = 0
 
     def ready(self) -> bool:
         """Return whether all dependencies are complete."""
-        return all(map(_is_done, self._after))  # each poll asks, and a generator takes three times as long
+        after = self._after
+        while after and after[-1].done:
+            self._turn_ns = max(self._turn_ns, after.pop().possible_ns)
+        return not after
 
     def turn_ns(self) -> int:
-        """Return the earliest time at which all dependencies may have been complete, if operations are traced."""
-        return max((ticket.possible_ns for ticket in self._after), default=0)
+        """Return the earliest time at which all dependencies may have been complete, once `ready` has returned True."""
+        return self._turn_ns
 
     def begin(self) -> None:
-        """Start the operation and release its dependencies, so that chains of old tickets are freed."""
+        """Start the operation. `ready` has released its dependencies, so that chains of old tickets are freed."""
         assert self._start is not None, "an operation must be started once"
-        start, self._start, self._after = self._start, None, ()
+        start, self._start = self._start, None
         self.handle = start()
 
     def test(self) -> bool:
@@ -502,9 +502,9 @@ class ProgressEngine:
 
     def _advance(self) -> None:
         queues = self._queues.values()
-        if not any(map(PostingQueue.due, queues)):
-            return
         with self._lock:
+            if not any(map(PostingQueue.due, queues)):
+                return
             self.account.begin()
             try:
                 self._pass_over(queues)

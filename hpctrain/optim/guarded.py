@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hpctrain.backend.arithmetic import Array, ArrayGuard, Fetch
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Segment
@@ -95,7 +93,7 @@ class GuardedOptimizer(ForwardingOptimizer):
 
     def _found(self, names: Sequence[str], fetch: Fetch) -> None:
         changed = fetch.result()
-        if np.count_nonzero(changed) and not self.changed_arrays:
+        if any(changed.tolist()) and not self.changed_arrays:
             self.changed_arrays = tuple(name for name, is_changed in zip(names, changed, strict=True) if is_changed)
 
     def verify(self) -> None:

@@ -212,7 +212,7 @@ class PartGuard:
         """Update `changed_arrays` from the latest `fetch_findings`."""
         found = [(numbers, fetch.result()) for numbers, fetch in self._asked]
         self._asked = []
-        if any(np.count_nonzero(changed) for _, changed in found) and not self.changed_arrays:
+        if any(any(changed.tolist()) for _, changed in found) and not self.changed_arrays:
             places = sorted(numbers[place] for numbers, changed in found for place in np.flatnonzero(changed).tolist())
             self.changed_arrays = tuple(self._part[number].name for number in places)
 

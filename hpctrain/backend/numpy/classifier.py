@@ -79,7 +79,8 @@ class SoftmaxCrossEntropy(LossOperator):
                 ranks[np.isnan(logits).any(axis=1)] = max(classes, self.spec.top)
             if d_logits is not None:
                 soft /= total
-                soft -= uniform
+                if uniform:
+                    soft -= uniform
                 for weight, indices in shares:
                     soft[rows, indices] -= (1.0 - self.spec.smoothing) * weight
                 np.divide(soft, global_count, out=d_logits, casting="same_kind")
