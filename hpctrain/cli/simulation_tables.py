@@ -174,6 +174,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
                 out.print(f"{layout}: {layout.refusal}.")
     if outcome.note:
         out.print(outcome.note)
+    if outcome.layouts or outcome.note:
         out.print("")
     figures = plain_table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid", bold=True)
     for number, choice in enumerate(choices, 1):

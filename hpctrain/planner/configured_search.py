@@ -106,7 +106,7 @@ class PlannedSearch:
         task: inputs of the search.
         planned: the job on an arbitrary possible grid.
         result: simulated candidates.
-        layouts: compared numbers of ranks per node, that of the machine first; empty if they were not compared.
+        layouts: compared numbers of ranks per node, that of the machine first, or the only one; empty if the machine's was taken.
         note: sentence about the choice of ranks per node; empty if they were not compared.
     """
 
@@ -145,7 +145,7 @@ class NodeLayout:
         return configured_threads(self.task.config) or self.task.machine.threads_per_rank
 
     def __str__(self) -> str:
-        return f"{counted(self.ranks_per_node, 'rank')} per node with {counted(self.threads, 'thread')} each"
+        return f"{counted(self.ranks_per_node, 'rank')} per node with {counted(self.threads, 'thread')} per rank"
 
 
 def on_any_grid(task: SearchTask) -> PlannedRun:
@@ -193,7 +193,8 @@ def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> Plann
     """
     machine, reason = task.machine, _why_not_compared(task)
     if ranks_per_node is not None:
-        return run_search(_on_layout(task, ranks_per_node, task.ranks))
+        fixed = run_search(_on_layout(task, ranks_per_node, task.ranks))
+        return replace(fixed, layouts=(NodeLayout(fixed.task, fixed),))
     if reason:
         return replace(run_search(task), note=f"Ranks per node are not compared: {reason}.")
     nodes, errors = machine.nodes_of(task.ranks), []
@@ -239,6 +240,8 @@ def _why_not_compared(task: SearchTask) -> str:
             f"the file of machine {task.machine.name} has no single_thread_rates, which `hpctrain calibrate` measures for ranks "
             f"with several cores"
         )
+    if "grid" in task.keep and not task.config.grid.automatic and task.config.grid.cols is not None:
+        return f"the kept grid has {counted(task.config.grid.rows * task.config.grid.cols, 'rank')}"
     if task.ranks % present:
         return f"{counted(task.ranks, 'rank')} do not fill nodes of {present}"
     return ""
@@ -264,16 +267,16 @@ def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[P
     fastest, best = min(zip(searched, outcomes, strict=True), key=lambda pair: pair[1].seconds)
     shares = [outcome.result.best.prediction.measured_share for outcome in outcomes]
     mixed = " Measured times exist for only some of them; compare with --measure." if min(shares) == 0 < max(shares) else ""
+    words = f"The fastest choice is {fastest}"
     if present.outcome is None:
-        return best, f"{fastest} are the fastest.{mixed}"
-    of_machine = f"{present}, as in the file of the machine"
-    gain = present.outcome.seconds / best.seconds - 1
+        return best, f"{words}.{mixed}"
     if fastest is present:
-        return best, f"{of_machine}, are the fastest.{mixed}"
+        return best, f"{words}, as many ranks as in the machine's file.{mixed}"
+    gain = present.outcome.seconds / best.seconds - 1
     if gain > UNCERTAIN_SHARE:
-        return best, f"{fastest} are {gain:.0%} faster than {of_machine}.{mixed}"
-    error = "which is within the error of predictions"
-    return present.outcome, f"{of_machine}, are kept: {fastest} are {gain:.1%} faster, {error}.{mixed}"
+        return best, f"{words}, {gain:.0%} faster than the {present.ranks_per_node} ranks of the machine's file.{mixed}"
+    error = f"{fastest} would be {gain:.1%} faster, which is within the error of predictions"
+    return present.outcome, f"The best choice is {present}, as many ranks as in the machine's file: {error}.{mixed}"
 
 
 def with_best(task: SearchTask) -> Config:
