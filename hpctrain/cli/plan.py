@@ -140,7 +140,12 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
 @FILE
 @OVERRIDES
 @MACHINE
-@click.option("--ranks", type=click.IntRange(min=1, max=1_000_000), required=True, help="Number of ranks of the job.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1, max=1_000_000),
+    required=True,
+    help="Number of ranks of the job, which determines its number of nodes.",
+)
 @click.option(
     "--ranks-per-node",
     type=click.IntRange(min=1),

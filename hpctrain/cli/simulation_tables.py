@@ -34,7 +34,7 @@ from hpctrain.planner.configured_search import (
     overrides,
 )
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.machine import Link, Machine, OperatorClass
+from hpctrain.planner.machine import Link, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.search import SearchChoice
 
 _COLUMNS = 100  # width without a terminal
@@ -318,16 +318,19 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
     ]
     for name, link in (("within", machine.within), ("between", machine.between)):
         lines += [(f"{name}.{key}", value) for key, value in _link_lines(link)]
-    for key, rates in (("rates", machine.rates), ("single_thread_rates", machine.single_thread_rates)):
-        for kind, rate in rates.items():
-            slowed = key == "rates" and kind in machine.concurrency
-            alone = f", {machine.concurrency[kind]:.2f} times slower than alone" if slowed else ""
-            speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-            speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{alone}"
-            lines.append((f"{key}.{kind}", speed))
+    for kind, rate in machine.rates.items():
+        slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
+        lines.append((f"rates.{kind}", _rate_words(kind, rate) + slowed))
+    for kind, rate in machine.single_thread_rates.items():
+        lines.append(("single_thread_rates", f"{kind}: {_rate_words(kind, rate)}"))
     if math.isfinite(machine.node_bytes_per_second):
         lines.append(("node_bytes_per_second", f"{machine.node_bytes_per_second / 1e9:.1f} GB/s"))
     return lines
+
+
+def _rate_words(kind: OperatorClass, rate: OperatorRate) -> str:
+    speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
+    return f"{speed}{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call"
 
 
 def _link_lines(link: Link) -> list[tuple[str, str]]:

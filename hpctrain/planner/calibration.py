@@ -78,25 +78,26 @@ def copied_bytes_per_second(threads: int, before: Callable[[], None] = lambda: N
         before: callback before each of a few laps: a barrier if several ranks are to copy at the same time.
     """
     barrier = threading.Barrier(threads + 1, timeout=_COPY_PATIENCE_SECONDS)
+    begins, ends = np.zeros((2, _STEPS, threads))
 
-    def copy() -> None:
+    def copy(thread: int) -> None:
         source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)  # in the memory next to its core
-        for _ in range(_STEPS):
+        for lap in range(_STEPS):
             barrier.wait()
+            begins[lap, thread] = time.perf_counter()
             for _ in range(_COPIES):
                 np.copyto(target, source)  # releases the interpreter lock
+            ends[lap, thread] = time.perf_counter()
             barrier.wait()
 
-    for _ in range(threads):
-        threading.Thread(target=copy, daemon=True).start()
-    laps = []
+    for thread in range(threads):
+        threading.Thread(target=copy, args=(thread,), daemon=True).start()
     for _ in range(_STEPS):
         before()
         barrier.wait()
-        begin = time.perf_counter()
         barrier.wait()
-        laps.append(time.perf_counter() - begin)
-    return 2 * _COPIED_BYTES * _COPIES * threads / min(laps)
+    fastest = float((ends.max(axis=1) - begins.min(axis=1)).min())
+    return 2 * _COPIED_BYTES * _COPIES * threads / fastest
 
 
 def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
