@@ -20,6 +20,7 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core.text import counted
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Flatten, Layer, Linear, Sequential
 from hpctrain.nn.network import Network
@@ -229,7 +230,7 @@ def calibrate(
         ranks_per_card=ranks_per_card,
         rates=rates,
         concurrency=concurrency,
-        description=f"{layout.nodes} nodes of {layout.ranks_per_node} ranks, {facts.processor}",
+        description=f"{counted(layout.nodes, 'node')} of {counted(layout.ranks_per_node, 'rank')}, {facts.processor}",
         sources={
             **dict.fromkeys(("nodes", "ranks_per_node"), f"the job that calibrated on {when}"),
             **dict.fromkeys(
