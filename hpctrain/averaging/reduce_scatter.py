@@ -120,6 +120,8 @@ class OwnerOperations:
         self._replicated: list[tuple[Segment, ...]] = []
         self._pieces: dict[int, tuple[SufficientFactorExchange, int]] = {}  # (its layer's exchange, index in it), by slice
         self.sums: dict[int, Array] = {}
+        self._own_grad: list[Array] = []  # by slice, the owned part of its gradient
+        self._data: list[Array] = []  # by slice, its parameters
         self._counts = [
             piece.counts(self.comm.size) for piece in schedule.slices
         ]  # computed once because every operation uses them
@@ -151,6 +153,8 @@ class OwnerOperations:
             self._pieces[k] = self.exchange_of[weight], together.index(k)
         elif self.comm.size > piece.copies:
             self.sums[k] = self.group.arithmetic.zeros(end - begin, self.group.dtype)
+        self._own_grad.append(self.group.grad[begin:end])
+        self._data.append(self.group.data[piece.start : piece.stop])
 
     def _places(self, slices: range) -> tuple[range, slice]:
         """Return the given slices, whose norms travel together, and the range of rows in the norms for their parameters."""
@@ -256,8 +260,7 @@ class OwnerOperations:
         """Post the allgather of a slice's parameters, in place."""
         if self.rounded is not None:
             return self.rounded.gather(k, comm)
-        piece = self.schedule.slices[k]
-        return comm.iallgather(None, self.group.data[piece.start : piece.stop], self._counts[k])
+        return comm.iallgather(None, self._data[k], self._counts[k])
 
     def finish_gradient(self, k: int) -> None:
         """Copy the sum over all ranks to the owned part of a slice's gradient. The sum must be complete."""
@@ -265,8 +268,7 @@ class OwnerOperations:
             exchange, place = self._pieces[k]
             exchange.multiply(place)
         elif k in self.sums:
-            begin, end = self.schedule.slices[k].part(self.comm.rank, self.comm.size)
-            self.group.arithmetic.copy(self.group.grad[begin:end], self.sums[k])
+            self.group.arithmetic.copy(self._own_grad[k], self.sums[k])
 
     # -- the optimiser's state -----------------------------------------------------------------------------------------------
 

@@ -246,11 +246,10 @@ class MpiBuffers:
 
     def whole(self, array: Array) -> tuple[Any, Any]:
         """Return all elements of a C-contiguous array, with their MPI datatype."""
-        datatype = self._types[dtype_char(array)]
         if isinstance(array, DeviceArray):
-            return self._mpi.buffer.fromaddress(array.pointer, array.nbytes), datatype
+            return self._mpi.buffer.fromaddress(array.pointer, array.nbytes), self._types[_CHARS[array.dtype]]
         assert array.flags.c_contiguous, "a buffer must be C-contiguous"
-        return array, datatype
+        return array, self._types[array.dtype.char]
 
     def others_parts(self, array: Array, counts: Sequence[int], rank: int) -> tuple[Any, tuple[list[int], list[int]], Any]:
         """Return the pieces of a buffer for the other ranks, as arguments of MPI calls.

@@ -214,7 +214,8 @@ class AveragingHooks(StepHooks):
             self._owner[parameter.name].data_free(parameter)
 
     def operator_done(self, name: str, phase: str) -> None:
-        self._progress.operator_done()
+        if phase != "parameters" or not self.last:  # its gradients are announced next, with a poll
+            self._progress.operator_done()
 
 
 def _labels(batch: Batch, own: slice) -> np.ndarray | MixedLabels:

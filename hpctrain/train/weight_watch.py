@@ -578,7 +578,7 @@ class WeightWatch:
     def _next_reads(self) -> list[Checksums]:
         """Remove the oldest pending sums of a step, wait for them, and return them by kind."""
         read = self._reads.pop(0)
-        digests = [np.concatenate([_NO_SUMS, *(fetch.result() for fetch in fetches)]) for fetches in read.fetches]
+        digests = [np.concatenate([fetch.result() for fetch in fetches]) if fetches else _NO_SUMS for fetches in read.fetches]
         kinds = zip(self._read_names, digests, read.verified, strict=True)
         return [Checksums(names, sums, self._read_equal_at, read.step, verified) for names, sums, verified in kinds]
 
