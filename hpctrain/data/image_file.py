@@ -670,6 +670,7 @@ def _numbers(values: np.ndarray) -> tuple[float, ...]:
 Split = Literal["train", "test"]
 _WINDOWS = 1 << 20  # number of places in the pool where an image may begin
 _STRIPES = 8  # number of stripes of constant brightness, wider than the shifts of augmentations
+_BLOCK_BYTES = 1 << 18  # size of the images that are generated at a time
 _MEASURED = 64  # number of images from which mean and deviation are computed
 
 
@@ -692,6 +693,7 @@ class SyntheticImages:
         self._size = shape[0] * shape[1] * shape[2]
         pool = words(key("synthetic noise"), [0], range(-(-(_WINDOWS + self._size) // 4)))
         self._pool = np.right_shift(pool.reshape(-1).view(np.uint8), 1)
+        self._windows = np.lib.stride_tricks.sliding_window_view(self._pool, self._size)
         stripe = np.arange(shape[0]) * _STRIPES // shape[0]
         brightness = words(key("synthetic stripes"), np.arange(classes), range(_STRIPES)) >> np.uint32(25)
         self._stripes = brightness.astype(np.uint8)[:, stripe]
@@ -712,8 +714,11 @@ class SyntheticImages:
 
     def take(self, samples: Sequence[int] | np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write whole images of samples to `out` (n, H, W, C), and return it."""
-        for sample, target in zip(samples, out, strict=True):
-            self._write(int(sample), slice(None), slice(None), target)
+        numbers, block = np.asarray(samples), max(1, _BLOCK_BYTES // max(1, self._size))
+        for low in range(0, len(numbers), block):
+            some = numbers[low : low + block]
+            pixels = self._windows[self._begins[some]].reshape(-1, *self.shape[1:])
+            np.add(pixels, self._stripes[self._labels[some], :, None, None], out=out[low : low + block])
         return out
 
     def _pixels(self, sample: int) -> np.ndarray:

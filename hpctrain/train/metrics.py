@@ -155,7 +155,7 @@ class StepReduction:
         self._progress.wait(self._ticket)
         self._ticket = None
         values = self._buffers[1 - self._turn][self._left[-1]]
-        loss, top1, top5, count, non_finite, flags = (float(v) for v in values[:_HEAD])
+        loss, top1, top5, count, non_finite, flags = values[:_HEAD].tolist()
         status, stop = divmod(round(flags), _STATUS)
         statistics, checks = values[self._statistics], values[self._statistics.stop :]
         return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, statistics, status, checks)

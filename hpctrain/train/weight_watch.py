@@ -210,6 +210,8 @@ class PartGuard:
 
     def read_findings(self) -> None:
         """Update `changed_arrays` from the latest `fetch_findings`."""
+        if not self._asked:
+            return
         found = [(numbers, fetch.result()) for numbers, fetch in self._asked]
         self._asked = []
         if any(any(changed.tolist()) for _, changed in found) and not self.changed_arrays:
