@@ -185,7 +185,7 @@ class Convolution:
         shape = (channels, k, r, s)
         formats = (self.destination, Descriptor.tagged(self._engine, shape, "any"), None, self.source)
         kind = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
-        rest = (*convolution_geometry(window), Attributes(self._engine, accumulate=True))
+        rest = (*convolution_geometry(window), Attributes(self._engine, kept=1.0))
         label = f"{self.label} backward data, adding"
         try:
             made = Primitive(self._engine, "convolution_forward", label, *kind, *formats, *rest)

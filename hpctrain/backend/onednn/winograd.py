@@ -236,7 +236,7 @@ class Matrix:
         self._constant[...] = matrix
         self._formats = [Descriptor.strided(engine, s, (s[1], 1)) for s in ((rows, columns), (columns, items), (rows, items))]
         left, source, target = self._formats
-        attributes = Attributes(engine, relu=relu, accumulate=add)
+        attributes = Attributes(engine, relu=relu, kept=float(add))
         self.primitive = Primitive(engine, "matmul", f"{label}, transform", left, source, None, target, attributes)
 
     def bind(self, source: Array, target: Array, library: Array) -> Work:
