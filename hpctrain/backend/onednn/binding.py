@@ -125,6 +125,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dnnl_stream_create": [POINTER(c_void_p), c_void_p, c_uint],
     "dnnl_stream_destroy": [c_void_p],
     "dnnl_memory_desc_create_with_strides": [POINTER(c_void_p), c_int, _DIMS, c_int, _DIMS],
+    "dnnl_memory_desc_create_submemory": [POINTER(c_void_p), c_void_p, _DIMS, _DIMS],
     "dnnl_memory_desc_create_with_tag": [POINTER(c_void_p), c_int, _DIMS, c_int, c_int],
     "dnnl_memory_desc_clone": [POINTER(c_void_p), c_void_p],
     "dnnl_memory_desc_destroy": [c_void_p],
@@ -293,6 +294,12 @@ class Descriptor:
         made = cls(engine, engine.create(create, label, len(shape), dims(shape), c.F32, dims(strides)))
         made._extent_bytes = 4 * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
         return made
+
+    def part(self, shape: Sequence[int]) -> Descriptor:
+        """Return the descriptor of the first elements along each dim, in this format."""
+        label, zeros = f"a part {tuple(shape)} of a descriptor", dims([0] * len(shape))
+        create = "dnnl_memory_desc_create_submemory"
+        return Descriptor(self.engine, self.engine.create(create, label, self.handle, dims(shape), zeros))
 
     @property
     def size_bytes(self) -> int:
