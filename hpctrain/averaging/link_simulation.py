@@ -105,11 +105,14 @@ class StepClock:
 
     Times are seconds of computation since the beginning of the step. Waits are excluded, because otherwise communication that is
     hidden under a wait would be planned as if it cost time.
+
+    Attributes:
+        on: whether the step is measured. Otherwise the calls for its events have no effect and may be omitted.
     """
 
     def __init__(self, progress: ProgressEngine) -> None:
         self._progress = progress
-        self._on = False
+        self.on = False
         self._begin = 0.0
         self._ready: dict[str, list[float]] = {}
         self._free: dict[str, list[float]] = {}
@@ -122,7 +125,7 @@ class StepClock:
         Args:
             on: whether the step is measured.
         """
-        self._on = on
+        self.on = on
         self._begin = self._compute_seconds()
 
     def needed(self, name: str) -> None:
@@ -140,12 +143,13 @@ class StepClock:
 
     def end(self, names: Sequence[str]) -> None:
         """Note the end of backward. Events of `names` that were not announced are recorded with this time."""
+        if not self.on:
+            return
         for name in names:
             for times in (self._ready, self._free):
-                if self._on and len(times.get(name, ())) < max(map(len, times.values()), default=1):
+                if len(times.get(name, ())) < max(map(len, times.values()), default=1):
                     self._note(times, name)
-        if self._on:
-            self._ends.append(self._compute_seconds() - self._begin)
+        self._ends.append(self._compute_seconds() - self._begin)
 
     def times(self) -> Times:
         """Return the medians over the measured steps. There must be at least one."""
@@ -155,7 +159,7 @@ class StepClock:
         return Times(ready, free, needed, median(self._ends))
 
     def _note(self, times: dict[str, list[float]], name: str) -> None:
-        if self._on:
+        if self.on:
             times.setdefault(name, []).append(self._compute_seconds() - self._begin)
 
     def _compute_seconds(self) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from hpctrain.averaging.slicing import layer_slices
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange
 from hpctrain.comm.base import Array, Communicator, Complete, GradientSums, Handle
 from hpctrain.comm.order import Finished
-from hpctrain.comm.progress import LocalEvent, ProgressEngine, Ticket
+from hpctrain.comm.progress import Dependency, LocalEvent, ProgressEngine
 from hpctrain.nn.parameter import Parameter, Segment
 from hpctrain.optim.base import Norms
 
@@ -48,8 +49,7 @@ _NOTHING = LocalEvent("an operation that the step leaves out")
 _NOTHING.happen()
 
 
-@dataclass(frozen=True)
-class StepUpdate:
+class StepUpdate(NamedTuple):
     """Arguments of the updates of one step.
 
     Attributes:
@@ -91,6 +91,7 @@ class OwnerOperations:
     Attributes:
         owned: all segments that this rank updates, in the order of the flat buffers, including segments that every rank updates.
         touching: indices of the slices that contain elements of a parameter, by parameter.
+        update_parts: segments that this rank updates, by slice.
         exchange_of: exchange of sufficient factors by weight.
         rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
         group: the parameters.
@@ -124,6 +125,7 @@ class OwnerOperations:
         ]  # computed once because every operation uses them
         for k in range(len(schedule.slices)):
             self._add(k, batch)
+        self.update_parts = [(*own, *replicated) for own, replicated in zip(self._own, self._replicated, strict=True)]
         self._covered = {first: self._places(slices) for first, slices in covered_slices(schedule).items()}
         self.rounded: RoundedParameters | None = None
         casts = None if schedule.rounding is None else caster(schedule.rounding.parameters)
@@ -207,7 +209,7 @@ class OwnerOperations:
             if k in update.left_out:
                 continue
             self.finish_gradient(k)
-            self._optimizer.prepare_norms(self._updated(k))
+            self._optimizer.prepare_norms(self.update_parts[k])
             if self.rounded is None:
                 segments += self._counted(k)
             else:
@@ -228,13 +230,6 @@ class OwnerOperations:
         slices = self.schedule.slices
         return [(*self.group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
 
-    def update_parts(self) -> list[tuple[Segment, ...]]:
-        """Return, by slice, the segments that this rank updates."""
-        return [self._updated(k) for k in range(len(self.schedule.slices))]
-
-    def _updated(self, k: int) -> tuple[Segment, ...]:
-        return (*self._own[k], *self._replicated[k])
-
     def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
         """Return owned segments, with views of their state, that contain each element of the group once over all ranks."""
         segments = (segment for k in range(len(self.schedule.slices)) for segment in self._counted(k))
@@ -254,7 +249,7 @@ class OwnerOperations:
             self.finish_gradient(k)
         if self.rounded is not None:
             self.rounded.restore(k)
-        self._optimizer.update(self._updated(k), update.lr, update.norms)
+        self._optimizer.update(self.update_parts[k], update.lr, update.norms)
         return self.gather_slice(k, self._streams[operation.stream])
 
     def gather_slice(self, k: int, comm: Communicator) -> Handle:
@@ -338,8 +333,8 @@ class ReduceScatterStep:
 
     update: StepUpdate
     events: Mapping[EventKind, Mapping[str, LocalEvent]]
-    tickets: list[Ticket] = field(default_factory=list)
-    gathered: dict[int, Ticket] = field(default_factory=dict)
+    tickets: list[Dependency] = field(default_factory=list)
+    gathered: dict[int, Dependency] = field(default_factory=dict)
 
 
 class ReduceScatterAverager(GradientAverager):
@@ -391,7 +386,7 @@ class ReduceScatterAverager(GradientAverager):
         self._state_of = self.operations.owned_state
         self.counted = self.operations.counted
         self.rounded = self.operations.rounded
-        self.read_parts, self.update_parts = self.operations.read_parts(), self.operations.update_parts()
+        self.read_parts, self.update_parts = self.operations.read_parts(), self.operations.update_parts
         self.complete_parameters = partial(self._wait_gathered, None)
         self.gather_parameters = partial(self.operations.gather_parameters, self.progress)
         self._exchanging = exchanging
@@ -441,16 +436,16 @@ class ReduceScatterAverager(GradientAverager):
         return ReduceScatterStep(update, events)
 
     def _post(self, operation: Operation, needs: Dependencies, text: str, step: ReduceScatterStep) -> None:
-        if not self.operations.takes_part(operation, step.update):
+        if step.update.left_out and not self.operations.takes_part(operation, step.update):
             step.tickets.append(_NOTHING)
             if operation.kind is OperationKind.ALLGATHER:
                 before = self._previous
                 step.gathered[operation.slice] = _NOTHING if before is None else before.gathered[operation.slice]
             return
-        after: list[Ticket] = [step.events[event.kind][event.parameter] for event in needs.events]
-        after += [step.tickets[position] for position in needs.operations]
+        after: list[Dependency] = [step.events[event.kind][event.parameter] for event in needs.events]
+        after += map(step.tickets.__getitem__, needs.operations)
         if self._previous is not None:
-            after += [self._previous.gathered[k] for k in needs.gathers_before]
+            after += map(self._previous.gathered.__getitem__, needs.gathers_before)
         start = partial(self.operations.start, operation, step.update)
         ticket = self.queues[operation.stream].post(start, text, after)
         joint = step.update.joint
@@ -479,7 +474,8 @@ class ReduceScatterAverager(GradientAverager):
 
     def _take_errors(self, weight: str, dy: Array | None) -> None:
         for name in (weight, *self._exchanging[weight]):
-            self._clock.ready(name)
+            if self._clock.on:
+                self._clock.ready(name)
         self.operations.exchange_of[weight].pack_errors(dy)
         self._happens(EventKind.GRADIENT, weight)
 
@@ -491,13 +487,15 @@ class ReduceScatterAverager(GradientAverager):
         if not parameter.size:
             return
         assert parameter.name not in self._weight_of, f"{parameter.name} exchanges inputs and errors instead of a gradient"
-        self._clock.ready(parameter.name)
+        if self._clock.on:
+            self._clock.ready(parameter.name)
         self._happens(EventKind.GRADIENT, parameter.name)
         self.progress.poll()
 
     def data_free(self, parameter: Parameter) -> None:
         if parameter.size:
-            self._clock.free(parameter.name)
+            if self._clock.on:
+                self._clock.free(parameter.name)
             self._happens(EventKind.LAST_READ, parameter.name)
 
     def end_backward(self) -> None:
@@ -510,13 +508,14 @@ class ReduceScatterAverager(GradientAverager):
             self._take_errors(name, None)
         for kind in (EventKind.GRADIENT, EventKind.LAST_READ):
             for event in events[kind].values():
-                event.happen()
+                if not event.done:
+                    event.happen()
         self._clock.end(self._names)
         self.progress.poll()
 
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
-            if parameter.size:
+            if self._clock.on and parameter.size:
                 self._clock.needed(parameter.name)
             self._wait_gathered(parameter.name)
             if self._refreshes_shadows:
@@ -527,7 +526,9 @@ class ReduceScatterAverager(GradientAverager):
         """Wait until a parameter holds the values of the previous step's update; None: all parameters."""
         if self._previous is not None:
             for k in self._previous.gathered if name is None else self.operations.touching[name]:
-                self.progress.wait(self._previous.gathered[k])
+                ticket = self._previous.gathered[k]
+                if not ticket.done:
+                    self.progress.wait(ticket)
 
     def drain(self) -> None:
         if self.step is None:

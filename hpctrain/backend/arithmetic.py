@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -227,8 +227,7 @@ class Fetch(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class UpdateRun:
+class UpdateRun(NamedTuple):
     """Elements [start, stop) of the flat buffers, updated with one gradient scale and decay: g' = gradient_scale * g + decay * w.
 
     Attributes:

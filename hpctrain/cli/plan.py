@@ -140,7 +140,18 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
 @FILE
 @OVERRIDES
 @MACHINE
-@click.option("--ranks", type=click.IntRange(min=1, max=1_000_000), required=True, help="Number of ranks of the job.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1, max=1_000_000),
+    required=True,
+    help="Number of ranks of the job, which determines its number of nodes.",
+)
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    help="Number of ranks per node; default: the machine's, compared with others on as many nodes if the machine's file states "
+    "the effect of threads.",
+)
 @click.option("--best", type=click.IntRange(min=1), default=5, show_default=True, help="Number of choices to print.")
 @click.option(
     "--write", type=OutputFile(streams=True), help="File to which the configuration with the best choice is written, for `train`."
@@ -170,6 +181,7 @@ def search(
     overrides: tuple[str, ...],
     machine: str,
     ranks: int,
+    ranks_per_node: int | None,
     best: int,
     write: Path | None,
     keep: tuple[str, ...],
@@ -186,7 +198,8 @@ def search(
 
     Searches for the grid, the use of each layer (batch, model or domain), the averager and the number of micro-batches that
     minimise the step time of FILE's training with OVERRIDES. The training runs on the given number of ranks of a machine and must
-    fit its memory. The best few choices are simulated.
+    fit its memory. The best few choices are simulated. The search also compares numbers of ranks per node, and of threads per
+    rank, on the same nodes and cores.
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} would overwrite the configuration and lose its comments; give another file name.")
@@ -198,15 +211,11 @@ def search(
 
     factors = {"bandwidth": bandwidth, "latency": latency, "compute": compute}
     task = configured_search.SearchTask(config, ranks, machine_file.read(machine), factors, keep, image, classes)
-    outcome = configured_search.run_search(task)
+    outcome = configured_search.search_layouts(task, ranks_per_node)
     if measure:
-        from hpctrain.planner.measurement import measure as measure_here
-
-        coverage = measure_here(task, [choice.candidate for choice in outcome.result.choices[:best]], seconds)
-        left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
-        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
-        outcome = configured_search.run_search(task)
-    command = _written(config, outcome, file, overrides, write)
+        _measure(outcome, best, seconds)
+        outcome = configured_search.search_layouts(task, ranks_per_node)
+    command = _written(outcome, file, overrides, write)
     from hpctrain.cli import simulation_tables
 
     if as_json:
@@ -215,21 +224,34 @@ def search(
         simulation_tables.print_search(outcome, best, command)
 
 
-def _written(config: Config, outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
+def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
+    """Measure the operators of the best choices for each number of ranks per node, in equal shares of the time budget."""
+    from hpctrain.planner.measurement import measure
+
+    found = [layout.outcome for layout in outcome.layouts if layout.outcome is not None] or [outcome]
+    for of_layout in found:
+        candidates = [choice.candidate for choice in of_layout.result.choices[:best]]
+        coverage = measure(of_layout.task, candidates, seconds / len(found))
+        left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
+        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
+
+
+def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
     """Return the command line that trains with the best choice; write its configuration first if there is a file to write."""
     from hpctrain.planner import configured_search
     from hpctrain.storage.atomic_write import write_text
 
-    choice = outcome.result.best
+    task, choice = outcome.task, outcome.result.best
     if write is None:
-        words = (*overrides, *configured_search.overrides(choice.candidate))
-        return configured_search.command_line(str(file), words, outcome.task.ranks)
+        words = (*overrides, *configured_search.overrides(choice.candidate, configured_search.configured_threads(task.config)))
+        return configured_search.command_line(str(file), words, task.ranks)
     head = (
-        f"{file} with the grid, plan and averager that hpctrain plan search chose for {outcome.task.ranks} ranks",
-        f"of the machine {outcome.task.machine.name}: simulated, {choice.prediction.step.seconds:.4g} s per step.",
+        f"{file} with the grid, plan and averager that hpctrain plan search chose for {task.ranks} ranks",
+        f"of the machine {task.machine.name}, {min(task.ranks, task.machine.ranks_per_node)} per node: simulated, "
+        f"{choice.prediction.step.seconds:.4g} s per step.",
     )
-    write_text(write, configured_search.written(config, choice.candidate, head))
-    return configured_search.command_line(str(write), (), outcome.task.ranks)
+    write_text(write, configured_search.written(task.config, choice.candidate, head))
+    return configured_search.command_line(str(write), (), task.ranks)
 
 
 @click.command()

@@ -6,6 +6,7 @@ why each is slower than the previous one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from textwrap import fill
@@ -22,16 +23,18 @@ from hpctrain.core.text import counted
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file
 from hpctrain.planner.configured_search import (
+    NodeLayout,
     PlannedSearch,
     SimulatedPoint,
     SimulatedStudy,
     by_averager,
+    configured_threads,
     keys_of,
     on_any_grid,
     overrides,
 )
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.machine import Link, Machine, OperatorClass
+from hpctrain.planner.machine import Link, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.search import SearchChoice
 
 _COLUMNS = 100  # width without a terminal
@@ -164,6 +167,15 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     )
     for line in (*machine_lines(task.machine, task.factors), *([planned.assumption] if planned.assumption else []), ""):
         out.print(line)
+    if outcome.layouts:
+        print_whole(out, _layout_table(outcome.layouts))
+        for layout in outcome.layouts:
+            if layout.refusal:
+                out.print(f"{layout}: {layout.refusal}.")
+    if outcome.note:
+        out.print(outcome.note)
+    if outcome.layouts or outcome.note:
+        out.print("")
     figures = plain_table("", "step ms", "exposed ms", "memory MB", "exchanged MB", "micro", "grid", bold=True)
     for number, choice in enumerate(choices, 1):
         plan, prediction = choice.candidate.plan, choice.prediction
@@ -189,7 +201,22 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     out.print(measured_line(choices[0].prediction.measured_share))
     for line in size_lines(task.machine, task.ranks, choices[0].prediction.memory_bytes):
         out.print(line)
-    out.print(f"To train with choice 1:\n  {command}", soft_wrap=True)
+    on_each = counted(min(task.ranks, task.machine.ranks_per_node), "rank")
+    per_node = f", {on_each} on each node" if outcome.layouts else ""
+    out.print(f"To train with choice 1{per_node}:\n  {command}", soft_wrap=True)
+
+
+def _layout_table(layouts: Sequence[NodeLayout]) -> Table:
+    """Return a table with a row for each number of ranks per node, in ascending order."""
+    rows = plain_table("ranks per node", "threads", "ranks", "grid", "step ms", "exposed ms", left=0, bold=True)
+    for layout in sorted(layouts, key=lambda one: one.ranks_per_node):
+        figures = ("-", "-", "-")
+        if layout.outcome is not None:
+            best = layout.outcome.result.best
+            step, plan = best.prediction.step, best.candidate.plan
+            figures = (f"{plan.rows} x {plan.cols}", milliseconds(step.seconds), milliseconds(step.exposed_seconds))
+        rows.add_row(f"{layout.ranks_per_node}", f"{layout.threads}", f"{layout.task.ranks:,}", *figures)
+    return rows
 
 
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
@@ -226,13 +253,27 @@ def search_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, An
         "simulated": True,
         "model": outcome.task.config.model.name,
         "ranks": outcome.task.ranks,
+        "ranks_per_node": outcome.task.machine.ranks_per_node,
+        "threads": configured_threads(outcome.task.config),
         "batch": outcome.task.config.batch,
         "machine": outcome.task.machine.name,
         "what_if": dict(outcome.task.factors),
         "assumption": outcome.planned.assumption or None,
         "estimated": outcome.result.estimated,
         "command": command,
+        "layouts": [_layout(layout) for layout in outcome.layouts],
+        "layouts_note": outcome.note or None,
         "choices": [_choice(choice) for choice in outcome.result.choices[:best]],
+    }
+
+
+def _layout(layout: NodeLayout) -> dict[str, Any]:
+    return {
+        "ranks_per_node": layout.ranks_per_node,
+        "threads": layout.threads,
+        "ranks": layout.task.ranks,
+        "step_seconds": None if layout.outcome is None else layout.outcome.seconds,
+        "refusal": layout.refusal or None,
     }
 
 
@@ -279,13 +320,19 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
     ]
     for name, link in (("within", machine.within), ("between", machine.between)):
         lines += [(f"{name}.{key}", value) for key, value in _link_lines(link)]
-    for kind in OperatorClass:
-        rate = machine.rates[kind]
+    for kind, rate in machine.rates.items():
         slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
-        speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-        speed += f"{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call{slowed}"
-        lines.append((f"rates.{kind}", speed))
+        lines.append((f"rates.{kind}", _rate_words(kind, rate) + slowed))
+    for kind, rate in machine.single_thread_rates.items():
+        lines.append(("single_thread_rates", f"{kind}: {_rate_words(kind, rate)}"))
+    if math.isfinite(machine.node_bytes_per_second):
+        lines.append(("node_bytes_per_second", f"{machine.node_bytes_per_second / 1e9:.1f} GB/s"))
     return lines
+
+
+def _rate_words(kind: OperatorClass, rate: OperatorRate) -> str:
+    speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
+    return f"{speed}{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call"
 
 
 def _link_lines(link: Link) -> list[tuple[str, str]]:

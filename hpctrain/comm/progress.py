@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 from hpctrain.comm.base import Communicator, Handle, LateHandle
 from hpctrain.comm.waiting import FurtherPolls, ProgressThread, WaitPolicy
@@ -81,7 +81,7 @@ class MessageAccount:
 
     def begin(self) -> None:
         """Begin a call of the engine that may drive messages."""
-        stretch = self._of_caller()
+        stretch = self._program if self._second is None else self._of_caller()
         stretch.depth += 1
         if stretch.depth == 1:
             stretch.update_ns = 0
@@ -93,7 +93,7 @@ class MessageAccount:
         Args:
             recorded: whether the call is recorded in the trace, if any.
         """
-        stretch = self._of_caller()
+        stretch = self._program if self._second is None else self._of_caller()
         stretch.depth -= 1
         if stretch.depth == 0:
             now = self.clock_ns()
@@ -124,58 +124,79 @@ class MessageAccount:
 _LEAST_DELAY_NS = 5_000
 
 
-class Ticket:
-    """An operation in a queue: waiting for its turn, in flight, or complete.
+class Dependency:
+    """Something that posted operations can depend on: another operation, or an event on this rank.
 
     Attributes:
         purpose: name in messages, usually the parameter's.
-        sequence: position in its queue, counted from 0 at start-up.
-        done: whether the operation is complete; stays True.
+        done: whether it is complete; stays True.
+        possible_ns: last time at which a traced operation was known to be incomplete; for an event, the time at which it
+            happened.
+        queue_name: name of the operation's queue.
+        sequence: position of an operation in its queue, counted from 0 at start-up.
+    """
+
+    __slots__ = ("done", "possible_ns", "purpose")
+    queue_name: str
+    sequence: int
+
+    def __init__(self, purpose: str) -> None:
+        self.purpose = purpose
+        self.done = False
+        self.possible_ns = 0
+
+
+class LocalEvent(Dependency):
+    """Event on this rank, on which posted operations can depend."""
+
+    __slots__ = ()
+    queue_name, sequence = "this rank", 0
+
+    def happen(self) -> None:
+        """Mark the event as happened. The caller then polls the engine to start operations that depend on it."""
+        self.possible_ns = time.perf_counter_ns()
+        self.done = True
+
+
+class Ticket(Dependency):
+    """An operation in a queue: waiting for its turn, in flight, or complete.
+
+    Attributes:
         flight_number: number in the flight record; 0 without a record.
-        possible_ns: last time at which a traced operation was known to be incomplete.
         late: handle of an operation that has not yet posted the messages to be noted in the flight record; otherwise None.
     """
 
-    __slots__ = (
-        "_after",
-        "_start",
-        "begun_ns",
-        "done",
-        "flight_number",
-        "handle",
-        "late",
-        "possible_ns",
-        "purpose",
-        "queue_name",
-        "sequence",
-    )
+    __slots__ = ("_after", "_start", "_turn_ns", "begun_ns", "flight_number", "handle", "late", "queue_name", "sequence")
 
     def __init__(
-        self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket], queue_name: str, sequence: int
+        self, start: Callable[[], Handle], purpose: str, after: Sequence[Dependency], queue_name: str, sequence: int
     ) -> None:
-        self.purpose = purpose
+        super().__init__(purpose)
         self.queue_name = queue_name
         self.sequence = sequence
-        self.done = False
         self.begun_ns = 0  # begin of posting, if traced
-        self.possible_ns = self.flight_number = 0
+        self.flight_number = 0
         self.handle: Handle | None = None
         self.late: LateHandle | None = None
         self._start: Callable[[], Handle] | None = start
-        self._after = tuple(after)
+        self._after = list(after)  # `ready` removes those that are complete from its end
+        self._turn_ns = 0
 
     def ready(self) -> bool:
         """Return whether all dependencies are complete."""
-        return all(ticket.done for ticket in self._after)
+        after = self._after
+        while after and after[-1].done:
+            self._turn_ns = max(self._turn_ns, after.pop().possible_ns)
+        return not after
 
     def turn_ns(self) -> int:
-        """Return the earliest time at which all dependencies may have been complete, if operations are traced."""
-        return max((ticket.possible_ns for ticket in self._after), default=0)
+        """Return the earliest time at which all dependencies may have been complete, once `ready` has returned True."""
+        return self._turn_ns
 
     def begin(self) -> None:
-        """Start the operation and release its dependencies, so that chains of old tickets are freed."""
+        """Start the operation. `ready` has released its dependencies, so that chains of old tickets are freed."""
         assert self._start is not None, "an operation must be started once"
-        start, self._start, self._after = self._start, None, ()
+        start, self._start = self._start, None
         self.handle = start()
 
     def test(self) -> bool:
@@ -239,7 +260,7 @@ class PostingQueue:
         self.begun = 0
         self.starting = False
 
-    def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Ticket] = ()) -> Ticket:
+    def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Dependency] = ()) -> Ticket:
         """Queue an operation. It starts immediately if the queue's window, earlier operations and its dependencies permit.
 
         Args:
@@ -247,7 +268,7 @@ class PostingQueue:
                 queue have been started and all tickets of `after` are complete. It may compute (for example a shard's update) and
                 may post; it must not wait.
             purpose: name in messages and traces, usually the parameter's.
-            after: tickets of any queue.
+            after: operations of any queue, and events on this rank.
         """
         with self._lock:
             self._account.begin()
@@ -273,6 +294,10 @@ class PostingQueue:
     def in_flight(self) -> bool:
         """Whether any operation is in flight."""
         return bool(self._in_flight)
+
+    def due(self) -> bool:
+        """Return whether a pass has work here: an operation in flight to test, or a head whose dependencies are complete."""
+        return True if self._in_flight else bool(self._waiting) and self._waiting[0].ready()
 
     def unfinished(self) -> Sequence[Ticket]:
         """Return the operations in flight, then the waiting ones, each in order."""
@@ -308,27 +333,30 @@ class PostingQueue:
         """Start operations from the head of the queue while the window and their dependencies permit."""
         if self.starting:  # called by a `start` that posts; the outer call starts the new operation
             return
-        self.starting = True
-        try:
-            while self._waiting and (self.window is None or len(self._in_flight) < self.window) and self._waiting[0].ready():
-                ticket = self._waiting.popleft()
-                self.begun += 1
-                self._begin(ticket)
-                if self._flight is not None:
-                    if isinstance(ticket.handle, LateHandle):
-                        ticket.late = ticket.handle
-                    else:
-                        self._flight.started(ticket.flight_number, str(ticket.handle))
-                done = ticket.test()
-                if ticket.late is not None:
-                    self._record_posting(ticket, ticket.late)
-                if done:
-                    self._record_end(ticket)
-                else:
-                    ticket.possible_ns = self._free_ns
-                    self._in_flight.append(ticket)
-        finally:
-            self.starting = False
+        waiting, flying = self._waiting, self._in_flight
+        while waiting and (self.window is None or len(flying) < self.window) and waiting[0].ready():
+            self.starting = True
+            try:
+                self._start(waiting.popleft())
+            finally:
+                self.starting = False
+
+    def _start(self, ticket: Ticket) -> None:
+        self.begun += 1
+        self._begin(ticket)
+        if self._flight is not None:
+            if hasattr(ticket.handle, "operation"):  # `isinstance` takes ten times as long for a protocol
+                ticket.late = cast(LateHandle, ticket.handle)
+            else:
+                self._flight.started(ticket.flight_number, str(ticket.handle))
+        done = ticket.test()
+        if ticket.late is not None:
+            self._record_posting(ticket, ticket.late)
+        if done:
+            self._record_end(ticket)
+        else:
+            ticket.possible_ns = self._free_ns
+            self._in_flight.append(ticket)
 
     def _record_posting(self, ticket: Ticket, late: LateHandle) -> None:
         """Note in the flight record the messages of a late operation, once it has posted them."""
@@ -356,24 +384,6 @@ class PostingQueue:
         if self._trace is not None:
             end_ns = self._trace.clock_ns()
             self._trace.add(Category.COMMUNICATION, ticket.purpose, ticket.begun_ns, end_ns, self.name, ticket.sequence)
-
-
-class LocalEvent(Ticket):
-    """Ticket of an event on this rank, on which posted operations can depend. It is never posted."""
-
-    __slots__ = ()
-
-    def __init__(self, text: str) -> None:
-        super().__init__(_never, text, (), "this rank", 0)
-
-    def happen(self) -> None:
-        """Mark the event as happened. The caller then polls the engine to start operations that depend on it."""
-        self.possible_ns = time.perf_counter_ns()
-        self.done = True
-
-
-def _never() -> NoReturn:
-    raise AssertionError("a local event must not be posted")
 
 
 # Maximum share of a deadline that one pass of a wait counts for; a longer pass means that the job was suspended.
@@ -492,9 +502,9 @@ class ProgressEngine:
 
     def _advance(self) -> None:
         queues = self._queues.values()
-        if all(queue.idle for queue in queues):
-            return
         with self._lock:
+            if not any(map(PostingQueue.due, queues)):
+                return
             self.account.begin()
             try:
                 self._pass_over(queues)
@@ -503,7 +513,8 @@ class ProgressEngine:
 
     def operator_done(self) -> None:
         """Drive messages between two operators if `polls_between_operators` is set, and note that this rank is alive."""
-        self.notes.alive()
+        if self.flight is not None:
+            self.flight.beats += 1
         if not self.polls_between_operators:
             return
         policy = self.further_polls
@@ -559,16 +570,18 @@ class ProgressEngine:
     @staticmethod
     def _pass_over(queues: Collection[PostingQueue]) -> None:
         for queue in queues:
-            if not queue.idle:
+            if queue._in_flight:
                 queue.collect()
         for queue in queues:
-            if not queue.idle:
+            if queue._waiting:
                 queue.start_heads()
 
-    def wait(self, tickets: Ticket | Iterable[Ticket]) -> None:
-        """Drive all queues until these operations are complete."""
-        for ticket in (tickets,) if isinstance(tickets, Ticket) else tickets:
-            self._wait_one(ticket)
+    def wait(self, tickets: Dependency | Iterable[Dependency]) -> None:
+        """Drive all queues until these operations are complete. Events among them must have happened."""
+        for ticket in (tickets,) if isinstance(tickets, Dependency) else tickets:
+            if not ticket.done:
+                assert isinstance(ticket, Ticket), f"a wait for {ticket.purpose}, which only this thread can make happen"
+                self._wait_one(ticket)
 
     def wait_handle(self, handle: Handle, purpose: str) -> None:
         """Drive all queues until an operation outside them is complete."""
@@ -592,8 +605,6 @@ class ProgressEngine:
                 self.wait(unfinished[0])
 
     def _wait_one(self, ticket: Ticket) -> None:
-        if ticket.done:
-            return
         begun_ns = self.trace.clock_ns() if self.trace is not None else 0
         with self._alone(ticket):
             with self.notes.waiting(ticket.purpose, ticket.flight_number):

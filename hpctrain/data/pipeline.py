@@ -220,6 +220,7 @@ class Pipeline:
         self._table: np.ndarray = (
             np.arange(256, dtype=np.uint8)[:, np.newaxis] * self._scale.astype(self.dtype) + self._shift.astype(self.dtype)
         )[np.newaxis]
+        self._of_rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # scale and shift of a whole row, by its width
         self._scratch: dict[tuple[int, int], np.ndarray] = {}
         self._threads, self._reading = BatchThreads(), Lock()
 
@@ -416,8 +417,11 @@ class Pipeline:
         else:
             # Whole rows instead of channels as the innermost dim, because a NumPy loop over three elements is slow.
             rows = out.reshape(n, h, w * c)
-            np.multiply(images.reshape(n, h, w * c), np.tile(self._scale, w).astype(self.dtype), out=rows)
-            np.add(rows, np.tile(self._shift, w).astype(self.dtype), out=rows)
+            if w not in self._of_rows:
+                self._of_rows[w] = (np.tile(self._scale, w).astype(self.dtype), np.tile(self._shift, w).astype(self.dtype))
+            scale, shift = self._of_rows[w]
+            np.multiply(images.reshape(n, h, w * c), scale, out=rows)
+            np.add(rows, shift, out=rows)
         return out
 
     def _buffer(self, thread: int, position: int, count: int, shape: tuple[int, ...]) -> np.ndarray:

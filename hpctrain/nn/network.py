@@ -296,12 +296,16 @@ class Network:
             image_shape: (H, W, C) of whole images; default: the network's image shape.
         """
         counts, shape = (batch,) if isinstance(batch, int) else tuple(batch), image_shape or self.image_shape
+        return next(iter(self._alone(counts, shape, training=training, input_gradient=input_gradient)))
+
+    def _alone(self, counts: tuple[int, ...], shape: ImageShape, *, training: bool, input_gradient: bool = False) -> SideBySide:
+        """Return the program of `program`, as the only one of those that run side by side."""
 
         def make() -> SideBySide:
             plan = compile_graph(self._local_graph(counts, shape), self.kernels, training=training, input_gradient=input_gradient)
             return SideBySide([self._bound(plan, self.statistics, self._reserve(shape, plan.arena_bytes))])
 
-        return next(iter(self._cached((shape, (counts,), training, input_gradient, None), make)))
+        return self._cached((shape, (counts,), training, input_gradient, None), make)
 
     def side_by_side(
         self,
@@ -320,7 +324,7 @@ class Network:
         """
         shape, counts = image_shape or self.image_shape, tuple(map(tuple, batches))
         if len(counts) == 1:
-            return SideBySide([self.program(counts[0], training=True, image_shape=shape)])
+            return self._alone(counts[0], shape, training=True)
 
         def make() -> SideBySide:
             plans = [compile_graph(self._local_graph(batch, shape), self.kernels, training=True) for batch in counts]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -108,7 +109,7 @@ class Parameter:
     grad: Array
     shadow: Array | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.spec.shape)
 

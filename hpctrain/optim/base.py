@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from itertools import pairwise
 
@@ -204,7 +203,7 @@ class Packing:
     def placed(self, run: UpdateRun) -> UpdateRun:
         """Return the run with its place in the state."""
         offset = self.offset(run.start, run.stop)
-        return replace(run, offset=offset) if offset else run
+        return UpdateRun(run.start, run.stop, run.gradient_scale, run.decay, offset) if offset else run
 
 
 _UPDATES = "updates"

@@ -82,14 +82,19 @@ class GuardedOptimizer(ForwardingOptimizer):
 
     def fetch_findings(self) -> None:
         """Request the results of all comparisons. If the arrays are not on the host, `read_findings` waits for them."""
-        self._fetch(self._updates.values())
+        updates = self._updates.values()
+        self._pending = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
 
     def read_findings(self) -> None:
         """Update `changed_arrays` with the result of the latest `fetch_findings`."""
         for names, fetch in self._pending:
-            changed = tuple(name for name, is_changed in zip(names, fetch.result(), strict=True) if is_changed)
-            self.changed_arrays = self.changed_arrays or changed
+            self._found(names, fetch)
         self._pending = []
+
+    def _found(self, names: Sequence[str], fetch: Fetch) -> None:
+        changed = fetch.result()
+        if any(changed.tolist()) and not self.changed_arrays:
+            self.changed_arrays = tuple(name for name, is_changed in zip(names, changed, strict=True) if is_changed)
 
     def verify(self) -> None:
         """Compare all arrays and wait for the result. Call it between steps, while no update is running.
@@ -170,11 +175,7 @@ class GuardedOptimizer(ForwardingOptimizer):
             return
         update.guard.compare()
         if self._group.arithmetic.on_host:  # the result needs no wait
-            self._fetch([update])
-            self.read_findings()
-
-    def _fetch(self, updates: Iterable[_Update]) -> None:
-        self._pending = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
+            self._found(update.names, update.guard.fetch_changed())
 
     def _update_of(self, segments: tuple[Segment, ...]) -> _Update:
         """Return the update of `segments` with a guard of all their arrays, in the order in which they lie in memory."""

@@ -7,7 +7,7 @@ partition of the buffers produces the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, get_args
@@ -123,6 +123,8 @@ class MomentumDescent:
         self._descent = group.arithmetic.descent(
             group.data, group.grad, self._momentum, factor=self._factor, nesterov=nesterov, shadow=group.shadow
         )
+        #: (segments, scale, their runs) of the last update that began with a segment, by its start
+        self._alike: dict[int, tuple[Sequence[Segment], float, list[UpdateRun]]] = {}
 
     def state(self, segment: Segment) -> dict[str, Array]:
         """Return {"momentum": view} of an owned segment or of a part of one; {} if momentum is 0."""
@@ -133,6 +135,20 @@ class MomentumDescent:
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
         """Update the data of `runs`, each inside owned segments."""
         self._descent.update(map(self._packing.placed, runs), lr)
+
+    def update_alike(self, segments: Sequence[Segment], scale: float, decay: Callable[[Segment], float], lr: float) -> None:
+        """Update segments whose gradients have the same scale.
+
+        The runs are made once for a sequence of segments, which averagers pass in every step and never modify.
+        """
+        if not segments:
+            return
+        known, known_scale, runs = self._alike.get(segments[0].start, ((), scale, []))
+        if known is not segments or known_scale != scale:
+            made = (UpdateRun(segment.start, segment.stop, scale, decay(segment)) for segment in segments)
+            runs = list(map(self._packing.placed, merged(made)))
+            self._alike[segments[0].start] = segments, scale, runs
+        self._descent.update(runs, lr)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,9 +208,7 @@ class Sgd(MomentumOptimizer):
     """
 
     def update(self, segments: Sequence[Segment], lr: float, norms: Norms | None) -> None:
-        scale = clip_scale(self.clip_norm, norms)
-        runs = (UpdateRun(segment.start, segment.stop, scale, self.decay(segment)) for segment in segments)
-        self.descent.update(merged(runs), lr)
+        self.descent.update_alike(segments, clip_scale(self.clip_norm, norms), self.decay, lr)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,19 +2,25 @@
 
 Links are measured between pairs of ranks. Within nodes, all pairs communicate at once, as in a step. Between nodes, one pair
 measures first, alone on its network cards. Then all pairs measure at once, which shows how many ranks share a card. The rate of
-an operator class is its work divided by its time in steps of small networks.
+an operator class is its work divided by its time in steps of small networks. If ranks have several threads, all ranks measure
+again with one thread each, and copy memory with all their threads.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+
+import numpy as np
 
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core.text import counted
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Flatten, Layer, Linear, Sequential
 from hpctrain.nn.network import Network
@@ -25,6 +31,9 @@ from hpctrain.planner.operator_work import OperatorWork, work_of
 from hpctrain.planner.program_timing import TimedProgram, clock_of, fake_mergers
 
 _STEPS = 4
+# Size of an array that a thread copies, larger than its share of the caches, and copies per lap.
+_COPIED_BYTES, _COPIES = 16 << 20, 8
+_COPY_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,35 @@ def measure_rates_of(
     call_seconds = median(seconds for _, seconds in _timings(_SMALL, kernels, clock, before))
     timings = [timing for task in _LARGE for timing in _timings(task, kernels, clock, before)]
     return rates_from_timings(timings, call_seconds)
+
+
+def copied_bytes_per_second(threads: int, before: Callable[[], None] = lambda: None) -> float:
+    """Measure the bytes per second that `threads` threads read and write together while each copies an array of its own.
+
+    Args:
+        before: callback before each of a few laps: a barrier if several ranks are to copy at the same time.
+    """
+    barrier = threading.Barrier(threads + 1, timeout=_COPY_PATIENCE_SECONDS)
+    begins, ends = np.zeros((2, _STEPS, threads))
+
+    def copy(thread: int) -> None:
+        source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)  # in the memory next to its core
+        for lap in range(_STEPS):
+            barrier.wait()
+            begins[lap, thread] = time.perf_counter()
+            for _ in range(_COPIES):
+                np.copyto(target, source)  # releases the interpreter lock
+            ends[lap, thread] = time.perf_counter()
+            barrier.wait()
+
+    for thread in range(threads):
+        threading.Thread(target=copy, args=(thread,), daemon=True).start()
+    for _ in range(_STEPS):
+        before()
+        barrier.wait()
+        barrier.wait()
+    fastest = float((ends.max(axis=1) - begins.min(axis=1)).min())
+    return 2 * _COPIED_BYTES * _COPIES * threads / fastest
 
 
 def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
@@ -104,6 +142,8 @@ _LINKS_SHARE = 0.6
 
 #: function that measures the rates of this rank, and calls its argument before each step
 MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]
+#: function that measures this rank's rates with one thread, and the bytes per second that all its threads copy
+MeasureThreads = Callable[[Callable[[], None]], tuple[Mapping[OperatorClass, OperatorRate], float]]
 
 
 @dataclass(frozen=True)
@@ -114,11 +154,13 @@ class RankFacts:
         cores: cores on which the rank may run, exclusive or shared with other ranks.
         memory_bytes: memory of the node.
         processor: model of the processor.
+        threads: number of threads of the rank.
     """
 
     cores: frozenset[int]
     memory_bytes: int
     processor: str
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -151,6 +193,7 @@ def calibrate(
     name: str,
     when: str,
     seconds: float = 60.0,
+    measure_threads: MeasureThreads | None = None,
     physical_cores: Callable[[frozenset[int]], int] = len,
 ) -> Machine:
     """Measure the machine on which the job runs. Collective over `comm`; return the same machine on every rank.
@@ -162,6 +205,8 @@ def calibrate(
         name: name of the machine.
         when: date, for the sources of the numbers.
         seconds: time limit of the whole measurement.
+        measure_threads: function that measures the effect of this rank's threads, called if each rank has a thread for each of
+            its cores, at least two; None: the effect is not measured. Equal on all ranks.
         physical_cores: function from logical cores to the number of physical cores among them.
     """
     node = comm.split_shared_memory("calibration on a node")
@@ -185,7 +230,7 @@ def calibrate(
         ranks_per_card=ranks_per_card,
         rates=rates,
         concurrency=concurrency,
-        description=f"{layout.nodes} nodes of {layout.ranks_per_node} ranks, {facts.processor}",
+        description=f"{counted(layout.nodes, 'node')} of {counted(layout.ranks_per_node, 'rank')}, {facts.processor}",
         sources={
             **dict.fromkeys(("nodes", "ranks_per_node"), f"the job that calibrated on {when}"),
             **dict.fromkeys(
@@ -197,6 +242,9 @@ def calibrate(
             "concurrency": f"{source}" if layout.ranks_per_node > 1 else "one rank per node, so nothing slows it down",
         },
     )
+    threads = machine.threads_per_rank
+    if measure_threads is not None and threads > 1 and all(fact.threads == threads for fact in of_all):
+        machine = _with_thread_rates(comm, progress, layout, machine, measure_threads, source)
     # Parsing the text gives every number its source, as reading the file does.
     answer: Machine = comm.broadcast_object(machine_file.parse(machine_file.text(machine)))
     return answer
@@ -206,24 +254,54 @@ def _rates(
     comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
 ) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
     """Return the rates of the slowest rank while all ranks compute, and the slowdown compared with rank 0 alone."""
-
-    def meet() -> None:
-        progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
-
-    together = comm.allgather_object(measure_rates(meet))
+    together = comm.allgather_object(measure_rates(_meeting(comm, progress)))
     alone = comm.broadcast_object(measure_rates(lambda: None) if comm.rank == 0 and comm.size > 1 else together[0])
-    rates = {
-        kind: OperatorRate(
-            min(rank[kind].flops_per_second for rank in together),
-            min(rank[kind].bytes_per_second for rank in together),
-            max(rank[kind].call_seconds for rank in together),
-        )
-        for kind in OperatorClass
-    }
+    rates = _slowest(together)
     slowed = {
         kind: max(1.0, _speed(alone[kind], kind) / _speed(rates[kind], kind) if comm.size > 1 else 1.0) for kind in OperatorClass
     }
     return rates, slowed
+
+
+def _with_thread_rates(
+    comm: Communicator,
+    progress: ProgressEngine,
+    layout: _Layout,
+    machine: Machine,
+    measure_threads: MeasureThreads,
+    source: str,
+) -> Machine:
+    """Return the machine with rates of one thread per rank and the memory traffic of a node, both with all ranks at once."""
+    together = comm.allgather_object(measure_threads(_meeting(comm, progress)))
+    traffic = [0.0] * layout.nodes
+    for node, (_, bytes_per_second) in zip(layout.node_of, together, strict=True):
+        traffic[node] += bytes_per_second
+    sources = {
+        "single_thread_rates": f"{source}, one thread per rank, all ranks of a node computing",
+        "node_bytes_per_second": f"{source}, all cores of a node copying",
+    }
+    return replace(
+        machine,
+        single_thread_rates=_slowest([rates for rates, _ in together]),
+        node_bytes_per_second=min(traffic),
+        sources={**machine.sources, **sources},
+    )
+
+
+def _meeting(comm: Communicator, progress: ProgressEngine) -> Callable[[], None]:
+    """Return a callback that waits until all ranks have called it."""
+    return lambda: progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
+
+
+def _slowest(of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> dict[OperatorClass, OperatorRate]:
+    return {
+        kind: OperatorRate(
+            min(rank[kind].flops_per_second for rank in of_ranks),
+            min(rank[kind].bytes_per_second for rank in of_ranks),
+            max(rank[kind].call_seconds for rank in of_ranks),
+        )
+        for kind in OperatorClass
+    }
 
 
 def _speed(rate: OperatorRate, kind: OperatorClass) -> float:

@@ -1,23 +1,26 @@
 """Search and simulate for a configuration: costs, the search for grid, plan and averager, and simulated scaling.
 
 Costs of computation are measured times if there are any; otherwise, they follow from the rates of the machine. The search returns
-the best candidate as keys of a configuration that `train` runs. A scaling study simulates one step on several numbers of ranks
-and needs neither MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R)
-for weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling (a constant batch of all ranks).
+the best candidate as keys of a configuration that `train` runs. If the machine's file states the effect of threads, the search
+also compares numbers of ranks per node on the same cores. A scaling study simulates one step on several numbers of ranks and
+needs neither MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) for
+weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling (a constant batch of all ranks).
 """
 
 from __future__ import annotations
 
 import io
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.text import counted
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file
 from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
@@ -26,7 +29,7 @@ from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
 from hpctrain.planner.program_timing import processor_model, setting_here
-from hpctrain.planner.search import SearchResult, search
+from hpctrain.planner.search import UNCERTAIN_SHARE, SearchResult, search
 from hpctrain.planner.search_space import configured_space, kept_sections
 from hpctrain.planner.step_program import predict
 from hpctrain.planner.tasks import Prediction, SimulationOptions
@@ -63,9 +66,13 @@ def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
 
     The threads are the configured ones, or one per core.
     """
-    configured = task.config.threads
-    threads = max(1, int(machine.cores_per_rank)) if configured == "auto" else configured
+    threads = configured_threads(task.config) or machine.threads_per_rank
     return setting_here(task.job.kernels, threads, min(task.plan.rows * task.plan.cols, machine.ranks_per_node))
+
+
+def configured_threads(config: Config) -> int | None:
+    """Return the configured number of threads of a rank; None if it is auto."""
+    return None if config.threads == "auto" else config.threads
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,46 @@ class PlannedSearch:
         task: inputs of the search.
         planned: the job on an arbitrary possible grid.
         result: simulated candidates.
+        layouts: compared numbers of ranks per node, that of the machine first, or the only one; empty if the machine's was taken.
+        note: sentence about the choice of ranks per node; empty if they were not compared.
     """
 
     task: SearchTask
     planned: PlannedRun
     result: SearchResult
+    layouts: tuple[NodeLayout, ...] = ()
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Step time of the best candidate."""
+        return self.result.best.prediction.step.seconds
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Number of ranks per node and their threads.
+
+    Attributes:
+        task: search on a machine with this number of ranks per node.
+        outcome: result of the search; None if it failed.
+        refusal: reason why there is no result; empty if there is one.
+    """
+
+    task: SearchTask
+    outcome: PlannedSearch | None = None
+    refusal: str = ""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.task.machine.ranks_per_node
+
+    @property
+    def threads(self) -> int:
+        return configured_threads(self.task.config) or self.task.machine.threads_per_rank
+
+    def __str__(self) -> str:
+        return f"{counted(self.ranks_per_node, 'rank')} per node with {counted(self.threads, 'thread')} per rank"
 
 
 def on_any_grid(task: SearchTask) -> PlannedRun:
@@ -130,6 +172,112 @@ def run_search(task: SearchTask) -> PlannedSearch:
     space = configured_space(task.config, task.ranks, task.keep, planned.job.kernels)
     result = search(planned.job, machine, costs, task.ranks, space, predicted_by=predict)
     return PlannedSearch(task, planned, result)
+
+
+_MOST_LAYOUTS = 5
+
+
+def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> PlannedSearch:
+    """Search for the best number of ranks per node and for the best candidate on it; return the result of that search.
+
+    The number of nodes does not change. The machine's number of ranks per node is preferred to one that is hardly faster. The
+    threads of a rank are the configured ones, or one per core.
+
+    Args:
+        task: search on the machine with its number of ranks per node.
+        ranks_per_node: the only number of ranks per node to search, for the ranks of the task; None: compare several if the
+            machine's file states the effect of threads.
+
+    Raises:
+        HpctrainError: the search fails for each number of ranks per node; the error is that of the machine's.
+    """
+    machine, reason = task.machine, _why_not_compared(task)
+    if ranks_per_node is not None:
+        fixed = run_search(_on_layout(task, ranks_per_node, task.ranks))
+        return replace(fixed, layouts=(NodeLayout(fixed.task, fixed),))
+    if reason:
+        return replace(run_search(task), note=f"Ranks per node are not compared: {reason}.")
+    nodes, errors = machine.nodes_of(task.ranks), []
+    layouts: list[NodeLayout] = []
+    for number in ranks_per_node_choices(machine, configured_threads(task.config)):
+        on_layout = _on_layout(task, number, nodes * number)
+        if layouts and on_layout.ranks > task.config.batch:
+            refusal = f"{on_layout.ranks:,} ranks exceed the batch of {task.config.batch:,} samples"
+            layouts.append(NodeLayout(on_layout, refusal=refusal))
+            continue
+        try:
+            layouts.append(NodeLayout(on_layout, run_search(on_layout)))
+        except HpctrainError as error:
+            errors.append(error)
+            layouts.append(NodeLayout(on_layout, refusal=str(error).rstrip(".")))
+    searched = [layout for layout in layouts if layout.outcome is not None]
+    if not searched:
+        raise errors[0]
+    best, note = _best_layout(layouts[0], searched)
+    return replace(best, layouts=tuple(layouts), note=note)
+
+
+def ranks_per_node_choices(machine: Machine, threads: int | None = None) -> tuple[int, ...]:
+    """Return the numbers of ranks per node to compare: the machine's, then divisors of the node's cores.
+
+    Powers of two precede other divisors, and numbers near the machine's precede distant ones.
+
+    Args:
+        threads: number of threads of a rank; None: one per core.
+    """
+    cores, present = machine.cores_per_node, machine.ranks_per_node
+    most = cores // (threads or 1)
+    others = [number for number in range(1, most + 1) if cores % number == 0 and number != present]
+    others.sort(key=lambda number: (number.bit_count() > 1, abs(math.log(number / present))))
+    return (present, *others[: _MOST_LAYOUTS - 1])
+
+
+def _why_not_compared(task: SearchTask) -> str:
+    """Return the reason why numbers of ranks per node are not compared; empty if they are."""
+    present = task.machine.ranks_per_node
+    if not task.machine.single_thread_rates:
+        return (
+            f"the file of machine {task.machine.name} has no single_thread_rates, which `hpctrain calibrate` measures for ranks "
+            f"with several cores"
+        )
+    if "grid" in task.keep and not task.config.grid.automatic and task.config.grid.cols is not None:
+        return f"the kept grid has {counted(task.config.grid.rows * task.config.grid.cols, 'rank')}"
+    if task.ranks % present:
+        return f"{counted(task.ranks, 'rank')} do not fill nodes of {present}"
+    return ""
+
+
+def _on_layout(task: SearchTask, ranks_per_node: int, ranks: int) -> SearchTask:
+    """Return the search on a machine with another number of ranks per node, with a configuration that states the threads."""
+    threads, machine = configured_threads(task.config), task.machine
+    if ranks_per_node != machine.ranks_per_node or machine.single_thread_rates:
+        machine = machine.with_ranks_per_node(ranks_per_node, threads)
+    config = task.config.model_copy(update={"threads": threads or machine.threads_per_rank})
+    return replace(task, config=config, ranks=ranks, machine=machine)
+
+
+def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[PlannedSearch, str]:
+    """Return the search with the best ranks per node, and a sentence about the choice.
+
+    Args:
+        present: the machine's number of ranks per node.
+        searched: all that have a result.
+    """
+    outcomes = [layout.outcome for layout in searched if layout.outcome is not None]
+    fastest, best = min(zip(searched, outcomes, strict=True), key=lambda pair: pair[1].seconds)
+    shares = [outcome.result.best.prediction.measured_share for outcome in outcomes]
+    mixed = " Measured times exist for only some of them; compare with --measure." if min(shares) == 0 < max(shares) else ""
+    words = f"The fastest choice is {fastest}"
+    if present.outcome is None:
+        return best, f"{words}.{mixed}"
+    if fastest is present:
+        return best, f"{words}, as many ranks as in the machine's file.{mixed}"
+    gain = present.outcome.seconds / best.seconds - 1
+    if gain > UNCERTAIN_SHARE:
+        of_file = counted(present.ranks_per_node, "rank")
+        return best, f"{words}, {gain:.0%} faster than the {of_file} of the machine's file.{mixed}"
+    error = f"{fastest} would be {gain:.1%} faster, which is within the error of predictions"
+    return present.outcome, f"The best choice is {present}, as many ranks as in the machine's file: {error}.{mixed}"
 
 
 def with_best(task: SearchTask) -> Config:
@@ -425,9 +573,14 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
     return Config.model_validate({**config.model_dump(mode="json"), **keys_of(candidate)})
 
 
-def overrides(candidate: Candidate) -> tuple[str, ...]:
-    """Return the candidate's keys as command-line overrides, one word each: "grid={rows: 2, cols: 4}"."""
-    return tuple(f"{key}={flow(value)}" for key, value in keys_of(candidate).items())
+def overrides(candidate: Candidate, threads: int | None = None) -> tuple[str, ...]:
+    """Return the candidate's keys as command-line overrides, one word each: "grid={rows: 2, cols: 4}".
+
+    Args:
+        threads: number of threads of a rank; None: without this key.
+    """
+    keys = keys_of(candidate) if threads is None else {**keys_of(candidate), "threads": threads}
+    return tuple(f"{key}={flow(value)}" for key, value in keys.items())
 
 
 def command_line(file: str, words: tuple[str, ...], ranks: int) -> str:

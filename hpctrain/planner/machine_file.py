@@ -6,10 +6,12 @@ units and ranges. `read` and `parse` return a `Machine`, and report each fault i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args
 
 import yaml
@@ -85,6 +87,10 @@ class RatesFields(Section):
     product: RateFields = Field(description="Rate of linear layers.")
     memory: RateFields = Field(description="Rate of memory-bound operators: batch norm, pooling, copies, updates.")
 
+    def rates(self) -> dict[OperatorClass, OperatorRate]:
+        """Return the `OperatorRate` of each class."""
+        return {kind: getattr(self, kind).rate() for kind in OperatorClass}
+
 
 class ConcurrencyFields(Section):
     """Slowdown of operators while all ranks of a node compute, compared with one rank alone."""
@@ -107,6 +113,12 @@ class MachineFields(Section):
     within: LinkFields = Field(description="Cost of messages between ranks of a node.")
     between: LinkFields = Field(description="Cost of a rank's messages to other nodes if no other rank uses the card.")
     rates: RatesFields = Field(description="Rates of operators.")
+    single_thread_rates: RatesFields | None = Field(
+        default=None, description="Rates of operators with one thread per rank, while as many ranks compute."
+    )
+    node_bytes_per_second: Number | None = Field(
+        default=None, gt=0, description="Number of bytes that all cores of a node together read and write per second."
+    )
     concurrency: ConcurrencyFields = Field(default_factory=ConcurrencyFields, description="Slowdown while all ranks compute.")
 
     @model_validator(mode="after")
@@ -114,6 +126,9 @@ class MachineFields(Section):
         if self.ranks_per_card > self.ranks_per_node:
             rule = "must be at most ranks_per_node, {most}; the nearest legal value is {most}"
             raise PydanticCustomError("ranks_per_card", rule, {"most": self.ranks_per_node})
+        if self.single_thread_rates is not None and self.cores_per_rank < 2:
+            rule = "require a cores_per_rank of at least 2; the nearest legal choice is a file without single_thread_rates"
+            raise PydanticCustomError("single_thread_rates", rule)
         return self
 
     def machine(self, sources: dict[str, str]) -> Machine:
@@ -128,7 +143,9 @@ class MachineFields(Section):
             within=self.within.link(),
             between=self.between.link(),
             ranks_per_card=self.ranks_per_card,
-            rates={name: getattr(self.rates, name).rate() for name in OperatorClass},
+            rates=self.rates.rates(),
+            single_thread_rates={} if self.single_thread_rates is None else self.single_thread_rates.rates(),
+            node_bytes_per_second=self.node_bytes_per_second or math.inf,
             concurrency={name: getattr(self.concurrency, name) for name in OperatorClass if name in slowed},
             description=self.description,
             sources=sources,
@@ -207,10 +224,10 @@ def write(path: str | Path, machine: Machine) -> None:
 def text(machine: Machine) -> str:
     """Return the text of a machine's file."""
     values = {key: value for key, value in asdict(machine).items() if key != "sources"}
-    for key in ("rates", "concurrency"):
+    for key in ("rates", "single_thread_rates", "concurrency"):
         values[key] = {str(name): value for name, value in values[key].items()}
-    if not values["concurrency"]:
-        del values["concurrency"]
+    unknown = {"single_thread_rates": {}, "concurrency": {}, "node_bytes_per_second": math.inf}
+    values = {key: value for key, value in values.items() if key not in unknown or value != unknown[key]}
     order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}
     with_sources = _with_sources(MachineFields, order, machine, "")
     return yaml.dump(with_sources, Dumper=_Dumper, sort_keys=False, width=160, allow_unicode=True)
@@ -280,8 +297,13 @@ def _words(value: Any, otherwise: str) -> str:
 
 def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
     field = schema.model_fields.get(key)
-    kind = field.annotation if field is not None else None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return None if field is None else _section_type(field.annotation)
+
+
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    """Return the class of a section or of an optional section; None for the type of a number."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _schema_at(path: KeyPath) -> type[BaseModel] | None:
@@ -291,9 +313,10 @@ def _schema_at(path: KeyPath) -> type[BaseModel] | None:
         if isinstance(key, int):
             kind = get_args(kind)[0]
         else:
-            field = kind.model_fields.get(key) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+            section = _section_type(kind)
+            field = None if section is None else section.model_fields.get(key)
             kind = None if field is None else field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return _section_type(kind)
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
@@ -314,8 +337,8 @@ def _sentence(item: Mapping[str, Any], path: KeyPath) -> str:
         return f'Unknown key "{dotted(path)}"; {choices(str(path[-1]), fields)}.'
     if item["type"] == "missing":
         return f'The key "{dotted(path)}" is missing: {fields[str(path[-1])].description}'
-    if item["type"] == "ranks_per_card":
-        return f"ranks_per_card {item['msg']}."
+    if item["type"] in ("ranks_per_card", "single_thread_rates"):
+        return f"{item['type']} {item['msg']}."
     if not path:
         return f"A machine file must be a mapping with keys such as name, nodes and within, but it is {show(item['input'])}."
     context = item.get("ctx", {})

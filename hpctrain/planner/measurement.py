@@ -11,10 +11,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from threadpoolctl import threadpool_limits
 
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
@@ -24,10 +26,10 @@ from hpctrain.core.log import get_logger
 from hpctrain.launch.threads import usable_cores
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner import calibration, configured_search, machine_file
-from hpctrain.planner.calibration import MeasureRates, RankFacts, calibrate
+from hpctrain.planner.calibration import MeasureRates, MeasureThreads, RankFacts, calibrate
 from hpctrain.planner.configured_search import SearchTask, on_any_grid
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import Machine
+from hpctrain.planner.machine import Machine, OperatorClass, OperatorRate
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.program_timing import Coverage, ensure_measured, processor_model, setting_here
 from hpctrain.planner.search_space import SearchSpace, grid_shapes
@@ -52,15 +54,15 @@ def run_calibration(
         OSError: the file cannot be written; raised before the measurement.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
-    machine = measured(world, kernels, threads, deadline_seconds, seconds, out.stem)
+    machine = measured(world, kernels, threads, deadline_seconds, seconds, out.stem, vary_threads=kernels.arithmetic.on_host)
     if world.rank == 0:
         machine_file.write(out, machine)
     return machine
 
 
-def facts_here() -> RankFacts:
-    """Return the cores on which this process may run, the memory of its node, and the name of its processor."""
-    return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), processor_model())
+def facts_here(threads: int = 1) -> RankFacts:
+    """Return the cores on which this process may run, the memory of its node, the name of its processor, and its threads."""
+    return RankFacts(frozenset(os.sched_getaffinity(0)), _memory_bytes(), processor_model(), threads)
 
 
 def _memory_bytes() -> int:
@@ -88,10 +90,31 @@ def measured(
     deadline_seconds: float,
     seconds: float = _WHOLE_SECONDS,
     name: str = NAME,
+    *,
+    vary_threads: bool = False,
 ) -> Machine:
-    """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank."""
+    """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank.
+
+    Args:
+        vary_threads: whether the effect of threads is measured as well. Equal on all ranks.
+    """
+
+    def rates(before: Callable[[], None]) -> Mapping[OperatorClass, OperatorRate]:
+        return calibration.measure_rates_of(kernels, threads, before)
+
+    def effect_of_threads(before: Callable[[], None]) -> tuple[Mapping[OperatorClass, OperatorRate], float]:
+        with threadpool_limits(limits=1):  # networks that are built under the limit have kernels for one thread
+            of_one = calibration.measure_rates_of(kernels, 1, before)
+        return of_one, calibration.copied_bytes_per_second(threads, before)
+
     return _calibrated(
-        world, lambda before: calibration.measure_rates_of(kernels, threads, before), seconds, deadline_seconds, name
+        world,
+        rates,
+        seconds,
+        deadline_seconds,
+        name,
+        threads=threads,
+        measure_threads=effect_of_threads if vary_threads else None,
     )
 
 
@@ -103,15 +126,25 @@ def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds
     return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
 
 
-def _calibrated(world: Communicator, rates: MeasureRates, seconds: float, deadline_seconds: float, name: str = NAME) -> Machine:
+def _calibrated(
+    world: Communicator,
+    rates: MeasureRates,
+    seconds: float,
+    deadline_seconds: float,
+    name: str = NAME,
+    *,
+    threads: int = 1,
+    measure_threads: MeasureThreads | None = None,
+) -> Machine:
     return calibrate(
         world,
         ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort),
-        facts_here(),
+        facts_here(threads),
         rates,
         name=name,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
+        measure_threads=measure_threads,
         physical_cores=usable_cores,
     )
 

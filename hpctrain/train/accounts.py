@@ -105,8 +105,8 @@ class DataWaits(Observer):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._begin = self._came = 0.0
-        self._sums = DataWait()
+        self._begin = self._came = self._seconds = self._waited_seconds = 0.0
+        self._steps = 0
 
     def before_batch(self) -> None:
         self._begin = self._clock()
@@ -115,12 +115,14 @@ class DataWaits(Observer):
         self._came = self._clock()
 
     def after_step(self, position: Position, *, usual: bool) -> None:
-        sums, seconds, waited = self._sums, self._clock() - self._begin, self._came - self._begin
-        self._sums = DataWait(sums.steps + 1, sums.seconds + seconds, sums.waited_seconds + waited)
+        self._steps += 1
+        self._seconds += self._clock() - self._begin
+        self._waited_seconds += self._came - self._begin
 
     def take(self) -> DataWait:
         """Return the sums since the last call, and reset them."""
-        sums, self._sums = self._sums, DataWait()
+        sums = DataWait(self._steps, self._seconds, self._waited_seconds)
+        self._steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
         return sums
 
 

@@ -166,7 +166,7 @@ class Finiteness:
         held = [entry for averager in self._averagers.values() for entry in averager.held_gradients().items()]
         holders, arrays = [(Held.GRADIENTS, name) for name, _ in held], [array for _, array in held]
         # On the host it is faster to check few large arrays. Single parameters are checked only if one of these is not finite.
-        if not (self._arithmetic.on_host and self._arithmetic.fetch_finite(self._runs).result().all()):
+        if not (self._arithmetic.on_host and all(self._arithmetic.fetch_finite(self._runs).result().tolist())):
             holders, arrays = [*self._holders, *holders], [*self._arrays, *arrays]
         return FiniteCheck(holders, self._arithmetic.fetch_finite(arrays))
 

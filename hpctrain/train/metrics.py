@@ -123,7 +123,7 @@ class StepReduction:
     @property
     def finite(self) -> bool:
         """Whether all values that this rank has added since `clear` are finite."""
-        return not self._current[:, 4].any()
+        return not np.count_nonzero(self._current[:, 4])
 
     def gather(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in the order of the communicator. Collective and blocking."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -41,8 +42,10 @@ class MicroBatch:
     own: slice
 
 
-def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
-    """Yield a rank's share of a step in micro-batches, which are the same on every rank of the split group."""
+@lru_cache(maxsize=16)  # all steps but the last of an epoch are alike
+def micro_batches_of(share: Share, micro_batches: int) -> tuple[MicroBatch, ...]:
+    """Return a rank's share of a step in micro-batches, which are the same on every rank of the split group."""
+    parts: list[MicroBatch] = []
     sizes = [even(count, micro_batches) for count in share.counts]
     starts = [0] * len(share.counts)
     offsets = [sum(share.counts[:rank]) for rank in range(len(share.counts))]
@@ -53,8 +56,9 @@ def micro_batches_of(share: Share, micro_batches: int) -> Iterator[MicroBatch]:
         if micro_batches > 1 and len(runs) > 1:
             shared = np.concatenate([np.arange(run.start, run.stop) for run in runs])
         own = starts[share.split_rank]
-        yield MicroBatch(counts, shared, slice(own, own + counts[share.split_rank]))
+        parts.append(MicroBatch(counts, shared, slice(own, own + counts[share.split_rank])))
         starts = [start + n for start, n in zip(starts, counts, strict=True)]
+    return tuple(parts)
 
 
 def ranks_fault(shards: int, ranks: int) -> str | None:

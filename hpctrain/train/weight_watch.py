@@ -69,12 +69,12 @@ class AgreedChecksums:
             checksums: one checksum per kind, below 2^32.
             found: whether this rank has found local damage.
         """
-        numbers = np.zeros(self.size, np.float64)
+        numbers = [0] * self.size
         for place, checksum in zip(self._places, checksums, strict=True):
             low, high = checksum & _HALF, checksum >> _HALF_BITS
             numbers[_PER_GROUP * place : _PER_GROUP * (place + 1)] = low, high, low * low, high * high
-        numbers[-1] = float(found)
-        return numbers
+        numbers[-1] = found
+        return np.array(numbers, np.float64)
 
     def agree(self, sums: np.ndarray) -> bool:
         """Return whether the checksums within each group are equal and no rank has found local damage.
@@ -210,9 +210,11 @@ class PartGuard:
 
     def read_findings(self) -> None:
         """Update `changed_arrays` from the latest `fetch_findings`."""
-        changed = sorted(numbers[place] for numbers, fetch in self._asked for place in np.flatnonzero(fetch.result()).tolist())
-        self.changed_arrays = self.changed_arrays or tuple(self._part[number].name for number in changed)
+        found = [(numbers, fetch.result()) for numbers, fetch in self._asked]
         self._asked = []
+        if any(any(changed.tolist()) for _, changed in found) and not self.changed_arrays:
+            places = sorted(numbers[place] for numbers, changed in found for place in np.flatnonzero(changed).tolist())
+            self.changed_arrays = tuple(self._part[number].name for number in places)
 
     def verify(self) -> None:
         """Compare the pieces and wait for the findings."""
@@ -369,6 +371,7 @@ _Taken = tuple[Sequence[str], PartDigests]
 _KINDS = 2
 _PAIR = 2  # number of ranks without a majority
 _NO_SUMS = np.zeros(0, np.uint32)
+_NO_CHECKSUMS = Checksums()
 
 
 @dataclass(frozen=True)
@@ -548,12 +551,12 @@ class WeightWatch:
     def message(self) -> np.ndarray:
         """Return the numbers for a step's message (see `AgreedChecksums.numbers`)."""
         self._has_sent_parts, taken = self._part_checksums is not None, self._part_checksums
-        of_parts = [Checksums() for _ in self._parts]
+        of_parts = [_NO_CHECKSUMS] * len(self._parts)
         if taken is not None:
             equal_at = [steps[self._turn(self._checksums_step, steps)] for steps in self._equal_at]
             of_parts = [Checksums(names, digests.result(), at) for (names, digests), at in zip(taken, equal_at, strict=True)]
         self._part_checksums = None
-        reads = self._next_reads() if len(self._reads) == self._steps_kept else [Checksums() for _ in range(_KINDS)]
+        reads = self._next_reads() if len(self._reads) == self._steps_kept else [_NO_CHECKSUMS] * _KINDS
         self._sent, self._sent_step = (*reads, *of_parts), self._taken_step
         return self._numbers()
 
@@ -595,7 +598,7 @@ class WeightWatch:
             return True
         self.verify()
         self._owned_known = {name: self._knows_owned(name) for name in self._averagers}
-        checksums = self._next_reads() if self._reads else [Checksums() for _ in range(_KINDS)]
+        checksums = self._next_reads() if self._reads else [_NO_CHECKSUMS] * _KINDS
         for kind, (whole, equal_at) in enumerate(zip(self._whole, self._equal_at, strict=True)):
             of_kind = Checksums(whole.names, whole.fetch().result(), min(equal_at))
             checksums.append(self._with_schedules(of_kind, kind) if schedules else of_kind)
@@ -627,7 +630,7 @@ class WeightWatch:
         bad = [bool(one and one.step == first and one.fault and one.fault.held is Held.PARAMETERS) for one in findings]
         everywhere = any(all(bad[position] for position in group) for kind in self._alike for group in kind if len(group) > 1)
         finite_until = first - everywhere
-        no_parts = [Checksums() for _ in self._parts]
+        no_parts = [_NO_CHECKSUMS] * len(self._parts)
         taken = [(self._sent_step, self._sent), (self._sent[0].step, (*self._sent[:_KINDS], *no_parts))] if self._sent else []
         while self._reads:
             taken.append((self._reads[0].step, (*self._next_reads(), *no_parts)))

@@ -199,6 +199,32 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
     assert search(QUICKSTART, *SMALL, "--ranks", "2", "--write", str(path)).exit_code == 0  # written again
 
 
+def test_ranks_per_node_are_compared_on_the_same_cores(tmp_path: Path) -> None:
+    """Find a command or a file with ranks or threads of another choice than the table's."""
+    path = tmp_path / "fast.yaml"
+    arguments = (QUICKSTART, *SMALL[:-1], "cpu-cluster", "batch=16", "--ranks", "8")
+    result = search(*arguments, "--write", str(path))
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines[:-1])) <= 100
+    header = next(number for number, line in enumerate(lines) if line.startswith("ranks per node  threads  ranks    grid"))
+    rows = [line.split()[:3] for line in lines[header + 1 : header + 6]]
+    assert rows == [["2", "64", "2"], ["4", "32", "4"], ["8", "16", "8"], ["16", "8", "16"], ["32", "4", "32"]]
+    assert any("32 ranks per node with 4 threads per rank: 32 ranks exceed the batch of 16 samples." in line for line in lines)
+    content = found(*arguments)
+    layouts = {one["ranks_per_node"]: one for one in content["layouts"]}
+    assert layouts[32]["step_seconds"] is None
+    chosen = layouts[content["ranks_per_node"]]
+    assert (content["ranks"], content["threads"]) == (chosen["ranks"], chosen["threads"])
+    assert content["choices"][0]["step_seconds"] == chosen["step_seconds"]
+    assert f"-n {content['ranks']} " in content["command"]
+    assert content["command"].endswith(f" threads={content['threads']}")
+    assert load(path)[0].threads == content["threads"]
+    assert f"{content['ranks_per_node']} per node" in path.read_text().splitlines()[1]
+    fixed = found(*arguments, "--ranks-per-node", "4")
+    assert (fixed["ranks"], fixed["threads"], len(fixed["layouts"])) == (8, 32, 1)
+
+
 def test_sections_that_are_kept_stay() -> None:
     keep = [word for name in ("grid", "plan", "averager", "micro_batches") for word in ("--keep", name)]
     choices = found(GRID, *SMALL, "averager=bucketed", "micro_batches=2", "--ranks", "4", *keep)["choices"]
@@ -223,6 +249,7 @@ def test_sections_that_are_kept_stay() -> None:
         (("--ranks", "100003"), "batch is 8, fewer samples than the 100003 ranks"),
         (("--ranks", "3", "grid.rows=2", "--keep", "grid"), "the nearest legal grid is 1 x 3."),
         (("--ranks", "2", "--measure"), "but machine xc40 was not measured on it"),
+        (("--ranks", "2", "--ranks-per-node", "2"), "its file has no single_thread_rates; measure them with"),
     ],
 )
 def test_what_cannot_be_searched_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:

@@ -171,7 +171,7 @@ def test_nothing_is_kept_of_what_is_complete() -> None:
     engine.wait(last)
     assert queue.unfinished() == ()
     assert first.handle is None
-    assert first._after == last._after == ()
+    assert first._after == last._after == []
 
 
 class Clock:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from hpctrain.planner import calibration, link_measurement, machine_file
 from hpctrain.planner import link_measurement as link_fit
 from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, seconds_with_threads
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.sampling import amount
@@ -83,6 +85,8 @@ def test_an_installed_machine_is_found_by_its_name_and_every_number_has_a_source
     numbers |= {f"{link}.{key}" for link in ("within", "between") for key in vars(machine.within)}
     numbers |= {f"rates.{kind}.{key}" for kind, rate in machine.rates.items() for key in vars(rate)}
     numbers |= {f"concurrency.{kind}" for kind in machine.concurrency}
+    numbers |= {f"single_thread_rates.{kind}.{key}" for kind, rate in machine.single_thread_rates.items() for key in vars(rate)}
+    numbers |= {"node_bytes_per_second"} if math.isfinite(machine.node_bytes_per_second) else set()
     assert set(machine.sources) == numbers
     assert all(len(source.split()) >= 2 for source in machine.sources.values())
     assert machine_file.parse(machine_file.text(machine)) == machine
@@ -110,14 +114,21 @@ def links(draw: st.DrawFn) -> Link:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> Machine:
-    rates = {kind: OperatorRate(draw(st.floats(1, 1e15)), draw(st.floats(1, 1e15)), draw(SECONDS)) for kind in OperatorClass}
+def operator_rates(draw: st.DrawFn) -> dict[OperatorClass, OperatorRate]:
+    speeds = st.floats(1, 1e15)
+    return {kind: OperatorRate(draw(speeds), draw(speeds), draw(SECONDS)) for kind in OperatorClass}
+
+
+@st.composite
+def machines(draw: st.DrawFn, least_cores: float = 0.01) -> Machine:
+    rates = draw(operator_rates())
     ranks = draw(st.integers(1, 200))
+    cores = draw(st.floats(least_cores, 100))
     machine = Machine(
         draw(st.sampled_from(["a", "null", "12"])),
         draw(COUNTS),
         ranks,
-        draw(st.floats(0.01, 100)),
+        cores,
         draw(COUNTS),
         draw(links()),
         draw(links()),
@@ -125,6 +136,8 @@ def machines(draw: st.DrawFn) -> Machine:
         rates,
         draw(st.just({}) | st.just({OperatorClass.CONVOLUTION: 1.25})),
         draw(st.sampled_from(["", "words: and more"])),
+        single_thread_rates=draw(operator_rates()) if least_cores >= 2 or (cores >= 2 and draw(st.booleans())) else {},
+        node_bytes_per_second=draw(st.floats(1, 1e15) | st.just(math.inf)),
     )
     keys = machine_file.parse(machine_file.text(machine)).sources  # of a machine without sources: each says so
     assert set(keys.values()) == {"not said"}
@@ -135,6 +148,88 @@ def machines(draw: st.DrawFn) -> Machine:
 @given(machine=machines())
 def test_any_machine_comes_back_from_its_text_with_its_sources(machine: Machine) -> None:
     assert machine_file.parse(machine_file.text(machine)) == machine
+
+
+@settings(max_examples=amount(25, 200), deadline=None)
+@given(machine=machines(least_cores=2), number=st.integers(1, 20_000), factor=st.sampled_from([0.5, 1.0, 3.0]))
+def test_ranks_per_node_share_a_node_and_can_be_changed_back(machine: Machine, number: int, factor: float) -> None:
+    """Find a derived machine that exceeds cores, memory or memory traffic of its node, and one that loses measured numbers."""
+    number = 1 + number % machine.cores_per_node
+    other = machine.with_ranks_per_node(number)
+    assert other.ranks_per_node * other.threads_per_rank <= machine.cores_per_node
+    assert other.ranks_per_node * other.memory_bytes <= machine.ranks_per_node * machine.memory_bytes
+    assert 1 <= other.ranks_per_card <= other.ranks_per_node
+    assert other.nodes_of(machine.nodes * number) == machine.nodes
+    if other is not machine:
+        for kind, rate in machine.rates.items():
+            most = max(machine.node_bytes_per_second, machine.ranks_per_node * rate.bytes_per_second)
+            assert number * other.rates[kind].bytes_per_second <= most * (1 + 1e-9)
+    assert other.with_ranks_per_node(machine.ranks_per_node) is machine
+    assert other.with_ranks_per_node(number) == other
+    scaled, of_scaled = other.scaled(compute=factor), machine.scaled(compute=factor)
+    assert scaled.with_ranks_per_node(machine.ranks_per_node) == of_scaled
+    for kind, rate in of_scaled.with_ranks_per_node(number).rates.items():
+        assert vars(rate) == pytest.approx(vars(scaled.rates[kind]), rel=1e-9)
+
+
+@settings(max_examples=amount(50, 1000), deadline=None)
+@given(of_one=st.floats(1e-9, 1), of_all=st.floats(1e-9, 1), threads=st.integers(2, 200))
+def test_seconds_with_threads_are_monotone_through_both_measured_points(of_one: float, of_all: float, threads: int) -> None:
+    """Find a fit that misses a point, or promises negative or rising times beyond the points."""
+    seconds = [seconds_with_threads(of_one, of_all, threads, number) for number in range(1, 3 * threads)]
+    assert (seconds[0], seconds[threads - 1]) == (of_one, of_all)
+    assert all(value > 0 for value in seconds)
+    rises = [after - before for before, after in pairwise(seconds)]
+    slack = 1e-9 * max(of_one, of_all)
+    assert max(rises) <= slack if of_all <= of_one else min(rises) >= -slack
+
+
+SHARED = Machine(
+    "shared",
+    4,
+    4,
+    8.0,
+    16 << 30,
+    LINK,
+    LINK,
+    2,
+    {OperatorClass.MEMORY: OperatorRate(8e10, 25e9, 2e-6)},
+    single_thread_rates={OperatorClass.MEMORY: OperatorRate(1e10, 12.5e9, 1e-6)},
+    node_bytes_per_second=2e11,
+)
+
+
+def test_additional_ranks_share_the_memory_the_cards_and_the_links_of_a_node() -> None:
+    """Find 32 ranks that read as fast as one core alone, or a card that none of them shares."""
+    many = SHARED.with_ranks_per_node(32)
+    rate = many.rates[OperatorClass.MEMORY]
+    assert (many.cores_per_rank, many.memory_bytes, many.ranks_per_card) == (1.0, 2 << 30, 16)
+    assert (rate.flops_per_second, rate.call_seconds) == (pytest.approx(1e10), 1e-6)
+    assert rate.bytes_per_second == pytest.approx(2e11 / 32)  # one thread alone reaches 12.5 GB/s, but 32 do not
+    assert [one.beta_seconds_per_byte for one in many.within.segments] == [4e-9, 1e-9]  # 32 copies at 1 GB/s fit into 200 GB/s
+    slow = replace(SHARED, node_bytes_per_second=32e9).with_ranks_per_node(32)
+    assert [one.beta_seconds_per_byte for one in slow.within.segments] == [4e-9, 2e-9]
+    assert slow.between.segments == SHARED.between.segments
+    two = SHARED.with_ranks_per_node(2)
+    assert (two.ranks_per_card, two.threads_per_rank) == (1, 16)
+    assert two.rates[OperatorClass.MEMORY].bytes_per_second == pytest.approx(1 / (3.428571e-11 + 4.571429e-11 / 16), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("machine", "numbers", "sentence"),
+    [
+        (
+            SHARED,
+            (33,),
+            "33 ranks per node with 1 thread each exceed the 32 cores of a node of machine shared; the nearest",
+        ),
+        (SHARED, (8, 5), "8 ranks per node with 5 threads each exceed the 32 cores .* the nearest legal choice is 4 threads."),
+        (MACHINE, (4,), "The effect of threads on machine test is unknown, because its file has no single_thread_rates; measure"),
+    ],
+)
+def test_ranks_per_node_that_are_impossible_are_refused(machine: Machine, numbers: tuple[int, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        machine.with_ranks_per_node(*numbers)
 
 
 def test_a_machine_is_written_to_a_file(tmp_path: Path) -> None:
@@ -175,6 +270,7 @@ def test_a_machine_is_written_to_a_file(tmp_path: Path) -> None:
         ("flops_per_second: 40.0e9", "flops_per_second: true", "is true, but must be a number."),
         ("ranks_per_card: {value: 32", "ranks_per_card: {value: 64", "must be at most ranks_per_node, 32; the nearest legal"),
         ("  convolution:", "  convolutoin:", 'Unknown key "rates.convolutoin"; the nearest is "convolution"'),
+        ("\nrates:", "\nnode_bytes_per_second: 1.0\nrates:", "m.yaml:30: node_bytes_per_second has no source; write {value"),
         ("rates:", "within: 3\nrates:", 'The key "within" is given twice'),
     ],
 )
@@ -420,3 +516,66 @@ def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: in
     rate = machine.rates[OperatorClass.CONVOLUTION]
     assert (rate.flops_per_second, rate.call_seconds) == (1e10, 1e-6 * ranks)  # of the slowest rank
     assert machine_file.parse(machine_file.text(machine)) == machine
+
+
+@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.parametrize(("threads", "cores", "varied"), [(2, 4, True), (1, 4, False), (2, 6, False), (1, 2, False)])
+def test_the_effect_of_threads_is_measured_if_each_rank_uses_several_cores(threads: int, cores: int, varied: bool) -> None:
+    """Find a second point that was measured with other threads than the first, or with a single core per rank."""
+
+    def program(comm: ThreadCommunicator) -> Machine:
+        facts = RankFacts(frozenset(range(cores)), 8 << 30, "a processor", threads)
+
+        def measure_threads(before: Callable[[], None]) -> tuple[Mapping[OperatorClass, OperatorRate], float]:
+            return {kind: OperatorRate(5e9 - comm.rank, 5e8, 1e-7) for kind in OperatorClass}, 1e9 + comm.rank
+
+        return calibrate(
+            comm,
+            virtual_engine(comm),
+            facts,
+            _rates(comm.rank),
+            name="virtual",
+            when="2026-01-01",
+            measure_threads=measure_threads,
+        )
+
+    machine = run_virtual(2, program, link=VIRTUAL_LINK, ranks_per_node=2)[0]
+    assert bool(machine.single_thread_rates) is varied
+    assert machine_file.parse(machine_file.text(machine)) == machine
+    if varied:
+        assert machine.single_thread_rates[OperatorClass.PRODUCT] == OperatorRate(5e9 - 1, 5e8, 1e-7)  # of the slowest rank
+        assert machine.node_bytes_per_second == 2e9 + 1  # of both ranks
+        assert ", one thread per rank, all ranks" in machine.sources["single_thread_rates.memory.bytes_per_second"]
+    else:
+        assert machine.node_bytes_per_second == math.inf
+
+
+@pytest.mark.parametrize(
+    ("cores", "key", "sentence"),
+    [
+        (
+            "1",
+            "convolution",
+            "single_thread_rates require a cores_per_rank of at least 2; the nearest legal choice is a file with",
+        ),
+        ("2", "convolutoin", 'Unknown key "single_thread_rates.convolutoin"; the nearest is "convolution"'),
+    ],
+)
+def test_a_fault_of_an_optional_section_is_one_sentence(cores: str, key: str, sentence: str) -> None:
+    """Find faults that lose their place because the section may be absent."""
+    rates = TEXT[TEXT.index("\nrates:") :].replace("rates:", "single_thread_rates:", 1).replace("convolution:", f"{key}:", 1)
+    text = (TEXT + rates).replace("cores_per_rank: {value: 1,", f"cores_per_rank: {{value: {cores},")
+    with pytest.raises(ConfigError) as fault:
+        machine_file.parse(text, "m.yaml")
+    (line,) = str(fault.value).splitlines()
+    assert line.startswith("m.yaml:")
+    assert sentence in line
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_copy_together(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find a lap that begins before the other ranks are ready, or that does not wait for its threads."""
+    monkeypatch.setattr(calibration, "_COPIED_BYTES", 1 << 12)
+    laps = []
+    assert 0 < calibration.copied_bytes_per_second(threads, lambda: laps.append(1)) < 1e13
+    assert len(laps) == calibration._STEPS

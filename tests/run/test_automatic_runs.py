@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.operators import KernelSet
 from hpctrain.cli import simulation_tables
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.config.load import load
@@ -431,6 +433,26 @@ def test_one_process_writes_a_machine_and_says_what_it_could_not_measure(tmp_pat
     words = " ".join(printed.split())
     assert "not measured: one node" in words
     assert "10.0 Gflop/s, 2.0 GB/s, 3 us per call" in words
+
+
+def test_rates_of_one_thread_are_measured_under_a_limit_of_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find networks that are built outside the limit, whose kernels then use all threads."""
+    calls: list[tuple[int, int]] = []
+
+    def rates(kernels: KernelSet, threads: int, before: Callable[[], None]) -> dict[OperatorClass, OperatorRate]:
+        calls.append((threads, max(pool["num_threads"] for pool in threadpool_info())))
+        return {kind: OperatorRate(1e10 * threads, 2e9, 3e-6) for kind in OperatorClass}
+
+    monkeypatch.setattr(calibration, "measure_rates_of", rates)
+    monkeypatch.setattr(calibration, "copied_bytes_per_second", lambda threads, before: 1e9 * threads)
+    monkeypatch.setattr(measurement, "usable_cores", lambda cpus: 2)
+    with threadpool_limits(limits=2):
+        machine = measurement.run_calibration(SingleCommunicator(), NumpyKernelSet(), 2, 5.0, tmp_path / "m.yaml", 60.0)
+    assert calls == [(2, 2), (1, 1)]
+    assert machine.rates[OperatorClass.PRODUCT].flops_per_second == 2e10
+    assert machine.single_thread_rates[OperatorClass.PRODUCT].flops_per_second == 1e10
+    assert machine.node_bytes_per_second == 2e9
+    assert machine_file.read(tmp_path / "m.yaml") == machine
 
 
 @pytest.mark.usefixtures("known_rates")

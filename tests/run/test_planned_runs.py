@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from hpctrain.averaging import averagers
 from hpctrain.averaging.averagers import make_strategy
@@ -50,6 +52,8 @@ from hpctrain.planner.configured_search import (
     on_any_grid,
     overrides,
     plot,
+    ranks_per_node_choices,
+    search_layouts,
     with_candidate,
     write_trace,
     written,
@@ -68,7 +72,7 @@ from hpctrain.planner.planned_run import (
     prepare,
 )
 from hpctrain.planner.program_timing import processor_model
-from hpctrain.planner.search import search
+from hpctrain.planner.search import UNCERTAIN_SHARE, search
 from hpctrain.planner.search_space import SearchSpace, configured_space
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
@@ -79,6 +83,8 @@ from tests.planner.test_computation_costs import MACHINE
 from tests.support import predictions
 from tests.support.averaging import planned
 from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.sampling import amount
+from tests.support.simulated import machine_of
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
 SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "plan.features.*=domain", "plan.classifier.*=model", "backend=numpy")
@@ -315,6 +321,103 @@ def measured_task(source: str) -> SearchTask:
     config, _ = load(QUICKSTART, ("backend=numpy", "model.width=0.25", "batch=4"))
     machine = replace(MACHINE, sources={"rates.memory.bytes_per_second": source})
     return SearchTask(config, 2, machine, image=(28, 28, 1), classes=10)
+
+
+def nodes_of_cores(cores: int, ranks_per_node: int, *, scales: bool, bytes_per_second: float = 1e9) -> Machine:
+    """A machine with `cores` cores per node, whose ranks do everything faster with threads, or compute only.
+
+    Args:
+        scales: whether memory-bound work and calls take less time with threads, too.
+        bytes_per_second: rate of messages.
+    """
+    threads = cores // ranks_per_node
+    serial = 1.0 if scales else threads
+    of_all = OperatorRate(1e9 * threads, 1e9 * threads / serial, 1e-5 / threads * serial)
+    return replace(
+        machine_of(ranks_per_node=ranks_per_node, bytes_per_second=bytes_per_second),
+        cores_per_rank=float(threads),
+        rates=dict.fromkeys(OperatorClass, of_all),
+        single_thread_rates=dict.fromkeys(OperatorClass, OperatorRate(1e9, 1e9, 1e-5)),
+    )
+
+
+def layout_task(machine: Machine, ranks: int, *words: str) -> SearchTask:
+    config, _ = load(QUICKSTART, ("backend=numpy", "model.width=0.25", "batch=64", *words))
+    keep = ("grid", "plan", "averager", "micro_batches")
+    return SearchTask(config, ranks, machine, keep=keep, image=(28, 28, 1), classes=10)
+
+
+@settings(max_examples=amount(4, 30), deadline=None, phases=(Phase.generate,))  # shrinking would repeat whole searches
+@given(
+    cores=st.sampled_from([4, 6, 8, 16, 32]),
+    number=st.integers(0, 9),
+    nodes=st.integers(1, 3),
+    scales=st.booleans(),
+)
+def test_ranks_per_node_follow_from_what_threads_speed_up(cores: int, number: int, nodes: int, scales: bool) -> None:
+    """Find a search that ignores the effect of threads: serial work asks for ranks, slow links for threads."""
+    divisors = [count for count in range(1, cores) if cores % count == 0]
+    present = divisors[number % len(divisors)]
+    machine = nodes_of_cores(cores, present, scales=scales, bytes_per_second=1e6 if scales else 1e12)
+    outcome = search_layouts(layout_task(machine, nodes * present))
+    tried = sorted(layout.ranks_per_node for layout in outcome.layouts)
+    assert outcome.layouts[0].ranks_per_node == present
+    assert all(layout.ranks_per_node * layout.threads <= cores for layout in outcome.layouts)
+    most = max(layout.ranks_per_node for layout in outcome.layouts if not layout.refusal)
+    chosen = outcome.task.machine.ranks_per_node
+    if chosen != (tried[0] if scales else most):  # only if that is hardly faster than the machine's number
+        assert chosen == present
+        assert "within the error of predictions" in outcome.note
+    assert (outcome.task.ranks, outcome.task.config.threads) == (nodes * chosen, cores // chosen)
+    assert outcome.result.best.candidate.ranks == nodes * chosen
+    assert outcome.seconds <= (1 + UNCERTAIN_SHARE) * min(one.outcome.seconds for one in outcome.layouts if one.outcome)
+
+
+@pytest.mark.parametrize(
+    ("cores", "present", "threads", "choices"),
+    [
+        (128, 8, None, (8, 4, 16, 2, 32)),
+        (96, 8, None, (8, 4, 16, 2, 32)),
+        (96, 6, None, (6, 8, 4, 16, 2)),
+        (15, 5, None, (5, 1, 3, 15)),
+        (64, 4, 16, (4, 2, 1)),
+        (7, 3, None, (3, 1, 7)),  # the machine's number need not divide the cores
+    ],
+)
+def test_ranks_per_node_to_compare(cores: int, present: int, threads: int | None, choices: tuple[int, ...]) -> None:
+    """Find choices that exceed the cores or that prefer odd divisors to powers of two."""
+    machine = replace(machine_of(ranks_per_node=present), cores_per_rank=cores / present)
+    assert ranks_per_node_choices(machine, threads) == choices
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "reason"),
+    [
+        (("grid.rows=1",), 3, "Ranks per node are not compared: 3 ranks do not fill nodes of 2."),
+        (("grid.rows=1", "grid.cols=2"), 2, "Ranks per node are not compared: the kept grid has 2 ranks."),
+    ],
+)
+def test_ranks_per_node_that_are_not_compared_have_a_reason(words: tuple[str, ...], ranks: int, reason: str) -> None:
+    machine = nodes_of_cores(8, 2, scales=True)
+    outcome = search_layouts(layout_task(machine, ranks, *words))
+    assert (outcome.note, outcome.layouts, outcome.task.config.threads) == (reason, (), "auto")
+    unknown = search_layouts(layout_task(replace(machine, single_thread_rates={}), ranks, *words))
+    assert "the file of machine test has no single_thread_rates" in unknown.note
+
+
+def test_configured_threads_and_the_batch_limit_the_ranks_per_node() -> None:
+    """Find ranks and threads that exceed the cores, and a search for ranks without a sample."""
+    machine = nodes_of_cores(8, 2, scales=False)
+    outcome = search_layouts(layout_task(machine, 2, "threads=2", "batch=3"))
+    assert [(one.ranks_per_node, one.threads) for one in outcome.layouts] == [(2, 2), (1, 2), (4, 2)]
+    assert [one.refusal for one in outcome.layouts] == ["", "", "4 ranks exceed the batch of 3 samples"]
+    fixed = search_layouts(layout_task(machine, 6, "threads=2"), 3)
+    assert [(one.ranks_per_node, one.threads, one.task.ranks) for one in fixed.layouts] == [(3, 2, 6)]
+    smaller = search_layouts(layout_task(machine, 2, "batch=1"))  # the machine's number is impossible, another one is not
+    assert "batch" in smaller.layouts[0].refusal
+    assert (smaller.task.ranks, smaller.note) == (1, "The fastest choice is 1 rank per node with 8 threads per rank.")
+    with pytest.raises(ConfigError, match="batch is 3, "):
+        search_layouts(layout_task(machine, 12, "batch=3"))
 
 
 def test_another_machine_cannot_be_measured_here() -> None:

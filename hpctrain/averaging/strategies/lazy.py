@@ -23,7 +23,7 @@ from hpctrain.averaging.collective_schedule import EventKind, OperationKind, Str
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
-from hpctrain.comm.progress import ProgressEngine, Ticket
+from hpctrain.comm.progress import Dependency, ProgressEngine, Ticket
 from hpctrain.nn.parameter import Parameter
 
 _ADDED = "lazy_gradient"
@@ -135,7 +135,7 @@ class LazyInterval:
         self._compared_steps, self._missing = steps, len(self._begun)
         return LazyStep(averages=True, compares=True)
 
-    def compare(self, add_squares: Callable[[np.ndarray], None], after: Sequence[Ticket]) -> None:
+    def compare(self, add_squares: Callable[[np.ndarray], None], after: Sequence[Dependency]) -> None:
         """Queue one member's part of a comparison. Every member must call it once in a step that compares. Never waits.
 
         Args:
@@ -265,10 +265,10 @@ class LazyAverager(ReduceScatterAverager):
         self._arithmetic.fill(self._latest, 0.0)
         self._squares_alone[...] = 0.0
         events = self.step.events[EventKind.GRADIENT]
-        after: list[Ticket] = []
+        after: list[Dependency] = []
         for k in sorted(self._lazy_slices, reverse=True):
             piece = self.schedule.slices[k]
-            ready: list[Ticket] = [events[name] for name in piece.parameters]
+            ready: list[Dependency] = [events[name] for name in piece.parameters]
             if k in self._latest_sums:
                 text = f"reduce-scatter of the latest gradient of {piece.name}"
                 ready = [self.queues[Stream.GRADIENTS].post(partial(self._start_latest, k), text, ready)]

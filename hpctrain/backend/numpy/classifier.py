@@ -5,6 +5,8 @@ The loss has label smoothing (Szegedy et al., CVPR 2016) and counts top-1 and to
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hpctrain.backend.numpy.operator import NumpyOperator, column_sums
@@ -64,7 +66,7 @@ class SoftmaxCrossEntropy(LossOperator):
         rows, counted = np.arange(count), max(shares, key=lambda share: share[0])[1]
         with np.errstate(over="ignore", invalid="ignore"):
             shifted = logits.astype(np.float64)
-            ranks = _ranks(shifted, counted)
+            ranks = _ranks(shifted, rows, counted)
             shifted -= shifted.max(axis=1, keepdims=True)
             soft = np.exp(shifted)
             total = soft.sum(axis=1, keepdims=True)
@@ -73,13 +75,16 @@ class SoftmaxCrossEntropy(LossOperator):
             if uniform:
                 aim = aim + uniform * shifted.sum(axis=1)
             loss = float((np.log(total[:, 0]) - aim).sum())
+            if not math.isfinite(loss):  # rows with NaN count as wrong
+                ranks[np.isnan(logits).any(axis=1)] = max(classes, self.spec.top)
             if d_logits is not None:
                 soft /= total
-                soft -= uniform
+                if uniform:
+                    soft -= uniform
                 for weight, indices in shares:
                     soft[rows, indices] -= (1.0 - self.spec.smoothing) * weight
                 np.divide(soft, global_count, out=d_logits, casting="same_kind")
-        return LossSums(loss, int((ranks < 1).sum()), int((ranks < self.spec.top).sum()), count)
+        return LossSums(loss, int(np.count_nonzero(ranks < 1)), int(np.count_nonzero(ranks < self.spec.top)), count)
 
 
 def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.ndarray]]:
@@ -90,13 +95,13 @@ def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.n
     return [(weight, checked_labels(indices, classes)) for weight, indices in pairs]
 
 
-def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def _ranks(logits: np.ndarray, rows: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return, for each sample, the number of logits that rank before the label's: greater, or equal with a smaller index.
 
-    A row with NaN has a rank of at least `classes` and `top`, so that it counts as wrong.
+    Args:
+        rows: index of each sample.
     """
-    classes = logits.shape[1]
-    of_label = logits[np.arange(labels.size), labels][:, None]
-    earlier = np.arange(classes) < labels[:, None]
-    ranks = ((logits > of_label) | ((logits == of_label) & earlier)).sum(axis=1)
-    return np.asarray(np.where(np.isnan(logits).any(axis=1), max(classes, SoftmaxCrossEntropySpec.top), ranks))
+    of_label = logits[rows, labels][:, None]
+    earlier = np.arange(logits.shape[1]) < labels[:, None]
+    ranks: np.ndarray = ((logits > of_label) | ((logits == of_label) & earlier)).sum(axis=1)
+    return ranks
