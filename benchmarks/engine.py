@@ -1,7 +1,7 @@
-"""Whole training steps of five networks: our kernel sets against PyTorch, one process at a time in turn.
+"""Whole training steps of eight networks: our kernel sets against PyTorch, one process at a time in turn.
 
     python -m benchmarks.engine --peer-python PATH                       # all: 1 thread by CPU time, 2 threads by wall time
-    python -m benchmarks.engine small resnet20 --threads 1 --rounds 3 --peer-python PATH
+    python -m benchmarks.engine small-28 resnet20-32 --threads 1 --rounds 3 --peer-python PATH
     python -m benchmarks.engine --report benchmarks/results/engine.json  # the tables of an earlier run
 
 A step is forward, loss, backward, momentum update and running statistics. PATH is a Python that has torch; each of its variants
@@ -17,32 +17,14 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.before_after import NETS, Net
 from benchmarks.engine_report import report
 from hpctrain.bench.interleaved import Rounds, Series, interleave, machine_facts, ours, peer, with_threads
 from hpctrain.storage.atomic_write import write_json
-
-
-@dataclass(frozen=True)
-class Net:
-    """A network of the comparison; `steps` of it make one turn."""
-
-    model: str
-    batch: int
-    pixels: int
-    steps: int
-
-
-NETS = {
-    "resnet50": Net("resnet50", 8, 224, 1),
-    "vgg16": Net("vgg16", 4, 224, 1),
-    "resnet34": Net("resnet34", 12, 48, 2),
-    "resnet20": Net("resnet20", 64, 32, 6),
-    "small": Net("small", 32, 28, 60),
-}
 
 # name -> channels last, huge pages and fused optimiser, compiled
 PEERS = {

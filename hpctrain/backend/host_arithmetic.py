@@ -139,18 +139,16 @@ def _end(array: np.ndarray) -> int:
 #: which fit a second-level cache. With smaller chunks, the cost of more calls exceeds the gain (measured).
 CHUNK = 1 << 15
 
-_BLOCK = 1 << 16  # elements that are converted to float64 at a time
+_BLOCK = 1 << 16  # elements whose squares are summed at once, converted to float64
+_PIECE = 1 << 19  # elements that are checked to be finite at once
 
 
-def square_sum(values: np.ndarray) -> float:
-    """Return the sum of squares of a 1-D array, in float64. The array is converted to float64 block by block."""
-    if values.dtype == np.float64:
-        return float(np.dot(values, values))
-    total = 0.0
-    for start in range(0, values.size, _BLOCK):
-        block = values[start : start + _BLOCK].astype(np.float64)
-        total += float(np.dot(block, block))
-    return total
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    np.copyto(target, source, casting="same_kind")
+
+
+def _add(target: np.ndarray, source: np.ndarray) -> None:
+    np.add(target, source, out=target)
 
 
 def all_finite(values: np.ndarray) -> bool:
@@ -267,17 +265,32 @@ class HostArithmetic(Arithmetic):
             return np.zeros(size, dtype)
         return self._allocate(size * item_bytes(dtype)).view(dtype)
 
+    def share(self, count: int, work: Callable[[int, int], object], items: int) -> None:
+        """Call work(start, stop) on ranges that cover [0, count), possibly in several threads at once, and wait for all.
+
+        Args:
+            items: number of elements that all ranges together read.
+        """
+        work(0, count)
+
+    def _by_rows(self, work: Callable[..., object], target: Array, *others: Array) -> None:
+        """Call work(target, *others) on ranges of the first dim of all arrays."""
+        if target.ndim:
+            self.share(len(target), lambda start, stop: work(*(array[start:stop] for array in (target, *others))), target.size)
+        else:
+            work(target, *others)
+
     def copy(self, target: Array, source: Array) -> None:
-        np.copyto(target, source.reshape(target.shape), casting="same_kind")
+        self._by_rows(_copy, target, source.reshape(target.shape))
 
     def fill(self, target: Array, value: float) -> None:
-        target[...] = value
+        self._by_rows(lambda part: part.fill(value), target)
 
     def add(self, target: Array, source: Array) -> None:
-        np.add(target, source.reshape(target.shape), out=target)
+        self._by_rows(_add, target, source.reshape(target.shape))
 
     def subtract(self, target: Array, source: Array) -> None:
-        np.subtract(target, source.reshape(target.shape), out=target)
+        self._by_rows(lambda part, other: np.subtract(part, other, out=part), target, source.reshape(target.shape))
 
     def average_into(self, target: Array, source: Array, kept: float) -> None:
         for low in range(0, target.size, CHUNK):
@@ -287,11 +300,7 @@ class HostArithmetic(Arithmetic):
             np.add(average, values, out=average)
 
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
-        place, values = target[slices(target_box)], source[slices(source_box)]
-        if accumulate:
-            np.add(place, values, out=place)
-        else:
-            np.copyto(place, values)
+        self._by_rows(_add if accumulate else _copy, target[slices(target_box)], source[slices(source_box)])
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
         np.sum(source, axis=(1, 2), keepdims=True, out=target)
@@ -301,10 +310,30 @@ class HostArithmetic(Arithmetic):
         np.multiply(source, scale, out=target)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        return np.array([square_sum(array) for array in arrays], np.float64)
+        blocks = [(number, low) for number, array in enumerate(arrays) for low in range(0, array.size, _BLOCK)]
+        sums, totals = np.empty(len(blocks), np.float64), np.zeros(len(arrays), np.float64)
+
+        def work(start: int, stop: int) -> None:
+            for place, (number, low) in enumerate(blocks[start:stop], start):
+                block = arrays[number][low : low + _BLOCK].astype(np.float64, copy=False)
+                sums[place] = np.dot(block, block)
+
+        self.share(len(blocks), work, sum(array.size for array in arrays))
+        for (number, _), value in zip(blocks, sums.tolist(), strict=True):
+            totals[number] += value
+        return totals
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        return HostFetch(np.array([all_finite(array) for array in arrays], bool))
+        flat, finite = [array.reshape(-1) for array in arrays], np.ones(len(arrays), bool)
+        pieces = [(number, low) for number, array in enumerate(flat) for low in range(0, array.size, _PIECE)]
+
+        def work(start: int, stop: int) -> None:
+            for number, low in pieces[start:stop]:
+                if not all_finite(flat[number][low : low + _PIECE]):
+                    finite[number] = False
+
+        self.share(len(pieces), work, sum(array.size for array in flat))
+        return HostFetch(finite)
 
     def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
         return HostWatchedArrays(tuple(arrays))
@@ -317,7 +346,7 @@ class HostArithmetic(Arithmetic):
         return host
 
     def from_host(self, target: Array, source: np.ndarray) -> None:
-        target[...] = source
+        self._by_rows(lambda part, values: np.copyto(part, values, casting="unsafe"), target, source)
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None

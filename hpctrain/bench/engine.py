@@ -1,7 +1,8 @@
 """Measurements of `hpctrain bench engine`, and their tables.
 
-`profile` reads the times of oneDNN's primitives in a step from oneDNN's verbose output. `device_gemm_peak` measures the rate of
-large matrix products, which is the reference for the rates of a device's operators.
+`profile` reads the times of oneDNN's primitives in a step from oneDNN's verbose output. `serial_time` measures the part of a step
+that one thread computes. `device_gemm_peak` measures the rate of large matrix products, which is the reference for the rates of a
+device's operators.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 
 from hpctrain.backend.cuda.device import Device
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.onednn.binding import load
+from hpctrain.backend.onednn.arithmetic import Team
+from hpctrain.backend.onednn.binding import Call, Engine, load
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import item_bytes
@@ -104,6 +106,44 @@ def _stdout_to(file: IO[str]) -> Iterator[None]:
         os.close(descriptor)
 
 
+def serial_time(run: Callable[[], object], steps: int) -> float:
+    """Return the median wall seconds of `run` outside of work that OpenMP's threads share.
+
+    This is the time of Python and NumPy on one thread. The work that threads share also has parts for one thread, such as
+    primitives too small to be divided, which are not counted.
+    """
+    shared, seconds = 0.0, list[float]()
+    depth = 0
+
+    def timing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_function(*arguments: Any) -> Any:
+            nonlocal shared, depth
+            depth += 1
+            begin = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                depth -= 1
+                if not depth:
+                    shared += time.perf_counter() - begin
+
+        return timed_function
+
+    places = ((Call, "__call__"), (Engine, "multiply"), (Team, "share"))
+    kept = [getattr(kind, name) for kind, name in places]
+    try:
+        for (kind, name), function in zip(places, kept, strict=True):
+            setattr(kind, name, timing(function))
+        for _ in range(steps):
+            shared, begin = 0.0, time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin - shared)
+    finally:
+        for (kind, name), function in zip(places, kept, strict=True):
+            setattr(kind, name, function)
+    return float(np.median(seconds))
+
+
 _PEAK_SIZE = 8192
 _SLOW_SIZE = 128  # if the device is emulated on the CPU
 _REPEATS = 9
@@ -132,6 +172,8 @@ def device_gemm_peak(kernels: KernelSet) -> float:
 
 
 _WARM_UP = 2
+#: numbers of threads for which the speed-up is predicted
+MANY_THREADS = (8, 32, 64)
 
 #: variants of "--vs torch": name -> (whether channels are last, whether huge pages and the fused optimiser are used)
 PEERS = {"torch": (False, False), "torch tuned": (False, True), "torch last": (True, False), "torch last tuned": (True, True)}
@@ -161,6 +203,7 @@ class Measurement:
         kernel_seconds: time of the library's kernels in a step, as the library reports it; None if it does not.
         reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None if unknown.
         reorders: number of these copies; None if unknown.
+        serial_seconds: time of a step in which one thread computes, see `serial_time`; None for other backends than onednn.
         own_operators: number of operators that the kernel set itself computes.
         fallbacks: layers whose operators fall back to NumPy, by reason.
         layers: times of the operators.
@@ -184,16 +227,33 @@ class Measurement:
     kernel_seconds: float | None
     reorder_seconds: float | None
     reorders: int | None
+    serial_seconds: float | None
     own_operators: int
     fallbacks: Mapping[str, Sequence[str]]
     layers: Sequence[LayerTime]
+
+    @property
+    def serial_share(self) -> float | None:
+        """Share of a step with one thread in which one thread would compute with any number of threads; None if unknown."""
+        if self.serial_seconds is None:
+            return None
+        return self.serial_seconds / (self.serial_seconds + self.threads * max(0.0, self.step_seconds - self.serial_seconds))
+
+    def speed_up(self, threads: int) -> float | None:
+        """Return the speed with `threads` threads over that with one, if all other work is divided evenly; None if unknown.
+
+        This is the law of Amdahl (AFIPS 1967), an upper bound: memory that is shared by the threads lowers it.
+        """
+        share = self.serial_share
+        return None if share is None else 1.0 / (share + (1.0 - share) / threads)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measurement as plain data, for JSON."""
         layers = [
             {**asdict(layer), "seconds": layer.seconds, "gflops_per_second": layer.gflops_per_second} for layer in self.layers
         ]
-        return {**asdict(self), "layers": layers}
+        speeds = {str(threads): self.speed_up(threads) for threads in MANY_THREADS}
+        return {**asdict(self), "serial_share": self.serial_share, "speed_up": speeds, "layers": layers}
 
 
 def measure(task: Workload, backend: str, steps: int, threads: int, precision: str = "float32") -> Measurement:
@@ -214,6 +274,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     layers = time_layers(step if device is None else _stepwise(step, precision), steps, clock)
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
+    serial = serial_time(step.run, steps) if step.backend == "onednn" else None
     multiply = step.kernels.multiply if isinstance(step.kernels, OnednnKernelSet) else np.matmul
     own_operators, others = fallbacks(step.program, on_host=step.kernels.arithmetic.on_host)
     return Measurement(
@@ -235,6 +296,7 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
         kernel_seconds=kernel,
         reorder_seconds=reorder,
         reorders=count,
+        serial_seconds=serial,
         own_operators=own_operators,
         fallbacks=others,
         layers=layers,
@@ -318,6 +380,13 @@ def _totals(measured: Measurement) -> str:
         lines.append(
             f"oneDNN's kernels {measured.kernel_seconds * 1e3:.2f} ms per step, "
             f"{measured.reorder_seconds * 1e3:.2f} ms of them in {measured.reorders} reorders"
+        )
+    if measured.serial_seconds is not None and measured.serial_share is not None:
+        speeds = ", ".join(f"{measured.speed_up(threads):.1f}" for threads in MANY_THREADS)
+        milliseconds, many = measured.serial_seconds * 1e3, ", ".join(map(str, MANY_THREADS))
+        lines.append(
+            f"one thread computes for {milliseconds:.2f} ms, {measured.serial_share:.2%} of a step with 1 thread; "
+            f"with {many} threads, a step is at most {speeds} times as fast"
         )
     lines += _fallback_lines(measured)
     return "\n".join(lines)

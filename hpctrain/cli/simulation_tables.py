@@ -201,7 +201,8 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     out.print(measured_line(choices[0].prediction.measured_share))
     for line in size_lines(task.machine, task.ranks, choices[0].prediction.memory_bytes):
         out.print(line)
-    per_node = f", {counted(task.machine.ranks_per_node, 'rank')} on each node" if outcome.layouts else ""
+    on_each = counted(min(task.ranks, task.machine.ranks_per_node), "rank")
+    per_node = f", {on_each} on each node" if outcome.layouts else ""
     out.print(f"To train with choice 1{per_node}:\n  {command}", soft_wrap=True)
 
 
@@ -261,6 +262,7 @@ def search_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, An
         "estimated": outcome.result.estimated,
         "command": command,
         "layouts": [_layout(layout) for layout in outcome.layouts],
+        "layouts_note": outcome.note or None,
         "choices": [_choice(choice) for choice in outcome.result.choices[:best]],
     }
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
 from hpctrain.launch import keeper, process_end
 
 
@@ -161,6 +163,8 @@ class ProgressThread:
         self._thread.join()
 
     def _run(self) -> None:
+        # OpenMP would start a team of its own for this thread's updates, next to the team that runs kernels.
+        threadpool_limits(limits=1, user_api="openmp")
         while True:
             self._open.wait()
             if self._ended:

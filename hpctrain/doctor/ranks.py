@@ -413,7 +413,12 @@ def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
         if threads > cores:
             return [_too_many(job, facts, ranks, threads, cores)]
     threads, cores = facts[0].most_threads, len(facts[0].cores)
-    return [fine(f"{counted(threads, 'thread')} per rank, which may run on {counted(cores, 'core')}.")]
+    sentence = f"{counted(threads, 'thread')} per rank, which may run on {counted(cores, 'core')}."
+    if threads > 1 and job.config is not None:
+        images = max(1, job.config.batch // job.size)
+        command = f"hpctrain bench engine --model {job.config.model.name} --batch {images} --threads {threads}"
+        sentence += f" `{command}` prints the part of a step that only one of them computes."
+    return [fine(sentence)]
 
 
 def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], threads: int, cores: int) -> DoctorFinding:

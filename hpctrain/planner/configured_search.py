@@ -274,10 +274,8 @@ def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[P
         return best, f"{words}, as many ranks as in the machine's file.{mixed}"
     gain = present.outcome.seconds / best.seconds - 1
     if gain > UNCERTAIN_SHARE:
-        return (
-            best,
-            f"{words}, {gain:.0%} faster than the {counted(present.ranks_per_node, 'rank')} of the machine's file.{mixed}",
-        )
+        of_file = counted(present.ranks_per_node, "rank")
+        return best, f"{words}, {gain:.0%} faster than the {of_file} of the machine's file.{mixed}"
     error = f"{fastest} would be {gain:.1%} faster, which is within the error of predictions"
     return present.outcome, f"The best choice is {present}, as many ranks as in the machine's file: {error}.{mixed}"
 

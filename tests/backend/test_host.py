@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hpctrain.backend import host_arithmetic
 from hpctrain.backend.arithmetic import Arithmetic, Corrections, MomentRule, StagedBytes, UpdateRun
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.host_arithmetic import HostArithmetic, HostChecksums, HostGuard, HostSums, all_finite, square_sum
+from hpctrain.backend.host_arithmetic import HostArithmetic, HostChecksums, HostGuard, HostSums, all_finite
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.numpy.operator import allocate
+from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.operators import ALIGNMENT_BYTES, aligned
 from hpctrain.backend.specs import ITEM_BYTES, item_bytes, parameter_dtype
@@ -34,10 +35,10 @@ def values(size: int, dtype: str, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_squares_are_summed_in_float64(size: int, dtype: str) -> None:
     array = values(size, dtype)
-    assert square_sum(array) == pytest.approx(float((array.astype(np.float64) ** 2).sum()), rel=1e-13)
     sums = ARITHMETIC.square_sums([array, array[:1]])
     assert sums.dtype == np.float64
-    assert sums.tolist() == [square_sum(array), square_sum(array[:1])]
+    exact = [float((part.astype(np.float64) ** 2).sum()) for part in (array, array[:1])]
+    assert sums.tolist() == pytest.approx(exact, rel=1e-13)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
@@ -168,8 +169,9 @@ def test_no_arrays_have_no_checksums() -> None:
 
 
 def test_the_sets_of_the_cpu_have_the_arithmetic_of_the_host() -> None:
+    assert NumpyKernelSet.arithmetic.on_host
+    assert OnednnArithmetic.on_host
     for kernels in (NumpyKernelSet, OnednnKernelSet):
-        assert kernels.arithmetic.on_host
         assert (kernels.alignment_bytes, kernels.shadow_dtype) == (64, None)
     assert CudaKernelSet.alignment_bytes == 256
 

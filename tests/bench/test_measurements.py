@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -16,6 +17,8 @@ import pytest
 from rich.console import Console
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.arithmetic import Team
+from hpctrain.backend.onednn.binding import Call, Engine, available
 from hpctrain.bench import data, engine, scaling
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.bench.engine import Measurement, device_gemm_peak, device_of, layer_table, measure
@@ -107,6 +110,28 @@ def test_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(
         assert all(layer.name in text.getvalue() for layer in measured.layers)
     else:
         assert all(layer.name[:20] in text.getvalue() for layer in measured.layers)
+
+
+def test_time_outside_of_shared_work_is_serial() -> None:
+    """Finds time of primitives or of shared ranges that counts as serial, and Python's that does not."""
+    if (reason := available()) is not None:
+        pytest.skip(reason)
+    team = Team(Engine().library)
+    methods = Team.share, Call.__call__
+
+    def run() -> None:
+        team.share(1, lambda start, stop: time.sleep(0.05))
+        time.sleep(0.02)
+
+    assert 0.02 <= engine.serial_time(run, 3) < 0.05
+    assert (Team.share, Call.__call__) == methods
+
+
+def test_speeds_follow_the_law_of_amdahl(measured_engine: Measurement) -> None:
+    assert measured_engine.speed_up(8) is None
+    measured = replace(measured_engine, threads=2, step_seconds=6.0, serial_seconds=1.0)
+    assert measured.serial_share == pytest.approx(1 / 11)
+    assert measured.speed_up(10) == pytest.approx(11 / 2)
 
 
 def test_lines_of_onednn_are_read() -> None:

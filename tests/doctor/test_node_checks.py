@@ -86,6 +86,15 @@ def test_ranks_with_cores_of_their_own_are_well() -> None:
     )
 
 
+def test_threads_come_with_the_command_that_shows_what_they_are_worth() -> None:
+    config = configuration()
+    facts = [rank(range(8), 2), rank(range(8, 16), 2)]
+    [found] = rank_checks.judge_threads(view(2, config=config), facts)
+    assert "`hpctrain bench engine --model small --batch 64 --threads 2`" in found.sentence
+    [found] = rank_checks.judge_threads(view(2, config=config), [rank(range(8)), rank(range(8, 16))])
+    assert "bench" not in found.sentence
+
+
 def test_ranks_that_share_all_cores_are_unbound() -> None:
     [found] = rank_checks.judge_binding(view(2), [rank(range(8))] * 2)
     assert (found.key, found.severity, found.fix) == ("unbound", Severity.REMARK, "mpiexec -bind-to core:2 -n 2 ...")

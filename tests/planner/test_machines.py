@@ -166,8 +166,10 @@ def test_ranks_per_node_share_a_node_and_can_be_changed_back(machine: Machine, n
             assert number * other.rates[kind].bytes_per_second <= most * (1 + 1e-9)
     assert other.with_ranks_per_node(machine.ranks_per_node) is machine
     assert other.with_ranks_per_node(number) == other
-    scaled = other.scaled(bandwidth=factor, compute=factor).with_ranks_per_node(machine.ranks_per_node)
-    assert scaled == machine.scaled(bandwidth=factor, compute=factor)
+    scaled, of_scaled = other.scaled(compute=factor), machine.scaled(compute=factor)
+    assert scaled.with_ranks_per_node(machine.ranks_per_node) == of_scaled
+    for kind, rate in of_scaled.with_ranks_per_node(number).rates.items():
+        assert vars(rate) == pytest.approx(vars(scaled.rates[kind]), rel=1e-9)
 
 
 @settings(max_examples=amount(50, 1000), deadline=None)

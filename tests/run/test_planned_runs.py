@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.averaging import averagers
@@ -347,7 +347,7 @@ def layout_task(machine: Machine, ranks: int, *words: str) -> SearchTask:
     return SearchTask(config, ranks, machine, keep=keep, image=(28, 28, 1), classes=10)
 
 
-@settings(max_examples=amount(4, 30), deadline=None)
+@settings(max_examples=amount(4, 30), deadline=None, phases=(Phase.generate,))  # shrinking would repeat whole searches
 @given(
     cores=st.sampled_from([4, 6, 8, 16, 32]),
     number=st.integers(0, 9),

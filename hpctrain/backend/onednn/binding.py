@@ -125,12 +125,14 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dnnl_stream_create": [POINTER(c_void_p), c_void_p, c_uint],
     "dnnl_stream_destroy": [c_void_p],
     "dnnl_memory_desc_create_with_strides": [POINTER(c_void_p), c_int, _DIMS, c_int, _DIMS],
+    "dnnl_memory_desc_create_submemory": [POINTER(c_void_p), c_void_p, _DIMS, _DIMS],
     "dnnl_memory_desc_create_with_tag": [POINTER(c_void_p), c_int, _DIMS, c_int, c_int],
     "dnnl_memory_desc_clone": [POINTER(c_void_p), c_void_p],
     "dnnl_memory_desc_destroy": [c_void_p],
     "dnnl_memory_desc_query": [c_void_p, c_int, c_void_p],
     "dnnl_memory_create": [POINTER(c_void_p), c_void_p, c_void_p, c_void_p],
     "dnnl_memory_destroy": [c_void_p],
+    "dnnl_memory_set_data_handle": [c_void_p, c_void_p],
     "dnnl_primitive_attr_create": [POINTER(c_void_p)],
     "dnnl_primitive_attr_destroy": [c_void_p],
     "dnnl_primitive_attr_set_scratchpad_mode": [c_void_p, c_int],
@@ -293,6 +295,12 @@ class Descriptor:
         made._extent_bytes = 4 * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
         return made
 
+    def part(self, shape: Sequence[int]) -> Descriptor:
+        """Return the descriptor of the first elements along each dim, in this format."""
+        label, zeros = f"a part {tuple(shape)} of a descriptor", dims([0] * len(shape))
+        create = "dnnl_memory_desc_create_submemory"
+        return Descriptor(self.engine, self.engine.create(create, label, self.handle, dims(shape), zeros))
+
     @property
     def size_bytes(self) -> int:
         """Size in bytes of memory in this format, padding included."""
@@ -312,20 +320,28 @@ class Attributes:
     """A dnnl_primitive_attr_t with the user's scratchpad and optional post-operations.
 
     Args:
-        accumulate: whether the result is added to the destination instead of overwriting it.
+        then: kinds of operations that follow on the result, each with the descriptor of its second operand or None.
+        kept: factor of the destination that is added to the result; 0: the destination is overwritten.
         relu: whether a ReLU is applied to the result.
     """
 
-    def __init__(self, engine: Engine, *, accumulate: bool = False, relu: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, *, then: Sequence[tuple[int, Descriptor | None]] = (), kept: float = 0.0, relu: bool = False
+    ) -> None:
         self.handle = engine.create("dnnl_primitive_attr_create", "attributes")
         engine.free_with(self, "dnnl_primitive_attr_destroy", self.handle)
         engine.call("dnnl_primitive_attr_set_scratchpad_mode", "user scratchpads", self.handle, c.SCRATCHPAD_MODE_USER)
-        if not (accumulate or relu):
+        if not (then or kept or relu):
             return
         post = engine.create("dnnl_post_ops_create", "post-operations")
         try:
-            if accumulate:
-                engine.call("dnnl_post_ops_append_sum", "a sum post-operation", post, 1.0, 0, 0)
+            for kind, operand in then:
+                if operand is None:
+                    engine.call("dnnl_post_ops_append_eltwise", "an element-wise post-operation", post, kind, 0.0, 0.0)
+                else:
+                    engine.call("dnnl_post_ops_append_binary", "a binary post-operation", post, kind, operand.handle)
+            if kept:
+                engine.call("dnnl_post_ops_append_sum", "a sum post-operation", post, kept, 0, 0)
             if relu:
                 engine.call("dnnl_post_ops_append_eltwise", "a ReLU post-operation", post, c.ELTWISE_RELU, 0.0, 0.0)
             engine.call("dnnl_primitive_attr_set_post_ops", "post-operations", self.handle, post)
@@ -374,11 +390,12 @@ class Primitive:
         """Size in bytes of the scratchpad that every call needs."""
         return self.descriptor(c.QUERY_SCRATCHPAD_MD).size_bytes
 
-    def bind(self, memories: Mapping[int, tuple[Descriptor, Array]], scratch: Array | None = None) -> Call:
+    def bind(self, memories: Mapping[int, tuple[Descriptor, Array | None]], scratch: Array | None = None) -> Call:
         """Return a call on fixed memory.
 
         Args:
-            memories: (format, array at whose start the memory begins) by number of the execution argument.
+            memories: (format, array at whose start the memory begins) by number of the execution argument. An array may be None
+                if `Call.point` sets the address before each execution.
             scratch: memory for the scratchpad.
         """
         every = dict(memories)
@@ -389,26 +406,25 @@ class Primitive:
 
 
 class _Memory:
-    """A dnnl_memory_t over an array's bytes, which keeps the array alive."""
+    """A dnnl_memory_t over an array's bytes, which keeps the array alive; without an array, `Call.point` sets its address."""
 
-    def __init__(self, descriptor: Descriptor, array: Array, label: str) -> None:
-        assert array.nbytes >= descriptor.extent_bytes, (
+    def __init__(self, descriptor: Descriptor, array: Array | None, label: str) -> None:
+        assert array is None or array.nbytes >= descriptor.extent_bytes, (
             f"{label}: {array.nbytes} bytes are too small, {descriptor.extent_bytes} are needed"
         )
         engine = descriptor.engine
         self.array = array
-        self.handle = engine.create(
-            "dnnl_memory_create", f"memory of {label}", descriptor.handle, engine.handle, c_void_p(array.ctypes.data)
-        )
+        address = c_void_p(None if array is None else array.ctypes.data)
+        self.handle = engine.create("dnnl_memory_create", f"memory of {label}", descriptor.handle, engine.handle, address)
         engine.free_with(self, "dnnl_memory_destroy", self.handle)
 
 
 class Call:
     """One execution of a primitive with prepared arguments. A call returns when the execution is complete."""
 
-    __slots__ = ("_arguments", "_count", "_execute", "_memories", "_primitive", "_raw", "_stream")
+    __slots__ = ("_arguments", "_count", "_execute", "_memories", "_point", "_primitive", "_raw", "_stream")
 
-    def __init__(self, primitive: Primitive, memories: Mapping[int, tuple[Descriptor, Array]]) -> None:
+    def __init__(self, primitive: Primitive, memories: Mapping[int, tuple[Descriptor, Array | None]]) -> None:
         engine = primitive.engine
         self._primitive = primitive
         self._memories = [_Memory(*memory, primitive.label) for memory in memories.values()]
@@ -416,8 +432,12 @@ class Call:
         self._arguments = (ExecutionArgument * self._count)()
         for argument, kind, memory in zip(self._arguments, memories, self._memories, strict=True):
             argument.arg, argument.memory = kind, memory.handle
-        self._execute = engine.library.dnnl_primitive_execute
+        self._execute, self._point = engine.library.dnnl_primitive_execute, engine.library.dnnl_memory_set_data_handle
         self._raw, self._stream = primitive.primitive, engine.stream
+
+    def point(self, argument: int, address: int) -> None:
+        """Set the address of an argument's memory, numbered in the order of `memories`. The caller keeps the memory alive."""
+        self._point(self._memories[argument].handle, address)
 
     def __call__(self) -> None:
         """Execute the primitive, and return when it is complete.

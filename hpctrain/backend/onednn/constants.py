@@ -37,11 +37,15 @@ BACKWARD_DATA = 160
 # dnnl_alg_kind_t
 CONVOLUTION_DIRECT = 0x1
 ELTWISE_RELU = 0x20
+ELTWISE_SQRT = 0x25
 ELTWISE_RELU_USE_DST = 0x100
 POOLING_MAX = 0x1FF
 POOLING_AVERAGE_INCLUDE_PADDING = 0x2FF
 POOLING_AVERAGE_EXCLUDE_PADDING = 0x3FF
 BINARY_ADD = 0x1FFF0
+BINARY_MUL = 0x1FFF1
+BINARY_DIV = 0x1FFF4
+BINARY_SUB = 0x1FFF5
 
 # dnnl_normalization_flags_t
 USE_GLOBAL_STATS = 0x1
@@ -69,6 +73,12 @@ ARG_DIFF_BIAS = 169
 ARG_DIFF_SCALE = 255
 ARG_DIFF_SHIFT = 256
 ARG_MULTIPLE_SRC = 1024
+
+
+def post_operand(number: int) -> int:
+    """Return the execution argument of a binary post-operation's second operand."""
+    return 32768 * (number + 1) | ARG_SRC_1
+
 
 # dnnl_query_t
 QUERY_IMPL_INFO_STR = 8

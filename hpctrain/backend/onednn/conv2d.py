@@ -185,7 +185,7 @@ class Convolution:
         shape = (channels, k, r, s)
         formats = (self.destination, Descriptor.tagged(self._engine, shape, "any"), None, self.source)
         kind = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
-        rest = (*convolution_geometry(window), Attributes(self._engine, accumulate=True))
+        rest = (*convolution_geometry(window), Attributes(self._engine, kept=1.0))
         label = f"{self.label} backward data, adding"
         try:
             made = Primitive(self._engine, "convolution_forward", label, *kind, *formats, *rest)
@@ -208,14 +208,14 @@ class Convolution:
         images, outputs = self.x.shape, self.y.shape
         forward = Tiling(images[0], (images[1], images[2]), channels, k, window.padding, block, tag)
         backward = Tiling(images[0], (outputs[1], outputs[2]), k, channels, turned.padding, block, tag)
-        taps = ((9 * channels, 1), 0, channels)
+        taps = (channels, 9 * channels, 1)
         if forward.pays(_DIRECT_SPEED):
-            self.winograd = Product(self._engine, self.label, forward, *taps, bias=spec.bias, relu=relu)
+            self.winograd = Product(self._engine, self.label, forward, taps, bias=spec.bias, relu=relu)
         if input_gradient and backward.pays(_DIRECT_SPEED):
             label = f"{self.label} backward data"
-            self.winograd_data = Product(self._engine, label, backward, (1, 9 * channels), 8 * channels, -channels)
+            self.winograd_data = Product(self._engine, label, backward, (channels, 1, 9 * channels), turned=True)
         if forward.pays(_DIRECT_WEIGHTS_SPEED):
-            self.winograd_weights = WeightGradient(self._engine, self.label, forward, *taps, bias=spec.bias)
+            self.winograd_weights = WeightGradient(self._engine, self.label, forward, taps, bias=spec.bias)
 
 
 def choose(

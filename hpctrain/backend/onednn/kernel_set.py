@@ -9,8 +9,8 @@ from threadpoolctl import threadpool_limits
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.graph import Graph, fuse
-from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
 from hpctrain.backend.onednn.batch_norm import BatchNormOperator
 from hpctrain.backend.onednn.binding import Engine, available
 from hpctrain.backend.onednn.conv2d import ProductConv2d, make_conv2d, products_pay
@@ -58,7 +58,6 @@ class OnednnKernelSet(KernelSet):
 
     name: ClassVar[str] = "onednn"
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
-    arithmetic: Arithmetic = HostArithmetic(allocate)
 
     def __init__(self, *, fused: bool = True) -> None:
         reason = available()
@@ -66,6 +65,7 @@ class OnednnKernelSet(KernelSet):
             raise BackendError(reason)
         self._engine = Engine()
         threadpool_limits(limits=1, user_api="blas")
+        self.arithmetic: Arithmetic = OnednnArithmetic(self._engine)
         self._fused = fused
         self._fallback = NumpyKernelSet()
 

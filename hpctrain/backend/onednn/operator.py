@@ -182,7 +182,7 @@ class Copy:
 
     def __init__(self, engine: Engine, label: str, source: Descriptor, target: Descriptor, *, accumulate: bool = False) -> None:
         self.source, self.target = source, target
-        attributes = Attributes(engine, accumulate=accumulate)
+        attributes = Attributes(engine, kept=float(accumulate))
         self._primitive = Primitive(engine, "reorder", label, source, engine, target, engine, attributes)
 
     @property

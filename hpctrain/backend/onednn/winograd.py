@@ -2,7 +2,7 @@
 
 oneDNN has no such kernel in float32 on x86-64, so the convolution is composed of oneDNN's primitives, which use its threads.
 Strided reorders gather the image's overlapping 4x4 tiles, and products with small constant matrices transform them. Between the
-transforms are 16 1x1 convolutions, oneDNN's fastest kernels. Images have blocked channels, and all primitives move whole blocks.
+transforms is a batch of 16 products. Images have blocked channels, and all reorders move whole blocks.
 
 Kronecker products turn each two-sided transform into one product with a small constant matrix. Over tile positions:
     forward   y = (At x At) [(G x G) w . (Bt x Bt) patches]                                   section 4.1, eq. 8
@@ -25,9 +25,9 @@ import numpy as np
 
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive
-from hpctrain.backend.onednn.operator import Copy, Regions, allocate, convolution_geometry, vector
+from hpctrain.backend.onednn.operator import Copy, Regions, allocate
 from hpctrain.backend.operators import Array
-from hpctrain.backend.specs import Edges, Pair, Window
+from hpctrain.backend.specs import Edges, Pair
 
 # Maximum size of the tiles of a chunk. Each chunk reads all weights and sums all their gradients: smaller chunks took longer at
 # 512 channels and gained nothing elsewhere, larger ones gained nothing (measured).
@@ -169,7 +169,6 @@ class WinogradScratch:
     Attributes:
         library: scratchpad of the library (uint8).
         weights: weights by tile position (16).
-        bias: bias gradient of one chunk.
         taps: weights by tap (9).
         padded: images of a chunk, surrounded by zeros.
         plain: tiles before the transform of x or dy, or after the transform of y.
@@ -179,7 +178,6 @@ class WinogradScratch:
 
     library: Array
     weights: Array
-    bias: Array
     taps: Array
     padded: Array
     plain: Array
@@ -202,7 +200,7 @@ class ScratchPlan:
         padded = tiling.channels_in * max(form.images * math.prod(form.padded) for form in forms)
         regions = Regions()
         self._library = regions.add(max(primitive.scratchpad_bytes for primitive in primitives))
-        self._places = [regions.add(4 * count) for count in (16 * weight_items, tiling.channels_out)]
+        self._places = [regions.add(4 * 16 * weight_items)]
         taps = regions.add(4 * 9 * weight_items)
         of_tiles = Regions(taps.start if taps_alone else regions.total_bytes)
         self._places += [taps, *(of_tiles.add(4 * count) for count in (padded, *(tiles * items for items in tiling.items)))]
@@ -236,7 +234,7 @@ class Matrix:
         self._constant[...] = matrix
         self._formats = [Descriptor.strided(engine, s, (s[1], 1)) for s in ((rows, columns), (columns, items), (rows, items))]
         left, source, target = self._formats
-        attributes = Attributes(engine, relu=relu, accumulate=add)
+        attributes = Attributes(engine, relu=relu, kept=float(add))
         self.primitive = Primitive(engine, "matmul", f"{label}, transform", left, source, None, target, attributes)
 
     def bind(self, source: Array, target: Array, library: Array) -> Work:
@@ -246,7 +244,11 @@ class Matrix:
 
 
 class _Grid:
-    """Strided copies between the tiles of one form and the pixels of their images, both as (images, channels, rows, columns)."""
+    """Strided copies between the tiles of one form and the pixels of their images.
+
+    Tiles are rows of a matrix, one for each position in a tile: (positions, tiles, channels). Images have blocked channels. Both
+    are described as (images, channel blocks, rows, columns, channels of a block).
+    """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, channels: int) -> None:
         self._engine, self._label, self._form, self._channels = engine, f"{label}, tiles", form, channels
@@ -254,17 +256,21 @@ class _Grid:
 
     @property
     def by_tile(self) -> tuple[int, ...]:
-        """Strides in elements of (image, block, row, column), for tiles that are contiguous in memory."""
-        form, block = self._form, self.block
-        return form.rows * form.columns * block, form.tiles * block, form.columns * block, block
+        """Strides in elements of (image, block, row, column) of one position of all tiles."""
+        form, channels = self._form, self._channels
+        return form.rows * form.columns * channels, self.block, form.columns * channels, channels
 
     def by_pixel(self, size: Pair, spread: int = 1) -> tuple[int, ...]:
         """Return the strides in elements of (image, block, row, column), for every `spread`-th pixel of images of `size`."""
         row = size[1] * self.block
         return self._channels * size[0] * size[1], size[0] * row, spread * row, spread * self.block
 
-    def copy(self, size: Pair, source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
-        """Return a reorder of `size` (rows, columns) of all images and channels, from strides `source` to strides `target`."""
+    def copy(self, size: Sequence[int], source: Sequence[int], target: Sequence[int], *, accumulate: bool = False) -> Copy:
+        """Return a reorder of all images and channels from strides `source` to strides `target`.
+
+        Args:
+            size: rows and columns, followed by further dims whose strides follow as well.
+        """
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
         return Copy(self._engine, self._label, forms[0], forms[1], accumulate=accumulate)
@@ -273,9 +279,9 @@ class _Grid:
 class Patches:
     """Transform of x for the chunks of one form: scratch.left = (Bt x Bt) of the overlapping 4x4 patches of x.
 
-    A reorder gathers one of the 16 positions of all patches, with stride 2 between tiles. It cannot skip the parts of patches
-    outside an image, so the chunk's part of x is first copied to `scratch.padded`, surrounded by zeros, where every patch is
-    complete.
+    A reorder gathers 2x2 neighbours of the 16 positions of all patches; all 16 would overlap with those of the next tile. It
+    cannot skip the parts of patches outside an image, so the chunk's part of x is first copied to `scratch.padded`, surrounded by
+    zeros, where every patch is complete.
     """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
@@ -286,25 +292,32 @@ class Patches:
         _, _, row, column = padded
         self._image, self._row = image[0], image[2]
         self._inside = grid.copy((form.read, tiling.size[1]), image, padded)
-        self._gather = grid.copy((form.rows, form.columns), grid.by_pixel(form.padded, 2), grid.by_tile)
         self._begin = form.above * row + tiling.padding[2] * column
-        self._items, self._all = channels * form.tiles, form.images * channels * height * width
-        self._corners = [position // 4 * row + position % 4 * column for position in range(16)]
+        self._items, self._padded = channels * form.tiles, (form.images, channels // tiling.block, height, width, tiling.block)
+        top, left, right = form.above, tiling.padding[2], tiling.padding[2] + tiling.size[1]
+        inside = slice(top, top + form.read)
+        every = slice(None)
+        rows, columns = (slice(0, top), slice(inside.stop, None)), (slice(0, left), slice(right, None))
+        self._borders = [*((outside, every) for outside in rows), *((inside, outside) for outside in columns)]
+        source, target = (*grid.by_pixel(form.padded, 2), row, column), (*grid.by_tile, 4 * self._items, self._items)
+        self._gather = grid.copy((form.rows, form.columns, 2, 2), source, target)
+        quarters = [(down, right) for down in (0, 2) for right in (0, 2)]
+        self._corners = [(down * row + right * column, (4 * down + right) * self._items) for down, right in quarters]
         self._transform = Matrix(engine, label, np.kron(_BT, _BT), self._items)
         self.primitives = [self._transform.primitive]
 
     def load(self, chunk: Chunk, x: Array, scratch: WinogradScratch) -> list[Work]:
         """Return the calls that write the chunk's part of x, surrounded by zeros, to scratch.padded."""
-        # Scratch is not zeroed, and other chunks and operators write to it.
         first = x.reshape(-1)[chunk.image * self._image + chunk.read_row * self._row :]
-        return [partial(scratch.padded[: self._all].fill, 0.0), self._inside.bind(first, scratch.padded[self._begin :])]
+        padded = scratch.padded[: math.prod(self._padded)].reshape(self._padded)
+        borders = [padded[:, :, rows, columns] for rows, columns in self._borders]
+        # Scratch is not zeroed, and other chunks and operators write to it.
+        zeros = [partial(border.fill, 0.0) for border in borders if border.size]
+        return [*zeros, self._inside.bind(first, scratch.padded[self._begin :])]
 
     def transform(self, scratch: WinogradScratch) -> list[Work]:
         """Return the calls that follow `load`. All chunks of the form share them."""
-        gathers = [
-            self._gather.bind(scratch.padded[corner:], scratch.plain[position * self._items :])
-            for position, corner in enumerate(self._corners)
-        ]
+        gathers = [self._gather.bind(scratch.padded[corner:], scratch.plain[place:]) for corner, place in self._corners]
         return [*gathers, self._transform.bind(scratch.plain, scratch.left, scratch.library)]
 
 
@@ -322,14 +335,26 @@ class _Corners:
         """Whether some tiles extend beyond the edge."""
         return bool(self._form.written % 2 or self._width % 2)
 
-    def _places(self) -> Iterator[tuple[int, int, Pair]]:
-        """Yield (offset from the tiles' start, offset from the chunk's first element in an image, (rows, columns)).
+    def _copies(self, gathering: bool, accumulate: bool = False) -> Iterator[tuple[Copy, int, int]]:
+        """Yield (copy, offset from the chunk's first element in an image, offset from the tiles' start), in elements.
 
-        Offsets are in elements. oneDNN treats a row as long as its stride. The last row of an image, unless another row follows,
-        would therefore end outside of the image, and is copied separately. The same holds for the last pixel of an image of one
-        row.
+        One copy moves all four outputs, unless some tiles extend beyond the edge. oneDNN treats a row as long as its stride. The
+        last row of an image, unless another row follows, would therefore end outside of the image, and is copied separately. The
+        same holds for the last pixel of an image of one row.
         """
-        height, width, block = self._form.written, self._width, self._grid.block
+        height, width, block, by_tile, by_pixel = (
+            self._form.written,
+            self._width,
+            self._grid.block,
+            self._grid.by_tile,
+            self._by_pixel,
+        )
+        if not self.overhang:
+            by_tile, by_pixel = (*by_tile, 2 * self._items, self._items), (*by_pixel, width * block, block)
+            source, target = (by_pixel, by_tile) if gathering else (by_tile, by_pixel)
+            yield self._grid.copy((height // 2, width // 2, 2, 2), source, target, accumulate=accumulate), 0, 0
+            return
+        source, target = (by_pixel, by_tile) if gathering else (by_tile, by_pixel)
         for number in range(4):
             down, right = number // 2, number % 2
             rows, columns = (height + 1 - down) // 2, (width + 1 - right) // 2
@@ -338,20 +363,17 @@ class _Corners:
             for first, count in ((0, together), (together, rows - together)):
                 for left, many in ((0, near), (near, columns - near)):
                     if count and many:
-                        tile = number * self._items + (first * self._form.columns + left) * block
-                        yield tile, ((2 * first + down) * width + 2 * left + right) * block, (count, many)
+                        tile = number * self._items + first * by_tile[2] + left * by_tile[3]
+                        copy = self._grid.copy((count, many), source, target, accumulate=accumulate)
+                        yield copy, ((2 * first + down) * width + 2 * left + right) * block, tile
 
     def gathering(self) -> list[tuple[Copy, int, int]]:
         """Return (copy to tiles, offset from the chunk's first element in an image, offset from the tiles' start)."""
-        return [(self._grid.copy(size, self._by_pixel, self._grid.by_tile), start, at) for at, start, size in self._places()]
+        return list(self._copies(True))
 
     def scattering(self, accumulate: bool) -> list[tuple[Copy, int, int]]:
         """Return the tuples of `gathering`, but with copies from tiles to pixels."""
-        by_tile = self._grid.by_tile
-        return [
-            (self._grid.copy(size, by_tile, self._by_pixel, accumulate=accumulate), start, at)
-            for at, start, size in self._places()
-        ]
+        return list(self._copies(False, accumulate))
 
     def first(self, chunk: Chunk, y: Array) -> Array:
         """Return y as a flat view that begins at the chunk's first output."""
@@ -361,8 +383,8 @@ class _Corners:
 class Outputs:
     """Inverse transform to y for the chunks of one form: y = (At x At) scratch.right, or y += with `accumulate`.
 
-    The transform writes the 2x2 outputs of each tile, position by position. A reorder scatters one of the four positions to every
-    second pixel, except beyond the edge.
+    The transform writes the 2x2 outputs of each tile, position by position. Reorders scatter them to the pixels, but not beyond
+    the edge.
     """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, *, relu: bool) -> None:
@@ -425,59 +447,54 @@ class CallSequence:
 
 
 class _Products:
-    """The 16 1x1 convolutions between the tiles of one chunk, forward or for the weights' gradient."""
+    """The products of the 16 positions of the tiles of one chunk with the weights, forward or for the weights' gradient.
+
+    Forward: right (16, tiles, K) = left (16, tiles, C) @ weights (16, C, K). Backward: weights (16, K, C) = right (16, K, tiles,
+    transposed) @ left (16, tiles, C).
+    """
 
     def __init__(
         self, engine: Engine, label: str, tiling: Tiling, tiles: int, *, weights: Descriptor | None, bias: bool, backward: bool
     ) -> None:
-        self._tiling, self._tiles = tiling, tiles
         k, channels = tiling.channels_out, tiling.channels_in
-        self._left = Descriptor.tagged(engine, (1, channels, self._tiles, 1), tiling.tag)
-        self._right = Descriptor.tagged(engine, (1, k, self._tiles, 1), tiling.tag)
-        self._bias, self._backward = vector(engine, k), backward
-        geometry, attributes = convolution_geometry(Window((1, 1), (1, 1), (0, 0, 0, 0))), Attributes(engine)
+        self._tiles_out = tiles * k
+        self._backward, self._bias = backward, None
+        strided, label = partial(Descriptor.strided, engine), f"{label}, products"
+        if backward:
+            right = strided((16, k, tiles), (tiles * k, 1, k))
+            self._formats = right, strided((16, tiles, channels), (tiles * channels, channels, 1))
+            self._target = strided((16, k, channels), (k * channels, channels, 1))
+        else:
+            free = Descriptor.tagged(engine, (16, channels, k), "any") if weights is None else weights
+            self._formats = strided((16, tiles, channels), (tiles * channels, channels, 1)), free
+            self._target = strided((16, tiles, k), (tiles * k, k, 1))
+        self._product = Primitive(engine, "matmul", label, *self._formats, None, self._target, Attributes(engine))
+        self.weights = self._target if backward else self._product.descriptor(c.QUERY_WEIGHTS_MD)
+        self.primitives = [self._product]
+        if bias and backward:
+            self._sums = [Matrix(engine, label, np.ones((1, tiles), np.float32), k, add=add) for add in (False, True)]
+            self.primitives += [one.primitive for one in self._sums]
+        elif bias:
+            self._rows, self._row = strided((tiles, k), (k, 1)), strided((1, k), (k, 1))
+            self._bias = Primitive(engine, "binary", label, c.BINARY_ADD, self._rows, self._row, self._rows, Attributes(engine))
+            self.primitives.append(self._bias)
 
-        def make(weights: Descriptor, with_bias: bool) -> Primitive:
-            formats = (self._left, weights, self._bias if with_bias else None, self._right)
-            head = (c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT)
-            if not backward:
-                return Primitive(engine, "convolution_forward", label, *head, *formats, *geometry, attributes)
-            # oneDNN requires a forward primitive as a hint, with a weight format that it chooses.
-            free = Descriptor.tagged(engine, (k, channels, 1, 1), "any")
-            hint = Primitive(
-                engine, "convolution_forward", label, *head, self._left, free, formats[2], self._right, *geometry, attributes
-            )
-            return Primitive(engine, "convolution_backward_weights", label, head[1], *formats, *geometry, hint, attributes)
-
-        wanted = weights if weights is not None else Descriptor.tagged(engine, (k, channels, 1, 1), "any")
-        self.plain = make(wanted, False)
-        self.weights = self.plain.descriptor(c.QUERY_DIFF_WEIGHTS_MD if backward else c.QUERY_WEIGHTS_MD)
-        # Both primitives read the same weights, so the second must use the format that the first has chosen.
-        self.biased = make(self.weights, True) if bias else None
-        self.weight_items = self.weights.size_bytes // 4
-
-    @property
-    def primitives(self) -> list[Primitive]:
-        return [self.plain] if self.biased is None else [self.plain, self.biased]
-
-    def bind(self, scratch: WinogradScratch, bias: Array | None) -> list[Work]:
-        tiling, works = self._tiling, list[Work]()
-        names = (
-            (c.ARG_SRC, c.ARG_DIFF_WEIGHTS, c.ARG_DIFF_DST, c.ARG_DIFF_BIAS)
-            if self._backward
-            else (c.ARG_SRC, c.ARG_WEIGHTS, c.ARG_DST, c.ARG_BIAS)
-        )
-        for position in range(16):
-            memories = {
-                names[0]: (self._left, scratch.left[position * tiling.channels_in * self._tiles :]),
-                names[1]: (self.weights, scratch.weights[position * self.weight_items :]),
-                names[2]: (self._right, scratch.right[position * tiling.channels_out * self._tiles :]),
-            }
-            primitive = self.plain
-            if position == _BIAS_POSITION and self.biased is not None:
-                primitive = self.biased
-                memories[names[3]] = (self._bias, bias)
-            works.append(primitive.bind(memories, scratch.library))
+    def bind(self, scratch: WinogradScratch, bias: Array | None, *, add: bool = False) -> list[Work]:
+        """Return the calls. `add`: whether the bias gradient is added to that of earlier chunks."""
+        position = scratch.right[_BIAS_POSITION * self._tiles_out :]
+        first, second, target = scratch.left, scratch.weights, scratch.right
+        if self._backward:
+            first, second, target = scratch.right, scratch.left, scratch.weights
+        weights = self._formats[1] if self._backward else self.weights
+        memories = {c.ARG_SRC: (self._formats[0], first), c.ARG_WEIGHTS: (weights, second), c.ARG_DST: (self._target, target)}
+        works: list[Work] = [self._product.bind(memories, scratch.library)]
+        if bias is not None and self._backward:
+            works.append(self._sums[add].bind(position, bias, scratch.library))
+        elif bias is not None:
+            assert self._bias is not None
+            rows = (self._rows, position)
+            arguments = {c.ARG_SRC: rows, c.ARG_SRC_1: (self._row, bias), c.ARG_DST: rows}
+            works.append(self._bias.bind(arguments, scratch.library))
         return works
 
 
@@ -485,16 +502,13 @@ class _Winograd:
     """Base of `Product` and `WeightGradient`: kernels for each form of chunk, scratch, and the offsets of the weights by tap.
 
     Args:
-        strides: strides of the weights along (out, in), in elements.
-        first: offset of tap (0, 0) in the weights, in elements.
-        step: distance from each tap to the next in row order, in elements.
+        strides: strides of the weights along (tap, out, in), in elements.
     """
 
     def __init__(
-        self, engine: Engine, label: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool, backward: bool
+        self, engine: Engine, label: str, tiling: Tiling, strides: tuple[int, int, int], *, bias: bool, backward: bool
     ) -> None:
         self._engine, self._label, self._tiling = engine, f"{label} by Winograd", tiling
-        self._taps = [first + tap * step for tap in range(9)]
         self._chunks = tiling.chunks()
         self._forms: list[Form] = list(dict.fromkeys(chunk.form for chunk in self._chunks))
         self._patches = {form: Patches(engine, self._label, tiling, form) for form in self._forms}
@@ -505,10 +519,13 @@ class _Winograd:
             made = _Products(engine, self._label, tiling, tiles, weights=weights, bias=bias, backward=backward)
             self._products[tiles], weights = made, made.weights
         assert weights is not None
-        self._weights, self._items = weights, weights.size_bytes // 4
-        # A dim of one element may have any stride that is at least as large as the others.
-        shape = (tiling.channels_out, tiling.channels_in, 1, 1)
-        self._plain_weights = Descriptor.strided(engine, shape, (*strides, max(strides), max(strides)))
+        self._weights, self._items = weights, weights.size_bytes // 64
+        tap, out, channel = strides
+        shape, order = (9, tiling.channels_in, tiling.channels_out), (tap, channel, out)
+        if backward:
+            shape, order = (9, tiling.channels_out, tiling.channels_in), strides
+        self._plain_weights = Descriptor.strided(engine, shape, order)
+        self._taps = weights.part(shape)
 
     def _place(self, primitives: Sequence[Primitive], *, taps_alone: bool) -> None:
         """Plan the scratch.
@@ -522,23 +539,27 @@ class _Winograd:
 
 
 class Product(_Winograd):
-    """Forward convolution by Winograd: y = conv(x, w) + bias, then ReLU; or y += conv(x, w)."""
+    """Forward convolution by Winograd: y = conv(x, w) + bias, then ReLU; or y += conv(x, w).
+
+    Args:
+        turned: whether the kernel is flipped.
+    """
 
     def __init__(
         self,
         engine: Engine,
         label: str,
         tiling: Tiling,
-        strides: Pair,
-        first: int,
-        step: int,
+        strides: tuple[int, int, int],
         *,
+        turned: bool = False,
         bias: bool = False,
         relu: bool = False,
     ) -> None:
-        super().__init__(engine, label, tiling, strides, first, step, bias=bias, backward=False)
+        super().__init__(engine, label, tiling, strides, bias=bias, backward=False)
         self._outputs = {form: Outputs(engine, self._label, tiling, form, relu=relu) for form in self._forms}
-        self._transform = Matrix(engine, self._label, np.kron(_G, _G), self._items)
+        transform = np.kron(_G, _G)
+        self._transform = Matrix(engine, self._label, transform[:, ::-1] if turned else transform, self._items)
         primitives = [primitive for outputs in self._outputs.values() for primitive in outputs.primitives]
         self._place([*primitives, self._transform.primitive], taps_alone=True)
 
@@ -573,9 +594,8 @@ class Product(_Winograd):
 
     def _load(self, plain: Array, scratch: WinogradScratch) -> list[Work]:
         """Return the calls that compute scratch.weights = (G x G) weights."""
-        copy = Copy(self._engine, f"{self._label} weights", self._plain_weights, self._weights)
-        works: list[Work] = [copy.bind(plain[at:], scratch.taps[tap * self._items :]) for tap, at in enumerate(self._taps)]
-        return [*works, self._transform.bind(scratch.taps, scratch.weights, scratch.library)]
+        copy = Copy(self._engine, f"{self._label} weights", self._plain_weights, self._taps)
+        return [copy.bind(plain, scratch.taps), self._transform.bind(scratch.taps, scratch.weights, scratch.library)]
 
     def _between(self, form: Form, bias: Array | None, scratch: WinogradScratch) -> list[Work]:
         """Return the calls between `load` and `store` of a chunk. All chunks of one form share them."""
@@ -586,10 +606,8 @@ class Product(_Winograd):
 class WeightGradient(_Winograd):
     """Gradients of the weights, and of the bias if there is one, by Winograd from x and dy."""
 
-    def __init__(
-        self, engine: Engine, label: str, tiling: Tiling, strides: Pair, first: int, step: int, *, bias: bool = False
-    ) -> None:
-        super().__init__(engine, f"{label} backward weights", tiling, strides, first, step, bias=bias, backward=True)
+    def __init__(self, engine: Engine, label: str, tiling: Tiling, strides: tuple[int, int, int], *, bias: bool = False) -> None:
+        super().__init__(engine, f"{label} backward weights", tiling, strides, bias=bias, backward=True)
         self._gradients = {form: OutputGradients(engine, self._label, tiling, form) for form in self._forms}
         primitives = [primitive for gradients in self._gradients.values() for primitive in gradients.primitives]
         back = np.kron(_G.T, _G.T)
@@ -607,15 +625,12 @@ class WeightGradient(_Winograd):
             works += [*self._patches[chunk.form].load(chunk, x, scratch), *patches[chunk.form]]
             works += self._gradients[chunk.form].load(chunk, dy, scratch)
             works += adding[chunk.form] if number else self._gradients_of(chunk.form, bias, scratch, add=False)
-        store = Copy(self._engine, f"{self._label} weights", self._weights, self._plain_weights)
-        works += [store.bind(scratch.taps[tap * self._items :], plain[at:]) for tap, at in enumerate(self._taps)]
-        return CallSequence(works)
+        store = Copy(self._engine, f"{self._label} weights", self._taps, self._plain_weights)
+        return CallSequence([*works, store.bind(scratch.taps, plain)])
 
     def _gradients_of(self, form: Form, bias: Array | None, scratch: WinogradScratch, *, add: bool) -> list[Work]:
         """Return the calls after a chunk is loaded, which write the gradients, or add them to the gradients of earlier chunks."""
-        products = self._products[form.tiles].bind(scratch, scratch.bias if add else bias)
+        products = self._products[form.tiles].bind(scratch, bias, add=add)
         works = [*self._gradients[form].transform(scratch), *products]
-        if add and bias is not None:
-            works.append(partial(np.add, bias, scratch.bias, bias))
         transform = self._add if add else self._write
         return [*works, transform.bind(scratch.weights, scratch.taps, scratch.library)]

@@ -178,7 +178,7 @@ def test_what_it_cannot_do_or_does_not_do_faster_stays_direct(onednn: KernelSet,
 
 _DEFAULT_BYTES = winograd._CHUNK_BYTES
 
-_TAPS = ((9 * 64, 1), 0, 64)  # where 64 channels' KRSC weights lie
+_TAPS = (64, 9 * 64, 1)  # strides of 64 channels' KRSC weights
 
 edge = st.integers(0, 2)
 
@@ -229,6 +229,6 @@ def test_large_images_take_no_more_scratch_than_small_ones(onednn: OnednnKernelS
     engine = onednn._engine
     tiling = Tiling(2, (pixels, pixels), 64, 64, (1, 1, 1, 1), engine.block, TAGS[blocked_layout(engine)])
     weights = (16 + 9) * 4 * 64 * 64  # by tile position and by tap
-    for made in (Product(engine, "test", tiling, *_TAPS), WeightGradient(engine, "test", tiling, *_TAPS, bias=True)):
+    for made in (Product(engine, "test", tiling, _TAPS), WeightGradient(engine, "test", tiling, _TAPS, bias=True)):
         library = made._scratch_plan._library
         assert made.scratch_bytes <= _DEFAULT_BYTES + weights + (library.stop - library.start) + 64 * 10  # of aligned parts

@@ -14,27 +14,27 @@ from hpctrain.backend.onednn.kernel_set import available
 from tests.support.arena_sizes import arena_sizes, arena_sizes_with
 
 NUMPY = {
-    "resnet50": [682899456, 57802752],
-    "vgg16": [269494272, 107467776],
-    "resnet34": [19167232, 6570048],
-    "resnet20": [102641152, 17229568],
-    "small": [10177024, 5341184],
+    "resnet50-224": [682899456, 57802752],
+    "vgg16-224": [269494272, 107467776],
+    "resnet34-48": [19167232, 6570048],
+    "resnet20-32": [102641152, 17229568],
+    "small-28": [10177024, 5341184],
 }
 # oneDNN's kernels ask for scratch of their own and choose layouts by the instruction set, so the library is held to one of two.
 ONEDNN = {
     "AVX2": {
-        "resnet50": [682326528, 57868288],
-        "vgg16": [317310976, 102907904],
-        "resnet34": [18089600, 9744384],
-        "resnet20": [113611904, 12592128],
-        "small": [4139904, 2007040],
+        "resnet50-224": [682326528, 57868288],
+        "vgg16-224": [317310976, 102907904],
+        "resnet34-48": [18089600, 9744384],
+        "resnet20-32": [113611904, 12592128],
+        "small-28": [4139904, 2007040],
     },
     "AVX512_CORE": {
-        "resnet50": [682331392, 57868288],
-        "vgg16": [317315840, 102907904],
-        "resnet34": [18101504, 9744384],
-        "resnet20": [113616768, 12592128],
-        "small": [4301952, 2007040],
+        "resnet50-224": [682331392, 57868288],
+        "vgg16-224": [317315840, 102907904],
+        "resnet34-48": [18101504, 9744384],
+        "resnet20-32": [113616768, 12592128],
+        "small-28": [4301952, 2007040],
     },
 }
 _PROCESSOR_FLAG = {"AVX2": "avx2", "AVX512_CORE": "avx512bw"}

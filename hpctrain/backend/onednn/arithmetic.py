@@ -1,0 +1,287 @@
+"""Arithmetic service of the oneDNN set: work on flat arrays in the threads that also run the kernels (docs/adr/0033).
+
+A `Pass` is one oneDNN primitive over flat arrays that combines several elementary operations. Updates of parameters are a few
+passes over chunks that stay in the caches. Other operations are NumPy's, on ranges of the elements that a `Team` shares out over
+OpenMP's threads. Each element's result depends on that element alone, and sums are added in an order that depends on sizes alone,
+so the bits do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from ctypes import CFUNCTYPE, c_uint, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpctrain.backend.arithmetic import Array, Corrections, Descent, MomentDescent, MomentRule, UpdateRun
+from hpctrain.backend.host_arithmetic import HostArithmetic
+from hpctrain.backend.onednn import constants as c
+from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
+from hpctrain.backend.onednn.operator import allocate
+
+_Body = CFUNCTYPE(None, c_void_p)
+
+#: minimum number of elements of a thread's range. Waking the threads and passing the interpreter lock takes about as long as
+#: NumPy takes for this many elements (measured).
+GRAIN = 1 << 16
+
+
+class Team:
+    """OpenMP's threads, which execute oneDNN's primitives, as workers for Python functions.
+
+    The functions hold the interpreter lock outside of NumPy's loops, so ranges should be long.
+
+    Args:
+        library: oneDNN's library; its OpenMP runtime is used.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._parallel = library.GOMP_parallel
+        self._parallel.argtypes, self._parallel.restype = [_Body, c_void_p, c_uint, c_uint], None
+        self._size, self._number = library.omp_get_max_threads, library.omp_get_thread_num
+
+    @property
+    def size(self) -> int:
+        """Number of threads that a parallel region of the calling thread has."""
+        return int(self._size())
+
+    def share(self, count: int, work: Callable[[int, int], object]) -> None:
+        """Call work(start, stop) in each thread, on consecutive ranges that cover [0, count), and wait for all.
+
+        Each call runs in a copy of the caller's context. If calls raise, one of their exceptions is raised.
+        """
+        size, failures = self.size, list[BaseException]()
+        contexts = [contextvars.copy_context() for _ in range(size)]
+
+        def body(_: object) -> None:
+            number = self._number()
+            try:
+                contexts[number].run(work, count * number // size, count * (number + 1) // size)
+            except BaseException as failure:  # raised in the caller, since C functions cannot pass it on
+                failures.append(failure)
+
+        self._parallel(_Body(body), None, size, 0)
+        if failures:
+            raise failures[0]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """One pass: t := first operation second, then the operations `then`, then + kept * t. t, x, y are arrays, a and b numbers.
+
+    Attributes:
+        operation: one of "+", "-", "*", "/".
+        first: first operand, an array.
+        second: second operand.
+        then: further operations on the result, each with its second operand, or ("sqrt", "").
+        kept: factor of the previous t; 0: the previous t is not read, unless an operand is t.
+    """
+
+    operation: str
+    first: str
+    second: str
+    then: tuple[tuple[str, str], ...] = ()
+    kept: float = 0.0
+
+
+_OPERATIONS = {"+": c.BINARY_ADD, "-": c.BINARY_SUB, "*": c.BINARY_MUL, "/": c.BINARY_DIV, "sqrt": c.ELTWISE_SQRT}
+_ARRAYS = "txy"
+
+
+class Pass:
+    """A `Formula` over flat float32 arrays. A primitive is created once for each size.
+
+    Args:
+        label: name of the operation in errors.
+        numbers: arrays of one element that hold a and b; their owner may change them between calls.
+    """
+
+    def __init__(self, engine: Engine, label: str, formula: Formula, **numbers: Array) -> None:
+        self._engine, self._label, self._formula, self._numbers = engine, label, formula, numbers
+        self._calls: dict[int, tuple[Call, tuple[tuple[int, int], ...]]] = {}
+
+    def __call__(self, size: int, *addresses: int) -> None:
+        """Compute `size` elements. The addresses are those of the arrays' first elements: t, x and, if the formula has it, y."""
+        made = self._calls.get(size)
+        if made is None:
+            made = self._calls[size] = self._make(size)
+        call, places = made
+        for place, number in places:
+            call.point(place, addresses[number])
+        call()
+
+    def _make(self, size: int) -> tuple[Call, tuple[tuple[int, int], ...]]:
+        """Return the call for `size` elements, and (its argument, index of the address) of each array."""
+        engine, formula = self._engine, self._formula
+        formats = {name: Descriptor.tagged(engine, (size if name in _ARRAYS else 1,), "a") for name in "txyab"}
+        then = [(_OPERATIONS[operation], formats.get(operand)) for operation, operand in formula.then]
+        attributes = Attributes(engine, then=then, kept=formula.kept)
+        kinds = (_OPERATIONS[formula.operation], formats[formula.first], formats[formula.second], formats["t"])
+        primitive = Primitive(engine, "binary", self._label, *kinds, attributes)
+        operands = [(c.ARG_SRC, formula.first), (c.ARG_SRC_1, formula.second), (c.ARG_DST, "t")]
+        operands += [(c.post_operand(number), operand) for number, (_, operand) in enumerate(formula.then) if operand]
+        call = primitive.bind({kind: (formats[name], self._numbers.get(name)) for kind, name in operands})
+        return call, tuple((place, _ARRAYS.index(name)) for place, (_, name) in enumerate(operands) if name in _ARRAYS)
+
+
+class _Numbers:
+    """Numbers that passes read from memory, initially 0."""
+
+    def __init__(self, *names: str) -> None:
+        self._arrays = {name: allocate(4).view(np.float32) for name in names}
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def set(self, **values: float) -> None:
+        for name, value in values.items():
+            self._arrays[name][0] = value
+
+
+#: number of elements of a chunk of an update, for each thread. Data, gradient and momentum of a chunk then take 3 MiB, which a
+#: core's share of the last-level cache holds; with shorter chunks, calls take a larger share of the time (measured).
+CHUNK = 1 << 18
+
+
+def _chunks(run: UpdateRun, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (elements, bytes before them in the flat buffers, bytes before them in the optimiser's state) of chunks of a run."""
+    for low in range(run.start, run.stop, longest):
+        yield min(longest, run.stop - low), 4 * low, 4 * (low + run.offset)
+
+
+_SCALED = Formula("*", "x", "a")
+_ADDED = Formula("*", "x", "a", kept=1.0)
+
+
+class OnednnDescent:
+    """Implements `Descent` in two to five passes over each chunk. Arguments: see `Arithmetic.descent`."""
+
+    def __init__(
+        self, engine: Engine, threads: int, data: Array, gradient: Array, momentum: Array, factor: float, nesterov: bool
+    ) -> None:
+        self._longest = min(CHUNK * threads, max(1, data.size))
+        self._factor = float(factor)
+        # Without momentum, or with Nesterov's, w moves along g', which is read twice and is therefore kept in a work buffer.
+        self._buffered = nesterov or not factor
+        self._work = allocate(4 * self._longest if self._buffered else 0).view(np.float32)
+        self._arrays = data, gradient, momentum
+        self._w, self._g, self._m = (array.ctypes.data for array in self._arrays)
+        numbers = self._numbers = _Numbers("scale", "decay", "rate", "ahead", "one")
+        numbers.set(one=1.0)
+        label, momentum_kept = "a momentum update", Formula("*", "x", "a", kept=self._factor)
+        self._scaled = Pass(engine, label, _SCALED if self._buffered else momentum_kept, a=numbers["scale"])
+        self._decayed = Pass(engine, label, _ADDED, a=numbers["decay"])
+        self._summed = Pass(engine, label, momentum_kept, a=numbers["one"]) if nesterov else None
+        self._moved = Pass(engine, label, _ADDED, a=numbers["rate"])
+        self._ahead = Pass(engine, label, _ADDED, a=numbers["ahead"])
+
+    def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
+        self._numbers.set(rate=-lr, ahead=-lr * self._factor)
+        for run in runs:
+            self._numbers.set(scale=run.gradient_scale, decay=run.decay)
+            for size, low, state in _chunks(run, self._longest):
+                w, m = self._w + low, self._m + state
+                direction = self._work.ctypes.data if self._buffered else m
+                self._scaled(size, direction, self._g + low)
+                if run.decay:
+                    self._decayed(size, direction, w)
+                self._moved(size, w, direction)
+                if self._summed is not None:
+                    self._summed(size, m, direction)
+                    self._ahead(size, w, m)
+
+
+class OnednnMomentDescent:
+    """Implements `MomentDescent` in four or five passes over each chunk. Arguments: see `Arithmetic.moment_descent`."""
+
+    def __init__(
+        self, engine: Engine, threads: int, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule
+    ) -> None:
+        self._longest = min(CHUNK * threads, max(1, data.size))
+        self._rule = rule
+        self._arrays = data, gradient, first, second, allocate(4 * self._longest)
+        self._w, self._g, self._m, self._v, self._root = (array.ctypes.data for array in self._arrays)
+        names = ("scale", "of_first", "of_second", "correction", "epsilon", "along", "decay")
+        numbers = self._numbers = _Numbers(*names)
+        numbers.set(epsilon=rule.epsilon)
+        label = "an update by moments"
+        self._averaged = Pass(engine, label, Formula("*", "x", "a", kept=float(rule.beta1)), a=numbers["of_first"])
+        square = Formula("*", "x", "a", then=(("*", "x"), ("*", "b")), kept=float(rule.beta2))
+        self._squared = Pass(engine, label, square, a=numbers["scale"], b=numbers["of_second"])
+        root = Formula("*", "x", "a", then=(("sqrt", ""), ("+", "b")))
+        self._rooted = Pass(engine, label, root, a=numbers["correction"], b=numbers["epsilon"])
+        self._directed, self._moved = (
+            Pass(engine, label, Formula("/", "x", "y", then=(("*", "a"),), kept=kept), a=numbers["along"]) for kept in (0.0, 1.0)
+        )
+        self._decayed, self._shrunk = (Pass(engine, label, formula, a=numbers["decay"]) for formula in (_ADDED, _SCALED))
+
+    def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
+        # w - lr * (first * m / root + decay * w) = (1 - lr * decay) * w - lr * first * m / root
+        for run in runs:
+            self._numbers.set(along=-lr * corrections.first, decay=1.0 - lr * run.decay)
+            for size, low, state in self._moments(run, corrections):
+                if run.decay:
+                    self._shrunk(size, self._w + low, self._w + low)
+                self._moved(size, self._w + low, self._m + state, self._root)
+
+    def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
+        for run in runs:
+            self._numbers.set(along=corrections.first, decay=run.decay)
+            for size, low, state in self._moments(run, corrections):
+                self._directed(size, self._g + low, self._m + state, self._root)
+                if run.decay:
+                    self._decayed(size, self._g + low, self._w + low)
+
+    def _moments(self, run: UpdateRun, corrections: Corrections) -> Iterator[tuple[int, int, int]]:
+        """Update m and v, and write root * sqrt(v) + epsilon to the work buffer, chunk by chunk; yield as `_chunks`."""
+        rule, scale = self._rule, run.gradient_scale
+        of_first, of_second = (1.0 - rule.beta1) * scale, (1.0 - rule.beta2) * scale
+        self._numbers.set(scale=scale, of_first=of_first, of_second=of_second, correction=corrections.root**2)
+        for size, low, state in _chunks(run, self._longest):
+            self._averaged(size, self._m + state, self._g + low)
+            self._squared(size, self._v + state, self._g + low)
+            self._rooted(size, self._root, self._v + state)
+            yield size, low, state
+
+
+class OnednnArithmetic(HostArithmetic):
+    """Implements `Arithmetic` for float32, in OpenMP's threads. Other dtypes are computed as by `HostArithmetic`."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(allocate)
+        self._engine, self._team = engine, Team(engine.library)
+        self._numbers = _Numbers("kept")
+        toward = Formula("-", "t", "x", then=(("*", "a"), ("+", "x")))
+        self._toward = Pass(engine, "a moving average", toward, a=self._numbers["kept"])
+
+    def share(self, count: int, work: Callable[[int, int], object], items: int) -> None:
+        if items >= GRAIN * self._team.size > GRAIN:
+            self._team.share(count, work)
+        else:
+            work(0, count)
+
+    def average_into(self, target: Array, source: Array, kept: float) -> None:
+        if not target.dtype == source.dtype == np.float32:
+            super().average_into(target, source, kept)
+            return
+        self._numbers.set(kept=kept)
+        self._toward(target.size, target.ctypes.data, source.ctypes.data)
+
+    def descent(
+        self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
+    ) -> Descent:
+        if data.dtype != np.float32:
+            return super().descent(data, gradient, momentum, factor=factor, nesterov=nesterov, shadow=shadow)
+        assert shadow is None, "kernels of the host read the parameters themselves"
+        return OnednnDescent(self._engine, self._team.size, data, gradient, momentum, factor, nesterov)
+
+    def moment_descent(
+        self, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule, *, shadow: Array | None = None
+    ) -> MomentDescent:
+        if data.dtype != np.float32:
+            return super().moment_descent(data, gradient, first, second, rule, shadow=shadow)
+        assert shadow is None, "kernels of the host read the parameters themselves"
+        return OnednnMomentDescent(self._engine, self._team.size, data, gradient, first, second, rule)
