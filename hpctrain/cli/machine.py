@@ -53,8 +53,8 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
     """Measure this machine and write a machine model.
 
     Start it like a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. The ranks time operators,
-    with all threads and with one, and messages within and between nodes. The file marks the quantities that could not be
-    measured.
+    and messages within and between nodes. Ranks with one thread on each of at least two cores also time operators with a single
+    thread. The file marks the quantities that could not be measured.
     """
     launcher = detect(os.environ)
     world: Communicator | None = None
@@ -80,7 +80,10 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
         if world.rank == 0:
             print_machine(machine)
             if not machine.single_thread_rates:
-                print("The effect of threads was not measured; that takes ranks with a thread on each of at least two cores.")
+                print(
+                    "The effect of threads was not measured; this requires kernels of the CPU, and ranks with one thread on each "
+                    "of at least two cores."
+                )
             print(f"{out}: calibrated in {time.perf_counter() - begin:.0f} s with kernels {kernels.name}")
 
 

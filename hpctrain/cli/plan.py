@@ -144,13 +144,14 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
     "--ranks",
     type=click.IntRange(min=1, max=1_000_000),
     required=True,
-    help="Number of ranks of the job, which determines its number of nodes.",
+    help="Number of ranks of the job. If numbers of ranks per node are compared, it determines the nodes, and the best choice "
+    "may have another number of ranks.",
 )
 @click.option(
     "--ranks-per-node",
     type=click.IntRange(min=1),
-    help="Number of ranks per node; default: the machine's, compared with others on as many nodes if the machine's file states "
-    "the effect of threads.",
+    help="Number of ranks per node; default: compare the machine's number with others on the same nodes if the machine's file "
+    "has single_thread_rates, otherwise the machine's number.",
 )
 @click.option("--best", type=click.IntRange(min=1), default=5, show_default=True, help="Number of choices to print.")
 @click.option(
@@ -198,8 +199,8 @@ def search(
 
     Searches for the grid, the use of each layer (batch, model or domain), the averager and the number of micro-batches that
     minimise the step time of FILE's training with OVERRIDES. The training runs on the given number of ranks of a machine and must
-    fit its memory. The best few choices are simulated. The search also compares numbers of ranks per node, and of threads per
-    rank, on the same nodes and cores.
+    fit its memory. The best few choices are simulated. If the file of the machine has single_thread_rates, the search also
+    compares numbers of ranks per node, and of threads per rank, on the same nodes and cores.
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} would overwrite the configuration and lose its comments; give another file name.")
@@ -228,10 +229,10 @@ def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
     """Measure the operators of the best choices for each number of ranks per node, in equal shares of the time budget."""
     from hpctrain.planner.measurement import measure
 
-    found = [layout.outcome for layout in outcome.layouts if layout.outcome is not None] or [outcome]
-    for of_layout in found:
-        candidates = [choice.candidate for choice in of_layout.result.choices[:best]]
-        coverage = measure(of_layout.task, candidates, seconds / len(found))
+    searches = [layout.outcome for layout in outcome.layouts if layout.outcome is not None] or [outcome]
+    for planned in searches:
+        candidates = [choice.candidate for choice in planned.result.choices[:best]]
+        coverage = measure(planned.task, candidates, seconds / len(searches))
         left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
         echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
 
@@ -247,7 +248,7 @@ def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], wri
         return configured_search.command_line(str(file), words, task.ranks)
     head = (
         f"{file} with the grid, plan and averager that hpctrain plan search chose for {task.ranks} ranks",
-        f"of the machine {task.machine.name}, {min(task.ranks, task.machine.ranks_per_node)} per node: simulated, "
+        f"of the machine {task.machine.name}, {min(task.ranks, task.machine.ranks_per_node)} on each node: simulated, "
         f"{choice.prediction.step.seconds:.4g} s per step.",
     )
     write_text(write, configured_search.written(task.config, choice.candidate, head))

@@ -201,13 +201,13 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     out.print(measured_line(choices[0].prediction.measured_share))
     for line in size_lines(task.machine, task.ranks, choices[0].prediction.memory_bytes):
         out.print(line)
-    on_each = counted(min(task.ranks, task.machine.ranks_per_node), "rank")
-    per_node = f", {on_each} on each node" if outcome.layouts else ""
-    out.print(f"To train with choice 1{per_node}:\n  {command}", soft_wrap=True)
+    ranks_of_node = counted(min(task.ranks, task.machine.ranks_per_node), "rank")
+    placement = f", {ranks_of_node} on each node" if outcome.layouts else ""
+    out.print(f"To train with choice 1{placement}:\n  {command}", soft_wrap=True)
 
 
 def _layout_table(layouts: Sequence[NodeLayout]) -> Table:
-    """Return a table with a row for each number of ranks per node, in ascending order."""
+    """Return a table with a row for each number of ranks per node, in ascending order; numbers without a result have dashes."""
     rows = plain_table("ranks per node", "threads", "ranks", "grid", "step ms", "exposed ms", left=0, bold=True)
     for layout in sorted(layouts, key=lambda one: one.ranks_per_node):
         figures = ("-", "-", "-")

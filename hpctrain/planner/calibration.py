@@ -2,8 +2,8 @@
 
 Links are measured between pairs of ranks. Within nodes, all pairs communicate at once, as in a step. Between nodes, one pair
 measures first, alone on its network cards. Then all pairs measure at once, which shows how many ranks share a card. The rate of
-an operator class is its work divided by its time in steps of small networks. If ranks have several threads, all ranks measure
-again with one thread each, and copy memory with all their threads.
+an operator class is its work divided by its time in steps of small networks. If every rank has one thread per core and at least
+two cores, all ranks measure these rates again with one thread each, and then copy memory with all threads.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hpctrain.planner.operator_work import OperatorWork, work_of
 from hpctrain.planner.program_timing import TimedProgram, clock_of, fake_mergers
 
 _STEPS = 4
-# Size of an array that a thread copies, larger than its share of the caches, and copies per lap.
+# Bytes of the array that a thread copies, more than its share of the caches, and number of its copies per lap.
 _COPIED_BYTES, _COPIES = 16 << 20, 8
-_COPY_PATIENCE_SECONDS = 60.0
+_COPY_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,24 @@ def measure_rates_of(
     return rates_from_timings(timings, call_seconds)
 
 
-def copied_bytes_per_second(threads: int, before: Callable[[], None] = lambda: None) -> float:
-    """Measure the bytes per second that `threads` threads read and write together while each copies an array of its own.
+def measure_memory_traffic(threads: int, before: Callable[[], None] = lambda: None) -> float:
+    """Measure the bytes per second that `threads` threads together read and write in the fastest of several laps of copies.
 
     Args:
-        before: callback before each of a few laps: a barrier if several ranks are to copy at the same time.
+        threads: number of threads; each copies its own array.
+        before: callback before each lap: a barrier if several ranks are to copy at the same time.
     """
-    barrier = threading.Barrier(threads + 1, timeout=_COPY_PATIENCE_SECONDS)
+    barrier = threading.Barrier(threads + 1, timeout=_COPY_TIMEOUT_SECONDS)
     begins, ends = np.zeros((2, _STEPS, threads))
 
     def copy(thread: int) -> None:
-        source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)  # in the memory next to its core
+        # The thread that writes an array first places it in the memory next to its core.
+        source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)
         for lap in range(_STEPS):
             barrier.wait()
             begins[lap, thread] = time.perf_counter()
             for _ in range(_COPIES):
-                np.copyto(target, source)  # releases the interpreter lock
+                np.copyto(target, source)  # releases the GIL, so that threads copy at the same time
             ends[lap, thread] = time.perf_counter()
             barrier.wait()
 
@@ -95,8 +97,8 @@ def copied_bytes_per_second(threads: int, before: Callable[[], None] = lambda: N
         threading.Thread(target=copy, args=(thread,), daemon=True).start()
     for _ in range(_STEPS):
         before()
-        barrier.wait()
-        barrier.wait()
+        barrier.wait()  # begins the lap
+        barrier.wait()  # ends it
     fastest = float((ends.max(axis=1) - begins.min(axis=1)).min())
     return 2 * _COPIED_BYTES * _COPIES * threads / fastest
 
@@ -142,7 +144,8 @@ _LINKS_SHARE = 0.6
 
 #: function that measures the rates of this rank, and calls its argument before each step
 MeasureRates = Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]
-#: function that measures this rank's rates with one thread, and the bytes per second that all its threads copy
+#: function that measures this rank's rates with one thread, then the bytes per second that all its threads read and write
+#: together, and calls its argument before each step and each lap of copies
 MeasureThreads = Callable[[Callable[[], None]], tuple[Mapping[OperatorClass, OperatorRate], float]]
 
 
@@ -205,8 +208,8 @@ def calibrate(
         name: name of the machine.
         when: date, for the sources of the numbers.
         seconds: time limit of the whole measurement.
-        measure_threads: function that measures the effect of this rank's threads, called if each rank has a thread for each of
-            its cores, at least two; None: the effect is not measured. Equal on all ranks.
+        measure_threads: function that measures the effect of this rank's threads, called if every rank has one thread per core
+            and at least two cores; None on all ranks: the effect is not measured.
         physical_cores: function from logical cores to the number of physical cores among them.
     """
     node = comm.split_shared_memory("calibration on a node")
@@ -254,7 +257,7 @@ def _rates(
     comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
 ) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
     """Return the rates of the slowest rank while all ranks compute, and the slowdown compared with rank 0 alone."""
-    together = comm.allgather_object(measure_rates(_meeting(comm, progress)))
+    together = comm.allgather_object(measure_rates(_barrier(comm, progress)))
     alone = comm.broadcast_object(measure_rates(lambda: None) if comm.rank == 0 and comm.size > 1 else together[0])
     rates = _slowest(together)
     slowed = {
@@ -271,8 +274,8 @@ def _with_thread_rates(
     measure_threads: MeasureThreads,
     source: str,
 ) -> Machine:
-    """Return the machine with rates of one thread per rank and the memory traffic of a node, both with all ranks at once."""
-    together = comm.allgather_object(measure_threads(_meeting(comm, progress)))
+    """Return the machine with rates of one thread per rank and the memory traffic of a node, measured on all ranks at once."""
+    together = comm.allgather_object(measure_threads(_barrier(comm, progress)))
     traffic = [0.0] * layout.nodes
     for node, (_, bytes_per_second) in zip(layout.node_of, together, strict=True):
         traffic[node] += bytes_per_second
@@ -288,17 +291,18 @@ def _with_thread_rates(
     )
 
 
-def _meeting(comm: Communicator, progress: ProgressEngine) -> Callable[[], None]:
+def _barrier(comm: Communicator, progress: ProgressEngine) -> Callable[[], None]:
     """Return a callback that waits until all ranks have called it."""
-    return lambda: progress.wait_handle(comm.ibarrier(), "ranks that compute at the same time")
+    return lambda: progress.wait_handle(comm.ibarrier(), "ranks that measure at the same time")
 
 
-def _slowest(of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> dict[OperatorClass, OperatorRate]:
+def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> dict[OperatorClass, OperatorRate]:
+    """Return the lowest rates and the longest call of any rank, by class."""
     return {
         kind: OperatorRate(
-            min(rank[kind].flops_per_second for rank in of_ranks),
-            min(rank[kind].bytes_per_second for rank in of_ranks),
-            max(rank[kind].call_seconds for rank in of_ranks),
+            min(rates[kind].flops_per_second for rates in rates_of_ranks),
+            min(rates[kind].bytes_per_second for rates in rates_of_ranks),
+            max(rates[kind].call_seconds for rates in rates_of_ranks),
         )
         for kind in OperatorClass
     }

@@ -1,8 +1,8 @@
 """Search and simulate for a configuration: costs, the search for grid, plan and averager, and simulated scaling.
 
 Costs of computation are measured times if there are any; otherwise, they follow from the rates of the machine. The search returns
-the best candidate as keys of a configuration that `train` runs. If the machine's file states the effect of threads, the search
-also compares numbers of ranks per node on the same cores. A scaling study simulates one step on several numbers of ranks and
+the best candidate as keys of a configuration that `train` runs. If the machine's file has `single_thread_rates`, the search also
+compares numbers of ranks per node on the same cores. A scaling study simulates one step on several numbers of ranks and
 needs neither MPI nor data. Its efficiency is relative to the smallest number of ranks, as in `bench/scaling.py`: T(R0) / T(R) for
 weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling (a constant batch of all ranks).
 """
@@ -71,7 +71,7 @@ def configured_setting(machine: Machine, task: PlannedRun) -> Setting:
 
 
 def configured_threads(config: Config) -> int | None:
-    """Return the configured number of threads of a rank; None if it is auto."""
+    """Return the configured number of threads of a rank; None if `threads` is auto."""
     return None if config.threads == "auto" else config.threads
 
 
@@ -106,8 +106,9 @@ class PlannedSearch:
         task: inputs of the search.
         planned: the job on an arbitrary possible grid.
         result: simulated candidates.
-        layouts: compared numbers of ranks per node, that of the machine first, or the only one; empty if the machine's was taken.
-        note: sentence about the choice of ranks per node; empty if they were not compared.
+        layouts: numbers of ranks per node that were compared, that of the machine's file first, or the only one that was
+            requested; empty if several were to be compared but could not be.
+        note: sentence about the choice of ranks per node, or the reason why they were not compared; empty if one was requested.
     """
 
     task: SearchTask
@@ -124,11 +125,11 @@ class PlannedSearch:
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Number of ranks per node and their threads.
+    """Number of ranks per node with the search on it.
 
     Attributes:
-        task: search on a machine with this number of ranks per node.
-        outcome: result of the search; None if it failed.
+        task: search on the machine with this number of ranks per node.
+        outcome: result of the search; None if it failed or was skipped.
         refusal: reason why there is no result; empty if there is one.
     """
 
@@ -142,6 +143,7 @@ class NodeLayout:
 
     @property
     def threads(self) -> int:
+        """Number of threads of a rank."""
         return configured_threads(self.task.config) or self.task.machine.threads_per_rank
 
     def __str__(self) -> str:
@@ -174,22 +176,25 @@ def run_search(task: SearchTask) -> PlannedSearch:
     return PlannedSearch(task, planned, result)
 
 
-_MOST_LAYOUTS = 5
+_MOST_LAYOUTS = 5  # each costs a search
 
 
 def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> PlannedSearch:
     """Search for the best number of ranks per node and for the best candidate on it; return the result of that search.
 
-    The number of nodes does not change. The machine's number of ranks per node is preferred to one that is hardly faster. The
-    threads of a rank are the configured ones, or one per core.
+    Compared numbers of ranks per node use the nodes that the ranks of the task fill on the machine. The machine's number is kept
+    unless another one is faster by more than the uncertainty of predictions. A rank has the configured number of threads, or one
+    per core.
 
     Args:
-        task: search on the machine with its number of ranks per node.
-        ranks_per_node: the only number of ranks per node to search, for the ranks of the task; None: compare several if the
-            machine's file states the effect of threads.
+        task: search on the machine with the ranks per node of its file.
+        ranks_per_node: the only number of ranks per node to search, for the ranks of the task; None: compare several, if the
+            machine's file has `single_thread_rates` and neither the grid nor the number of ranks rules it out.
 
     Raises:
-        HpctrainError: the search fails for each number of ranks per node; the error is that of the machine's.
+        HpctrainError: the search fails for every number of ranks per node; the error is that of the machine's number.
+        ConfigError: ranks per node times configured threads exceed the cores of a node, or the given number differs from the
+            machine's, whose file has no `single_thread_rates`.
     """
     machine, reason = task.machine, _why_not_compared(task)
     if ranks_per_node is not None:
@@ -200,16 +205,16 @@ def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> Plann
     nodes, errors = machine.nodes_of(task.ranks), []
     layouts: list[NodeLayout] = []
     for number in ranks_per_node_choices(machine, configured_threads(task.config)):
-        on_layout = _on_layout(task, number, nodes * number)
-        if layouts and on_layout.ranks > task.config.batch:
-            refusal = f"{on_layout.ranks:,} ranks exceed the batch of {task.config.batch:,} samples"
-            layouts.append(NodeLayout(on_layout, refusal=refusal))
+        layout_task = _on_layout(task, number, nodes * number)
+        if layouts and layout_task.ranks > task.config.batch:  # the machine's number is searched in any case
+            refusal = f"{layout_task.ranks:,} ranks exceed the batch of {task.config.batch:,} samples"
+            layouts.append(NodeLayout(layout_task, refusal=refusal))
             continue
         try:
-            layouts.append(NodeLayout(on_layout, run_search(on_layout)))
+            layouts.append(NodeLayout(layout_task, run_search(layout_task)))
         except HpctrainError as error:
             errors.append(error)
-            layouts.append(NodeLayout(on_layout, refusal=str(error).rstrip(".")))
+            layouts.append(NodeLayout(layout_task, refusal=str(error).rstrip(".")))
     searched = [layout for layout in layouts if layout.outcome is not None]
     if not searched:
         raise errors[0]
@@ -218,12 +223,12 @@ def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> Plann
 
 
 def ranks_per_node_choices(machine: Machine, threads: int | None = None) -> tuple[int, ...]:
-    """Return the numbers of ranks per node to compare: the machine's, then divisors of the node's cores.
+    """Return the numbers of ranks per node to compare, at most five: the machine's, then divisors of the node's cores.
 
-    Powers of two precede other divisors, and numbers near the machine's precede distant ones.
+    Powers of two precede other divisors; among each, numbers near the machine's precede distant ones.
 
     Args:
-        threads: number of threads of a rank; None: one per core.
+        threads: number of threads of a rank, which limits the ranks per node; None: one per core.
     """
     cores, present = machine.cores_per_node, machine.ranks_per_node
     most = cores // (threads or 1)
@@ -243,12 +248,12 @@ def _why_not_compared(task: SearchTask) -> str:
     if "grid" in task.keep and not task.config.grid.automatic and task.config.grid.cols is not None:
         return f"the kept grid has {counted(task.config.grid.rows * task.config.grid.cols, 'rank')}"
     if task.ranks % present:
-        return f"{counted(task.ranks, 'rank')} do not fill nodes of {present}"
+        return f"a job of {counted(task.ranks, 'rank')} does not fill nodes of {counted(present, 'rank')}"
     return ""
 
 
 def _on_layout(task: SearchTask, ranks_per_node: int, ranks: int) -> SearchTask:
-    """Return the search on a machine with another number of ranks per node, with a configuration that states the threads."""
+    """Return the search on `ranks` ranks of the machine with this number of ranks per node; its configuration has the threads."""
     threads, machine = configured_threads(task.config), task.machine
     if ranks_per_node != machine.ranks_per_node or machine.single_thread_rates:
         machine = machine.with_ranks_per_node(ranks_per_node, threads)
@@ -257,16 +262,16 @@ def _on_layout(task: SearchTask, ranks_per_node: int, ranks: int) -> SearchTask:
 
 
 def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[PlannedSearch, str]:
-    """Return the search with the best ranks per node, and a sentence about the choice.
+    """Return the search with the best number of ranks per node, and a sentence about the choice.
 
     Args:
-        present: the machine's number of ranks per node.
-        searched: all that have a result.
+        present: layout with the machine's number of ranks per node.
+        searched: layouts with a result.
     """
     outcomes = [layout.outcome for layout in searched if layout.outcome is not None]
     fastest, best = min(zip(searched, outcomes, strict=True), key=lambda pair: pair[1].seconds)
     shares = [outcome.result.best.prediction.measured_share for outcome in outcomes]
-    mixed = " Measured times exist for only some of them; compare with --measure." if min(shares) == 0 < max(shares) else ""
+    mixed = " Only some of these choices have measured times; add --measure for all." if min(shares) == 0 < max(shares) else ""
     words = f"The fastest choice is {fastest}"
     if present.outcome is None:
         return best, f"{words}.{mixed}"
@@ -577,7 +582,7 @@ def overrides(candidate: Candidate, threads: int | None = None) -> tuple[str, ..
     """Return the candidate's keys as command-line overrides, one word each: "grid={rows: 2, cols: 4}".
 
     Args:
-        threads: number of threads of a rank; None: without this key.
+        threads: number of threads of a rank; None: omit the key `threads`.
     """
     keys = keys_of(candidate) if threads is None else {**keys_of(candidate), "threads": threads}
     return tuple(f"{key}={flow(value)}" for key, value in keys.items())

@@ -10,9 +10,9 @@ from enum import StrEnum
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import counted
 
-# Tolerance for products of fractions of cores.
+# Tolerance for rounding errors of cores_per_rank, which may be a fraction.
 _ROUNDING = 1e-6
-# Bytes read and written per byte that is copied, and per byte that is added to a sum.
+# Bytes read and written per byte that is copied (one read, one write) and that is added to a sum (two reads, one write).
 _COPY_ACCESSES, _SUM_ACCESSES = 2, 3
 
 
@@ -40,22 +40,24 @@ class OperatorRate:
         return OperatorRate(self.flops_per_second * factor, self.bytes_per_second * factor, self.call_seconds / factor)
 
 
-def seconds_with_threads(of_one: float, of_all: float, all_threads: int, threads: int) -> float:
-    """Return the seconds of some work with `threads` threads: Amdahl's law a + b / threads through two measured points.
+def seconds_with_threads(one_thread: float, full_threads: float, full: int, threads: int) -> float:
+    """Return the seconds of an operator with `threads` threads, by Amdahl's law a + b / threads through two known points.
 
-    If all threads were more than `all_threads` times as fast as one, a is negative. Beyond `all_threads`, the seconds are then
-    inversely proportional to the threads instead.
+    If the speed-up from one to `full` threads exceeds `full`, a is negative. In this case, the seconds beyond `full` threads
+    are inversely proportional to the number of threads, so that they remain positive.
 
     Args:
-        of_one: seconds with one thread.
-        of_all: seconds with `all_threads` threads, at least two.
+        one_thread: seconds with one thread.
+        full_threads: seconds with `full` threads.
+        full: number of threads of the second point, at least 2.
+        threads: number of threads to predict.
     """
-    if threads in (1, all_threads):
-        return of_one if threads == 1 else of_all
-    serial = (all_threads * of_all - of_one) / (all_threads - 1)
-    if serial < 0 and threads > all_threads:
-        return of_all * all_threads / threads
-    return serial + (of_one - serial) / threads
+    if threads in (1, full):
+        return one_thread if threads == 1 else full_threads
+    serial = (full * full_threads - one_thread) / (full - 1)
+    if serial < 0 and threads > full:
+        return full_threads * full / threads
+    return serial + (one_thread - serial) / threads
 
 
 @dataclass(frozen=True)
@@ -127,15 +129,15 @@ class Machine:
         between: link of a rank to other nodes, if no other rank uses the card of its node.
         ranks_per_card: number of ranks of a node that share one network card and its rate.
         rates: rates of one rank, by class of operators.
-        single_thread_rates: rates of one rank with one thread while as many ranks compute, by class; empty if unknown, or if a
-            rank has a single thread.
+        single_thread_rates: rates of one rank with one thread while all ranks of a node compute, by class; empty if unknown.
         node_bytes_per_second: bytes that all cores of a node together read and write per second; infinite if unknown.
         concurrency: slowdown of operators while all ranks of the node compute, compared with one rank alone, by class; `rates`
             include it.
         description: description for display.
         sources: source of each number by dotted key ("between.segments"): "measured" with date and processor, or the origin of
             the number.
-        measured: machine with the measured number of ranks per node, from which this machine was derived; None: this one.
+        origin: machine of the file, from which this one with other ranks per node was derived, with the same sources and
+            `single_thread_rates`; None if this one is of the file.
     """
 
     name: str
@@ -152,15 +154,16 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
     single_thread_rates: Mapping[OperatorClass, OperatorRate] = field(default_factory=dict)
     node_bytes_per_second: float = math.inf
-    measured: Machine | None = None
+    origin: Machine | None = None
 
     @property
     def cores_per_node(self) -> int:
+        """Number of cores of a node on which ranks run."""
         return max(1, math.floor(self.cores_per_rank * self.ranks_per_node + _ROUNDING))
 
     @property
     def threads_per_rank(self) -> int:
-        """Number of threads of a rank with one thread per core."""
+        """Number of threads of a rank that has one thread per core."""
         return max(1, math.floor(self.cores_per_rank + _ROUNDING))
 
     def nodes_of(self, ranks: int) -> int:
@@ -168,7 +171,10 @@ class Machine:
         return -(-ranks // self.ranks_per_node)
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, compute: float = 1.0) -> Machine:
-        """Return the machine with the bandwidth and latency of links and the rates of operators multiplied by these factors."""
+        """Return the machine with the bandwidth and latency of links and the rates of operators multiplied by these factors.
+
+        The factor `compute` also applies to the memory traffic of a node.
+        """
         within, between = (_scaled(link, bandwidth, latency) for link in (self.within, self.between))
         return replace(
             self,
@@ -177,46 +183,45 @@ class Machine:
             rates={kind: rate.scaled(compute) for kind, rate in self.rates.items()},
             single_thread_rates={kind: rate.scaled(compute) for kind, rate in self.single_thread_rates.items()},
             node_bytes_per_second=self.node_bytes_per_second * compute,
-            measured=None
-            if self.measured is None
-            else self.measured.scaled(bandwidth=bandwidth, latency=latency, compute=compute),
+            origin=None if self.origin is None else self.origin.scaled(bandwidth=bandwidth, latency=latency, compute=compute),
         )
 
     def with_ranks_per_node(self, ranks_per_node: int, threads: int | None = None) -> Machine:
-        """Return the machine with another number of ranks on the same nodes and cores.
+        """Return the machine with another number of ranks per node on the same nodes and cores.
 
         The ranks share the memory and the network cards of a node equally. The time of an operator follows Amdahl's law through
-        `single_thread_rates` and `rates`. Additional ranks do not exceed the memory traffic of the node: its cores together read
-        and write at most `node_bytes_per_second`, or as much as they did with the measured number of ranks.
+        `single_thread_rates` and `rates`. The ranks of a node together read and write at most `node_bytes_per_second`, or at
+        most as much as the ranks of the file's machine if that is more.
 
         Args:
             ranks_per_node: number of ranks on each node.
             threads: number of threads of a rank; None: one per core.
 
         Raises:
-            ConfigError: ranks and threads exceed the cores of a node, or `single_thread_rates` is empty.
+            ConfigError: ranks times threads exceed the cores of a node, or `single_thread_rates` is empty; neither is raised for
+                the ranks per node of the file's machine with one thread per core.
         """
-        origin = self.measured or self
-        cores, most_threads = origin.cores_per_node, origin.threads_per_rank
+        origin = self.origin or self
+        cores, full = origin.cores_per_node, origin.threads_per_rank
         unchanged = ranks_per_node == origin.ranks_per_node
-        threads = (most_threads if unchanged else max(1, cores // ranks_per_node)) if threads is None else threads
-        if unchanged and threads == most_threads:
+        threads = (full if unchanged else max(1, cores // ranks_per_node)) if threads is None else threads
+        if unchanged and threads == full:
             return origin
         if ranks_per_node * threads > cores:
-            most = (
-                f"{counted(cores, 'rank')} with one thread"
+            nearest = (
+                f"{counted(cores, 'rank')} per node with 1 thread"
                 if ranks_per_node > cores
                 else counted(cores // ranks_per_node, "thread")
             )
             raise ConfigError(
-                f"{counted(ranks_per_node, 'rank')} per node with {counted(threads, 'thread')} each exceed the {cores} cores of "
-                f"a node of machine {self.name}; the nearest legal choice is {most}."
+                f"A node of machine {self.name} has {counted(cores, 'core')}, too few for {counted(ranks_per_node, 'rank')} per "
+                f"node with {counted(threads, 'thread')} per rank; the nearest legal choice is {nearest} per rank."
             )
         if not origin.single_thread_rates:
             raise ConfigError(
                 f"The effect of threads on machine {self.name} is unknown, because its file has no single_thread_rates; measure "
                 f"them with `hpctrain calibrate` on ranks with several cores, or keep {counted(origin.ranks_per_node, 'rank')} "
-                f"per node with {counted(most_threads, 'thread')} each."
+                f"per node with {counted(full, 'thread')} per rank."
             )
         cards = max(1, origin.ranks_per_node // origin.ranks_per_card)
         return replace(
@@ -229,34 +234,42 @@ class Machine:
             ranks_per_card=-(-ranks_per_node // cards),
             rates={kind: origin._rate(kind, ranks_per_node, threads) for kind in origin.rates},
             concurrency={},
-            measured=origin,
+            origin=origin,
         )
 
     def _rate(self, kind: OperatorClass, ranks_per_node: int, threads: int) -> OperatorRate:
-        one, every, most_threads = self.single_thread_rates[kind], self.rates[kind], self.threads_per_rank
+        """Return the rate of a rank with `threads` threads while `ranks_per_node` ranks of a node compute."""
+        one, full = self.single_thread_rates[kind], self.rates[kind]
         flop, byte, call = (
-            seconds_with_threads(of_one, of_all, most_threads, threads)
-            for of_one, of_all in (
-                (1 / one.flops_per_second, 1 / every.flops_per_second),
-                (1 / one.bytes_per_second, 1 / every.bytes_per_second),
-                (one.call_seconds, every.call_seconds),
+            seconds_with_threads(one_thread, full_threads, self.threads_per_rank, threads)
+            for one_thread, full_threads in (
+                (1 / one.flops_per_second, 1 / full.flops_per_second),
+                (1 / one.bytes_per_second, 1 / full.bytes_per_second),
+                (one.call_seconds, full.call_seconds),
             )
         )
-        return OperatorRate(1 / flop, 1 / self._byte_seconds(byte, 1 / every.bytes_per_second, 1, ranks_per_node), call)
+        return OperatorRate(1 / flop, 1 / self._byte_seconds(byte, 1 / full.bytes_per_second, 1, ranks_per_node), call)
 
-    def _byte_seconds(self, seconds: float, measured_seconds: float, accesses: int, ranks_per_node: int) -> float:
-        """Return the seconds per byte of a rank among `ranks_per_node` ranks that share the memory of a node.
+    def _byte_seconds(self, seconds: float, present_seconds: float, accesses: int, ranks_per_node: int) -> float:
+        """Return the seconds per byte of each of `ranks_per_node` ranks that share the memory of a node.
 
         Args:
-            seconds: seconds if the memory were unlimited.
-            measured_seconds: seconds with the measured number of ranks.
+            seconds: seconds per byte if the traffic of the node had no limit.
+            present_seconds: seconds per byte with this machine's ranks per node; the node sustains at least their traffic.
             accesses: bytes that are read and written per byte.
+            ranks_per_node: number of ranks on each node.
         """
-        as_measured = measured_seconds * ranks_per_node / self.ranks_per_node
-        return max(seconds, min(as_measured, accesses * ranks_per_node / self.node_bytes_per_second))
+        at_present_traffic = present_seconds * ranks_per_node / self.ranks_per_node
+        return max(seconds, min(at_present_traffic, accesses * ranks_per_node / self.node_bytes_per_second))
 
     def _shared_link(self, link: Link, ranks_per_node: int, *, local: bool) -> Link:
-        """Return the link if `ranks_per_node` ranks share the memory of a node; messages of a local link pass through it."""
+        """Return the link of each of `ranks_per_node` ranks that share the memory of a node.
+
+        Args:
+            link: link of a rank of this machine.
+            ranks_per_node: number of ranks on each node.
+            local: whether the link is within a node, so that its messages pass through the memory.
+        """
 
         def shared(seconds: float, accesses: int) -> float:
             return self._byte_seconds(seconds, seconds, accesses, ranks_per_node)

@@ -114,7 +114,7 @@ class MachineFields(Section):
     between: LinkFields = Field(description="Cost of a rank's messages to other nodes if no other rank uses the card.")
     rates: RatesFields = Field(description="Rates of operators.")
     single_thread_rates: RatesFields | None = Field(
-        default=None, description="Rates of operators with one thread per rank, while as many ranks compute."
+        default=None, description="Rates of operators with one thread per rank, while all ranks of a node compute."
     )
     node_bytes_per_second: Number | None = Field(
         default=None, gt=0, description="Number of bytes that all cores of a node together read and write per second."
@@ -127,8 +127,8 @@ class MachineFields(Section):
             rule = "must be at most ranks_per_node, {most}; the nearest legal value is {most}"
             raise PydanticCustomError("ranks_per_card", rule, {"most": self.ranks_per_node})
         if self.single_thread_rates is not None and self.cores_per_rank < 2:
-            rule = "require a cores_per_rank of at least 2; the nearest legal choice is a file without single_thread_rates"
-            raise PydanticCustomError("single_thread_rates", rule)
+            rule = "require at least 2 cores_per_rank, but the file has {cores}; remove single_thread_rates"
+            raise PydanticCustomError("single_thread_rates", rule, {"cores": f"{self.cores_per_rank:g}"})
         return self
 
     def machine(self, sources: dict[str, str]) -> Machine:
@@ -226,8 +226,8 @@ def text(machine: Machine) -> str:
     values = {key: value for key, value in asdict(machine).items() if key != "sources"}
     for key in ("rates", "single_thread_rates", "concurrency"):
         values[key] = {str(name): value for name, value in values[key].items()}
-    unknown = {"single_thread_rates": {}, "concurrency": {}, "node_bytes_per_second": math.inf}
-    values = {key: value for key, value in values.items() if key not in unknown or value != unknown[key]}
+    defaults = {"single_thread_rates": {}, "concurrency": {}, "node_bytes_per_second": math.inf}
+    values = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
     order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}
     with_sources = _with_sources(MachineFields, order, machine, "")
     return yaml.dump(with_sources, Dumper=_Dumper, sort_keys=False, width=160, allow_unicode=True)
@@ -301,7 +301,7 @@ def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the class of a section or of an optional section; None for the type of a number."""
+    """Return the class of a section from its annotation `Section` or `Section | None`; None for other annotations."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

@@ -96,16 +96,16 @@ def measured(
     """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank.
 
     Args:
-        vary_threads: whether the effect of threads is measured as well. Equal on all ranks.
+        vary_threads: whether to measure the effect of threads, too; equal on all ranks.
     """
 
     def rates(before: Callable[[], None]) -> Mapping[OperatorClass, OperatorRate]:
         return calibration.measure_rates_of(kernels, threads, before)
 
     def effect_of_threads(before: Callable[[], None]) -> tuple[Mapping[OperatorClass, OperatorRate], float]:
-        with threadpool_limits(limits=1):  # networks that are built under the limit have kernels for one thread
-            of_one = calibration.measure_rates_of(kernels, 1, before)
-        return of_one, calibration.copied_bytes_per_second(threads, before)
+        with threadpool_limits(limits=1):  # networks are built under it, as oneDNN plans operators for a number of threads
+            one_thread_rates = calibration.measure_rates_of(kernels, 1, before)
+        return one_thread_rates, calibration.measure_memory_traffic(threads, before)
 
     return _calibrated(
         world,

@@ -200,7 +200,7 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
 
 
 def test_ranks_per_node_are_compared_on_the_same_cores(tmp_path: Path) -> None:
-    """Find a command or a file with ranks or threads of another choice than the table's."""
+    """Find a command or a file whose ranks or threads differ from the choice in the table."""
     path = tmp_path / "fast.yaml"
     arguments = (QUICKSTART, *SMALL[:-1], "cpu-cluster", "batch=16", "--ranks", "8")
     result = search(*arguments, "--write", str(path))
@@ -220,7 +220,7 @@ def test_ranks_per_node_are_compared_on_the_same_cores(tmp_path: Path) -> None:
     assert f"-n {content['ranks']} " in content["command"]
     assert content["command"].endswith(f" threads={content['threads']}")
     assert load(path)[0].threads == content["threads"]
-    assert f"{content['ranks_per_node']} per node" in path.read_text().splitlines()[1]
+    assert f"{content['ranks_per_node']} on each node" in path.read_text().splitlines()[1]
     fixed = found(*arguments, "--ranks-per-node", "4")
     assert (fixed["ranks"], fixed["threads"], len(fixed["layouts"])) == (8, 32, 1)
 

@@ -153,7 +153,7 @@ def test_any_machine_comes_back_from_its_text_with_its_sources(machine: Machine)
 @settings(max_examples=amount(25, 200), deadline=None)
 @given(machine=machines(least_cores=2), number=st.integers(1, 20_000), factor=st.sampled_from([0.5, 1.0, 3.0]))
 def test_ranks_per_node_share_a_node_and_can_be_changed_back(machine: Machine, number: int, factor: float) -> None:
-    """Find a derived machine that exceeds cores, memory or memory traffic of its node, and one that loses measured numbers."""
+    """Find a derived machine that exceeds the cores, memory or memory traffic of a node, or loses the numbers of its origin."""
     number = 1 + number % machine.cores_per_node
     other = machine.with_ranks_per_node(number)
     assert other.ranks_per_node * other.threads_per_rank <= machine.cores_per_node
@@ -173,15 +173,15 @@ def test_ranks_per_node_share_a_node_and_can_be_changed_back(machine: Machine, n
 
 
 @settings(max_examples=amount(50, 1000), deadline=None)
-@given(of_one=st.floats(1e-9, 1), of_all=st.floats(1e-9, 1), threads=st.integers(2, 200))
-def test_seconds_with_threads_are_monotone_through_both_measured_points(of_one: float, of_all: float, threads: int) -> None:
-    """Find a fit that misses a point, or promises negative or rising times beyond the points."""
-    seconds = [seconds_with_threads(of_one, of_all, threads, number) for number in range(1, 3 * threads)]
-    assert (seconds[0], seconds[threads - 1]) == (of_one, of_all)
+@given(one_thread=st.floats(1e-9, 1), full_threads=st.floats(1e-9, 1), full=st.integers(2, 200))
+def test_seconds_with_threads_are_monotone_through_both_points(one_thread: float, full_threads: float, full: int) -> None:
+    """Find a curve that misses a point, becomes negative, or changes its direction beyond the points."""
+    seconds = [seconds_with_threads(one_thread, full_threads, full, threads) for threads in range(1, 3 * full)]
+    assert (seconds[0], seconds[full - 1]) == (one_thread, full_threads)
     assert all(value > 0 for value in seconds)
     rises = [after - before for before, after in pairwise(seconds)]
-    slack = 1e-9 * max(of_one, of_all)
-    assert max(rises) <= slack if of_all <= of_one else min(rises) >= -slack
+    slack = 1e-9 * max(one_thread, full_threads)
+    assert max(rises) <= slack if full_threads <= one_thread else min(rises) >= -slack
 
 
 SHARED = Machine(
@@ -200,7 +200,7 @@ SHARED = Machine(
 
 
 def test_additional_ranks_share_the_memory_the_cards_and_the_links_of_a_node() -> None:
-    """Find 32 ranks that read as fast as one core alone, or a card that none of them shares."""
+    """Find 32 ranks that each read as fast as one core alone, or a card that too few of them share."""
     many = SHARED.with_ranks_per_node(32)
     rate = many.rates[OperatorClass.MEMORY]
     assert (many.cores_per_rank, many.memory_bytes, many.ranks_per_card) == (1.0, 2 << 30, 16)
@@ -221,9 +221,10 @@ def test_additional_ranks_share_the_memory_the_cards_and_the_links_of_a_node() -
         (
             SHARED,
             (33,),
-            "33 ranks per node with 1 thread each exceed the 32 cores of a node of machine shared; the nearest",
+            "A node of machine shared has 32 cores, too few for 33 ranks per node with 1 thread per rank; the nearest legal "
+            "choice is 32 ranks per node with 1 thread per rank.",
         ),
-        (SHARED, (8, 5), "8 ranks per node with 5 threads each exceed the 32 cores .* the nearest legal choice is 4 threads."),
+        (SHARED, (8, 5), "too few for 8 ranks per node with 5 threads per rank; the nearest legal choice is 4 threads per rank."),
         (MACHINE, (4,), "The effect of threads on machine test is unknown, because its file has no single_thread_rates; measure"),
     ],
 )
@@ -520,8 +521,8 @@ def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: in
 
 @pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize(("threads", "cores", "varied"), [(2, 4, True), (1, 4, False), (2, 6, False), (1, 2, False)])
-def test_the_effect_of_threads_is_measured_if_each_rank_uses_several_cores(threads: int, cores: int, varied: bool) -> None:
-    """Find a second point that was measured with other threads than the first, or with a single core per rank."""
+def test_the_effect_of_threads_is_measured_if_all_ranks_use_several_cores_fully(threads: int, cores: int, varied: bool) -> None:
+    """Find rates of one thread next to `rates` of ranks with a single core, or with fewer threads than cores."""
 
     def program(comm: ThreadCommunicator) -> Machine:
         facts = RankFacts(frozenset(range(cores)), 8 << 30, "a processor", threads)
@@ -556,13 +557,13 @@ def test_the_effect_of_threads_is_measured_if_each_rank_uses_several_cores(threa
         (
             "1",
             "convolution",
-            "single_thread_rates require a cores_per_rank of at least 2; the nearest legal choice is a file with",
+            "single_thread_rates require at least 2 cores_per_rank, but the file has 1; remove single_thread_rates.",
         ),
         ("2", "convolutoin", 'Unknown key "single_thread_rates.convolutoin"; the nearest is "convolution"'),
     ],
 )
 def test_a_fault_of_an_optional_section_is_one_sentence(cores: str, key: str, sentence: str) -> None:
-    """Find faults that lose their place because the section may be absent."""
+    """Find errors of an optional section that lose their line or their nearest key."""
     rates = TEXT[TEXT.index("\nrates:") :].replace("rates:", "single_thread_rates:", 1).replace("convolution:", f"{key}:", 1)
     text = (TEXT + rates).replace("cores_per_rank: {value: 1,", f"cores_per_rank: {{value: {cores},")
     with pytest.raises(ConfigError) as fault:
@@ -573,9 +574,9 @@ def test_a_fault_of_an_optional_section_is_one_sentence(cores: str, key: str, se
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_copy_together(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a lap that begins before the other ranks are ready, or that does not wait for its threads."""
+def test_threads_copy_in_laps_with_other_ranks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find a lap that does not call `before`, or that does not wait for its threads."""
     monkeypatch.setattr(calibration, "_COPIED_BYTES", 1 << 12)
     laps = []
-    assert 0 < calibration.copied_bytes_per_second(threads, lambda: laps.append(1)) < 1e13
+    assert 0 < calibration.measure_memory_traffic(threads, lambda: laps.append(1)) < 1e13
     assert len(laps) == calibration._STEPS

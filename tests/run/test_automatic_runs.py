@@ -444,7 +444,7 @@ def test_rates_of_one_thread_are_measured_under_a_limit_of_one_thread(tmp_path: 
         return {kind: OperatorRate(1e10 * threads, 2e9, 3e-6) for kind in OperatorClass}
 
     monkeypatch.setattr(calibration, "measure_rates_of", rates)
-    monkeypatch.setattr(calibration, "copied_bytes_per_second", lambda threads, before: 1e9 * threads)
+    monkeypatch.setattr(calibration, "measure_memory_traffic", lambda threads, before: 1e9 * threads)
     monkeypatch.setattr(measurement, "usable_cores", lambda cpus: 2)
     with threadpool_limits(limits=2):
         machine = measurement.run_calibration(SingleCommunicator(), NumpyKernelSet(), 2, 5.0, tmp_path / "m.yaml", 60.0)

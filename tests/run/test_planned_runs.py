@@ -324,19 +324,19 @@ def measured_task(source: str) -> SearchTask:
 
 
 def nodes_of_cores(cores: int, ranks_per_node: int, *, scales: bool, bytes_per_second: float = 1e9) -> Machine:
-    """A machine with `cores` cores per node, whose ranks do everything faster with threads, or compute only.
+    """Return a machine with `cores` cores per node, on which threads speed up arithmetic, and everything else on request.
 
     Args:
-        scales: whether memory-bound work and calls take less time with threads, too.
+        scales: whether threads also speed up memory-bound work and calls.
         bytes_per_second: rate of messages.
     """
     threads = cores // ranks_per_node
     serial = 1.0 if scales else threads
-    of_all = OperatorRate(1e9 * threads, 1e9 * threads / serial, 1e-5 / threads * serial)
+    full = OperatorRate(1e9 * threads, 1e9 * threads / serial, 1e-5 / threads * serial)
     return replace(
         machine_of(ranks_per_node=ranks_per_node, bytes_per_second=bytes_per_second),
         cores_per_rank=float(threads),
-        rates=dict.fromkeys(OperatorClass, of_all),
+        rates=dict.fromkeys(OperatorClass, full),
         single_thread_rates=dict.fromkeys(OperatorClass, OperatorRate(1e9, 1e9, 1e-5)),
     )
 
@@ -355,7 +355,7 @@ def layout_task(machine: Machine, ranks: int, *words: str) -> SearchTask:
     scales=st.booleans(),
 )
 def test_ranks_per_node_follow_from_what_threads_speed_up(cores: int, number: int, nodes: int, scales: bool) -> None:
-    """Find a search that ignores the effect of threads: serial work asks for ranks, slow links for threads."""
+    """Find a search that ignores the effect of threads: serial work favours many ranks, slow links favour many threads."""
     divisors = [count for count in range(1, cores) if cores % count == 0]
     present = divisors[number % len(divisors)]
     machine = nodes_of_cores(cores, present, scales=scales, bytes_per_second=1e6 if scales else 1e12)
@@ -365,7 +365,7 @@ def test_ranks_per_node_follow_from_what_threads_speed_up(cores: int, number: in
     assert all(layout.ranks_per_node * layout.threads <= cores for layout in outcome.layouts)
     most = max(layout.ranks_per_node for layout in outcome.layouts if not layout.refusal)
     chosen = outcome.task.machine.ranks_per_node
-    if chosen != (tried[0] if scales else most):  # only if that is hardly faster than the machine's number
+    if chosen != (tried[0] if scales else most):  # it is within the error of the machine's number
         assert chosen == present
         assert "within the error of predictions" in outcome.note
     assert (outcome.task.ranks, outcome.task.config.threads) == (nodes * chosen, cores // chosen)
@@ -385,7 +385,7 @@ def test_ranks_per_node_follow_from_what_threads_speed_up(cores: int, number: in
     ],
 )
 def test_ranks_per_node_to_compare(cores: int, present: int, threads: int | None, choices: tuple[int, ...]) -> None:
-    """Find choices that exceed the cores or that prefer odd divisors to powers of two."""
+    """Find choices that exceed the cores, or that prefer other divisors to powers of two."""
     machine = replace(machine_of(ranks_per_node=present), cores_per_rank=cores / present)
     assert ranks_per_node_choices(machine, threads) == choices
 
@@ -393,7 +393,7 @@ def test_ranks_per_node_to_compare(cores: int, present: int, threads: int | None
 @pytest.mark.parametrize(
     ("words", "ranks", "reason"),
     [
-        (("grid.rows=1",), 3, "Ranks per node are not compared: 3 ranks do not fill nodes of 2."),
+        (("grid.rows=1",), 3, "Ranks per node are not compared: a job of 3 ranks does not fill nodes of 2 ranks."),
         (("grid.rows=1", "grid.cols=2"), 2, "Ranks per node are not compared: the kept grid has 2 ranks."),
     ],
 )
@@ -406,7 +406,7 @@ def test_ranks_per_node_that_are_not_compared_have_a_reason(words: tuple[str, ..
 
 
 def test_configured_threads_and_the_batch_limit_the_ranks_per_node() -> None:
-    """Find ranks and threads that exceed the cores, and a search for ranks without a sample."""
+    """Find ranks and threads that exceed the cores, and a search on more ranks than samples."""
     machine = nodes_of_cores(8, 2, scales=False)
     outcome = search_layouts(layout_task(machine, 2, "threads=2", "batch=3"))
     assert [(one.ranks_per_node, one.threads) for one in outcome.layouts] == [(2, 2), (1, 2), (4, 2)]
