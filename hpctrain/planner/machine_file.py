@@ -128,7 +128,7 @@ class MachineFields(Section):
             raise PydanticCustomError("ranks_per_card", rule, {"most": self.ranks_per_node})
         if self.single_thread_rates is not None and self.cores_per_rank < 2:
             rule = "require at least 2 cores_per_rank, but the file has {cores}; remove single_thread_rates"
-            raise PydanticCustomError("single_thread_rates", rule, {"cores": f"{self.cores_per_rank:g}"})
+            raise PydanticCustomError("single_thread_rates", rule, {"cores": f"{self.cores_per_rank:.12g}"})
         return self
 
     def machine(self, sources: dict[str, str]) -> Machine:
