@@ -139,8 +139,8 @@ def _end(array: np.ndarray) -> int:
 #: which fit a second-level cache. With smaller chunks, the cost of more calls exceeds the gain (measured).
 CHUNK = 1 << 15
 
-_BLOCK = 1 << 16  # elements whose squares are summed at once, converted to float64
-_PIECE = 1 << 19  # elements that are checked to be finite at once
+_SQUARES_BLOCK = 1 << 16  # number of elements that are converted to float64 and whose squares are summed in one call
+_FINITE_BLOCK = 1 << 19  # number of elements that are tested by one call of `all_finite`
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -266,15 +266,17 @@ class HostArithmetic(Arithmetic):
         return self._allocate(size * item_bytes(dtype)).view(dtype)
 
     def share(self, count: int, work: Callable[[int, int], object], items: int) -> None:
-        """Call work(start, stop) on ranges that cover [0, count), possibly in several threads at once, and wait for all.
+        """Call work(start, stop) on ranges that cover [0, count). This class makes one call.
+
+        A subclass may make several calls at once in different threads. It returns when all of them have returned.
 
         Args:
-            items: number of elements that all ranges together read.
+            items: number of elements that the calls process in total.
         """
         work(0, count)
 
     def _by_rows(self, work: Callable[..., object], target: Array, *others: Array) -> None:
-        """Call work(target, *others) on ranges of the first dim of all arrays."""
+        """Call work(target, *others) on the same ranges of the first dim of all arrays."""
         if target.ndim:
             self.share(len(target), lambda start, stop: work(*(array[start:stop] for array in (target, *others))), target.size)
         else:
@@ -310,12 +312,12 @@ class HostArithmetic(Arithmetic):
         np.multiply(source, scale, out=target)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        blocks = [(number, low) for number, array in enumerate(arrays) for low in range(0, array.size, _BLOCK)]
+        blocks = [(number, low) for number, array in enumerate(arrays) for low in range(0, array.size, _SQUARES_BLOCK)]
         sums, totals = np.empty(len(blocks), np.float64), np.zeros(len(arrays), np.float64)
 
         def work(start: int, stop: int) -> None:
             for place, (number, low) in enumerate(blocks[start:stop], start):
-                block = arrays[number][low : low + _BLOCK].astype(np.float64, copy=False)
+                block = arrays[number][low : low + _SQUARES_BLOCK].astype(np.float64, copy=False)
                 sums[place] = np.dot(block, block)
 
         self.share(len(blocks), work, sum(array.size for array in arrays))
@@ -325,14 +327,14 @@ class HostArithmetic(Arithmetic):
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
         flat, finite = [array.reshape(-1) for array in arrays], np.ones(len(arrays), bool)
-        pieces = [(number, low) for number, array in enumerate(flat) for low in range(0, array.size, _PIECE)]
+        blocks = [(number, low) for number, array in enumerate(flat) for low in range(0, array.size, _FINITE_BLOCK)]
 
         def work(start: int, stop: int) -> None:
-            for number, low in pieces[start:stop]:
-                if not all_finite(flat[number][low : low + _PIECE]):
+            for number, low in blocks[start:stop]:
+                if not all_finite(flat[number][low : low + _FINITE_BLOCK]):
                     finite[number] = False
 
-        self.share(len(pieces), work, sum(array.size for array in flat))
+        self.share(len(blocks), work, sum(array.size for array in flat))
         return HostFetch(finite)
 
     def watched(self, arrays: Sequence[Array]) -> WatchedArrays:

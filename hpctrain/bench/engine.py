@@ -1,8 +1,8 @@
 """Measurements of `hpctrain bench engine`, and their tables.
 
-`profile` reads the times of oneDNN's primitives in a step from oneDNN's verbose output. `serial_time` measures the part of a step
-that one thread computes. `device_gemm_peak` measures the rate of large matrix products, which is the reference for the rates of a
-device's operators.
+`profile` reads the times of oneDNN's primitives in a step from oneDNN's verbose output. `serial_time` measures the time of a step
+that is not divided among threads. `device_gemm_peak` measures the rate of large matrix products, which is the reference for the
+rates of a device's operators.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _stdout_to(file: IO[str]) -> Iterator[None]:
 def serial_time(run: Callable[[], object], steps: int) -> float:
     """Return the median wall seconds of `run` outside of work that OpenMP's threads share.
 
-    This is the time of Python and NumPy on one thread. The work that threads share also has parts for one thread, such as
-    primitives too small to be divided, which are not counted.
+    This is the time of Python and of NumPy on one thread. Serial parts of the shared work, such as primitives that are too small
+    to be divided, are not counted.
     """
     shared, seconds = 0.0, list[float]()
     depth = 0
@@ -129,17 +129,17 @@ def serial_time(run: Callable[[], object], steps: int) -> float:
 
         return timed_function
 
-    places = ((Call, "__call__"), (Engine, "multiply"), (Team, "share"))
-    kept = [getattr(kind, name) for kind, name in places]
+    methods = ((Call, "__call__"), (Engine, "multiply"), (Team, "share"))
+    originals = [getattr(kind, name) for kind, name in methods]
     try:
-        for (kind, name), function in zip(places, kept, strict=True):
+        for (kind, name), function in zip(methods, originals, strict=True):
             setattr(kind, name, timing(function))
         for _ in range(steps):
             shared, begin = 0.0, time.perf_counter()
             run()
             seconds.append(time.perf_counter() - begin - shared)
     finally:
-        for (kind, name), function in zip(places, kept, strict=True):
+        for (kind, name), function in zip(methods, originals, strict=True):
             setattr(kind, name, function)
     return float(np.median(seconds))
 
@@ -172,7 +172,7 @@ def device_gemm_peak(kernels: KernelSet) -> float:
 
 
 _WARM_UP = 2
-#: numbers of threads for which the speed-up is predicted
+#: numbers of threads for which a bound on the speed-up is printed
 MANY_THREADS = (8, 32, 64)
 
 #: variants of "--vs torch": name -> (whether channels are last, whether huge pages and the fused optimiser are used)
@@ -203,7 +203,7 @@ class Measurement:
         kernel_seconds: time of the library's kernels in a step, as the library reports it; None if it does not.
         reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None if unknown.
         reorders: number of these copies; None if unknown.
-        serial_seconds: time of a step in which one thread computes, see `serial_time`; None for other backends than onednn.
+        serial_seconds: time of a step that is not divided among threads (`serial_time`); None on other backends than onednn.
         own_operators: number of operators that the kernel set itself computes.
         fallbacks: layers whose operators fall back to NumPy, by reason.
         layers: times of the operators.
@@ -234,15 +234,19 @@ class Measurement:
 
     @property
     def serial_share(self) -> float | None:
-        """Share of a step with one thread in which one thread would compute with any number of threads; None if unknown."""
+        """Serial share of the time of a step on one thread; None if unknown.
+
+        The time on one thread is estimated: all work except for the serial part is assumed to be divided evenly among `threads`.
+        """
         if self.serial_seconds is None:
             return None
         return self.serial_seconds / (self.serial_seconds + self.threads * max(0.0, self.step_seconds - self.serial_seconds))
 
-    def speed_up(self, threads: int) -> float | None:
-        """Return the speed with `threads` threads over that with one, if all other work is divided evenly; None if unknown.
+    def speed_up_bound(self, threads: int) -> float | None:
+        """Return an upper bound on the speed-up of `threads` threads over one; None if unknown.
 
-        This is the law of Amdahl (AFIPS 1967), an upper bound: memory that is shared by the threads lowers it.
+        This is Amdahl's law (AFIPS 1967): all work except for the serial part is divided evenly. Shared memory bandwidth lowers
+        the actual speed-up.
         """
         share = self.serial_share
         return None if share is None else 1.0 / (share + (1.0 - share) / threads)
@@ -252,8 +256,8 @@ class Measurement:
         layers = [
             {**asdict(layer), "seconds": layer.seconds, "gflops_per_second": layer.gflops_per_second} for layer in self.layers
         ]
-        speeds = {str(threads): self.speed_up(threads) for threads in MANY_THREADS}
-        return {**asdict(self), "serial_share": self.serial_share, "speed_up": speeds, "layers": layers}
+        bounds = {str(threads): self.speed_up_bound(threads) for threads in MANY_THREADS}
+        return {**asdict(self), "serial_share": self.serial_share, "speed_up_bounds": bounds, "layers": layers}
 
 
 def measure(task: Workload, backend: str, steps: int, threads: int, precision: str = "float32") -> Measurement:
@@ -382,11 +386,11 @@ def _totals(measured: Measurement) -> str:
             f"{measured.reorder_seconds * 1e3:.2f} ms of them in {measured.reorders} reorders"
         )
     if measured.serial_seconds is not None and measured.serial_share is not None:
-        speeds = ", ".join(f"{measured.speed_up(threads):.1f}" for threads in MANY_THREADS)
-        milliseconds, many = measured.serial_seconds * 1e3, ", ".join(map(str, MANY_THREADS))
+        bounds = ", ".join(f"{measured.speed_up_bound(threads):.1f}" for threads in MANY_THREADS)
+        milliseconds, numbers = measured.serial_seconds * 1e3, ", ".join(map(str, MANY_THREADS))
         lines.append(
-            f"one thread computes for {milliseconds:.2f} ms, {measured.serial_share:.2%} of a step with 1 thread; "
-            f"with {many} threads, a step is at most {speeds} times as fast"
+            f"serial time {milliseconds:.2f} ms per step, {measured.serial_share:.2%} of a step with 1 thread; "
+            f"speed-up with {numbers} threads at most {bounds}"
         )
     lines += _fallback_lines(measured)
     return "\n".join(lines)

@@ -125,15 +125,15 @@ _LEAST_DELAY_NS = 5_000
 
 
 class Dependency:
-    """Something that posted operations can depend on: another operation, or an event on this rank.
+    """Base of what posted operations can depend on: another operation (`Ticket`) or an event on this rank (`LocalEvent`).
 
     Attributes:
         purpose: name in messages, usually the parameter's.
-        done: whether it is complete; stays True.
-        possible_ns: last time at which a traced operation was known to be incomplete; for an event, the time at which it
-            happened.
-        queue_name: name of the operation's queue.
-        sequence: position of an operation in its queue, counted from 0 at start-up.
+        done: whether the operation is complete or the event has happened; stays True.
+        possible_ns: earliest possible time of the completion: the last time at which a traced operation was known to be
+            incomplete, or the time at which an event happened.
+        queue_name: name of the operation's queue; "this rank" for an event.
+        sequence: position of the operation in its queue, counted from 0 at start-up; 0 for an event.
     """
 
     __slots__ = ("done", "possible_ns", "purpose")
@@ -179,7 +179,7 @@ class Ticket(Dependency):
         self.handle: Handle | None = None
         self.late: LateHandle | None = None
         self._start: Callable[[], Handle] | None = start
-        self._after = list(after)  # `ready` removes those that are complete from its end
+        self._after = list(after)  # `ready` removes dependencies from the end as they complete
         self._turn_ns = 0
 
     def ready(self) -> bool:
@@ -190,11 +190,11 @@ class Ticket(Dependency):
         return not after
 
     def turn_ns(self) -> int:
-        """Return the earliest time at which all dependencies may have been complete, once `ready` has returned True."""
+        """Return the earliest time at which all dependencies may have been complete. `ready` must have returned True."""
         return self._turn_ns
 
     def begin(self) -> None:
-        """Start the operation. `ready` has released its dependencies, so that chains of old tickets are freed."""
+        """Start the operation. `ready` must have returned True; it released the dependencies, so that old tickets are freed."""
         assert self._start is not None, "an operation must be started once"
         start, self._start = self._start, None
         self.handle = start()
@@ -265,8 +265,8 @@ class PostingQueue:
 
         Args:
             start: function that posts the operation and returns its handle. It is called once all earlier operations of this
-                queue have been started and all tickets of `after` are complete. It may compute (for example a shard's update) and
-                may post; it must not wait.
+                queue have been started and all dependencies in `after` are complete. It may compute (for example a shard's
+                update) and may post; it must not wait.
             purpose: name in messages and traces, usually the parameter's.
             after: operations of any queue, and events on this rank.
         """
@@ -296,7 +296,7 @@ class PostingQueue:
         return bool(self._in_flight)
 
     def due(self) -> bool:
-        """Return whether a pass has work here: an operation in flight to test, or a head whose dependencies are complete."""
+        """Return whether the queue has an operation in flight to test, or a head whose dependencies are complete."""
         return True if self._in_flight else bool(self._waiting) and self._waiting[0].ready()
 
     def unfinished(self) -> Sequence[Ticket]:
@@ -345,7 +345,7 @@ class PostingQueue:
         self.begun += 1
         self._begin(ticket)
         if self._flight is not None:
-            if hasattr(ticket.handle, "operation"):  # `isinstance` takes ten times as long for a protocol
+            if hasattr(ticket.handle, "operation"):  # a LateHandle; `isinstance` with a protocol takes ten times as long
                 ticket.late = cast(LateHandle, ticket.handle)
             else:
                 self._flight.started(ticket.flight_number, str(ticket.handle))
@@ -577,10 +577,13 @@ class ProgressEngine:
                 queue.start_heads()
 
     def wait(self, tickets: Dependency | Iterable[Dependency]) -> None:
-        """Drive all queues until these operations are complete. Events among them must have happened."""
+        """Drive all queues until these operations are complete.
+
+        Events among them must have happened, since only the waiting thread could make them happen.
+        """
         for ticket in (tickets,) if isinstance(tickets, Dependency) else tickets:
             if not ticket.done:
-                assert isinstance(ticket, Ticket), f"a wait for {ticket.purpose}, which only this thread can make happen"
+                assert isinstance(ticket, Ticket), f"a wait for the event {ticket.purpose!r} would never end"
                 self._wait_one(ticket)
 
     def wait_handle(self, handle: Handle, purpose: str) -> None:

@@ -163,7 +163,7 @@ class ProgressThread:
         self._thread.join()
 
     def _run(self) -> None:
-        # OpenMP would start a team of its own for this thread's updates, next to the team that runs kernels.
+        # Otherwise, OpenMP would start a second team for this thread's updates, which competes with the team that runs kernels.
         threadpool_limits(limits=1, user_api="openmp")
         while True:
             self._open.wait()

@@ -417,7 +417,7 @@ def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
     if threads > 1 and job.config is not None:
         images = max(1, job.config.batch // job.size)
         command = f"hpctrain bench engine --model {job.config.model.name} --batch {images} --threads {threads}"
-        sentence += f" `{command}` prints the part of a step that only one of them computes."
+        sentence += f" `{command}` prints the share of a step that runs on one thread only."
     return [fine(sentence)]
 
 

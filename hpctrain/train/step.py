@@ -214,7 +214,8 @@ class AveragingHooks(StepHooks):
             self._owner[parameter.name].data_free(parameter)
 
     def operator_done(self, name: str, phase: str) -> None:
-        if phase != "parameters" or not self.last:  # its gradients are announced next, with a poll
+        # The gradients of parameters are announced next, with one poll, which suffices without further polls.
+        if phase != "parameters" or not self.last or self._progress.further_polls is not None:
             self._progress.operator_done()
 
 

@@ -113,7 +113,7 @@ def test_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(
 
 
 def test_time_outside_of_shared_work_is_serial() -> None:
-    """Finds time of primitives or of shared ranges that counts as serial, and Python's that does not."""
+    """Finds time of shared ranges that is counted as serial, and time of Python that is not."""
     if (reason := available()) is not None:
         pytest.skip(reason)
     team = Team(Engine().library)
@@ -127,11 +127,11 @@ def test_time_outside_of_shared_work_is_serial() -> None:
     assert (Team.share, Call.__call__) == methods
 
 
-def test_speeds_follow_the_law_of_amdahl(measured_engine: Measurement) -> None:
-    assert measured_engine.speed_up(8) is None
+def test_bounds_of_the_speed_up_follow_amdahls_law(measured_engine: Measurement) -> None:
+    assert measured_engine.speed_up_bound(8) is None
     measured = replace(measured_engine, threads=2, step_seconds=6.0, serial_seconds=1.0)
     assert measured.serial_share == pytest.approx(1 / 11)
-    assert measured.speed_up(10) == pytest.approx(11 / 2)
+    assert measured.speed_up_bound(10) == pytest.approx(11 / 2)
 
 
 def test_lines_of_onednn_are_read() -> None:

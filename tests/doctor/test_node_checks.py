@@ -86,7 +86,7 @@ def test_ranks_with_cores_of_their_own_are_well() -> None:
     )
 
 
-def test_threads_come_with_the_command_that_shows_what_they_are_worth() -> None:
+def test_several_threads_name_the_command_that_measures_their_serial_share() -> None:
     config = configuration()
     facts = [rank(range(8), 2), rank(range(8, 16), 2)]
     [found] = rank_checks.judge_threads(view(2, config=config), facts)

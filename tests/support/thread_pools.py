@@ -1,6 +1,7 @@
 """Processor time of thread pools other than OpenMP's during trainings: `python -m tests.support.thread_pools`, on Linux.
 
-Prints JSON: seconds by training. Threads that Python has started do not count.
+Prints JSON: seconds by training, and seconds of NumPy's threads during products, for comparison. Threads that Python has started
+are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
-#: One of each family, with few pixels, so that products of few rows occur; widths keep them short.
+#: name -> (model, options, pixels, optimiser). One network of each family, with few pixels, so that products of few rows occur.
+#: Small widths keep the trainings short.
 TASKS = {
     "small": ("small", {}, 28, Sgd),
     "vgg11": ("vgg11", {"width": 0.25}, 32, partial(Adamw, weight_decay=0.01)),
@@ -36,19 +38,19 @@ TASKS = {
 
 
 def pool_seconds(known: Collection[int] = ()) -> dict[int, float]:
-    """Return the processor time so far of each thread that is neither Python's nor `known`, by its identifier."""
-    others = {thread.native_id for thread in threading.enumerate()}.union(known)
-    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) not in others]
+    """Return the processor seconds so far of each thread that is neither Python's nor `known`, by native identifier."""
+    excluded = {thread.native_id for thread in threading.enumerate()}.union(known)
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) not in excluded]
     return {int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
 
 
-def since(before: Mapping[int, float], after: Mapping[int, float]) -> float:
-    """Return the seconds that passed on the threads of `after`, some of which may be new."""
+def seconds_between(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    """Return the processor seconds of the threads in `after` since `before`, in which new threads are missing."""
     return sum(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
 
 
 def main() -> None:
-    """Train each network, and print the time."""
+    """Train each network, and print the processor times."""
     seconds: dict[str, float] = {}
     kernels = make_backend("onednn").kernels
 
@@ -60,14 +62,14 @@ def main() -> None:
             task = Task(build, kernels, optimizer, shape, batch=4, samples=4, steps=3, dtype="float32", ema=EmaRule(0.9))
             before = pool_seconds(team)
             train(task, comm, virtual_engine(comm), Sharded)
-            seconds[name] = since(before, pool_seconds(team))
+            seconds[name] = seconds_between(before, pool_seconds(team))
 
     run_virtual(1, program, deadline_seconds=100)
     before, matrix = pool_seconds(), np.ones((700, 700), np.float32)
     with threadpool_limits(limits=2, user_api="blas"):
         for _ in range(20):
             np.matmul(matrix, matrix)
-    seconds["products of NumPy"] = since(before, pool_seconds())
+    seconds["products of NumPy"] = seconds_between(before, pool_seconds())
     print(json.dumps(seconds))
 
 

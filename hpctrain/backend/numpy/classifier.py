@@ -75,7 +75,7 @@ class SoftmaxCrossEntropy(LossOperator):
             if uniform:
                 aim = aim + uniform * shifted.sum(axis=1)
             loss = float((np.log(total[:, 0]) - aim).sum())
-            if not math.isfinite(loss):  # rows with NaN count as wrong
+            if not math.isfinite(loss):  # NaN in any logit makes the loss NaN; samples with NaN count as wrong
                 ranks[np.isnan(logits).any(axis=1)] = max(classes, self.spec.top)
             if d_logits is not None:
                 soft /= total
@@ -99,7 +99,7 @@ def _ranks(logits: np.ndarray, rows: np.ndarray, labels: np.ndarray) -> np.ndarr
     """Return, for each sample, the number of logits that rank before the label's: greater, or equal with a smaller index.
 
     Args:
-        rows: index of each sample.
+        rows: indices of the samples: 0, 1, ...
     """
     of_label = logits[rows, labels][:, None]
     earlier = np.arange(logits.shape[1]) < labels[:, None]

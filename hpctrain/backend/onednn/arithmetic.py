@@ -1,9 +1,9 @@
 """Arithmetic service of the oneDNN set: work on flat arrays in the threads that also run the kernels (docs/adr/0033).
 
 A `Pass` is one oneDNN primitive over flat arrays that combines several elementary operations. Updates of parameters are a few
-passes over chunks that stay in the caches. Other operations are NumPy's, on ranges of the elements that a `Team` shares out over
-OpenMP's threads. Each element's result depends on that element alone, and sums are added in an order that depends on sizes alone,
-so the bits do not depend on the number of threads.
+passes over chunks that stay in the caches, and a moving average is one pass. Other operations are NumPy's, on ranges of elements
+that a `Team` distributes over OpenMP's threads. Each result depends only on the operands' elements with the same index, and sums
+are added in an order that depends only on sizes, so the number of threads does not change a bit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hpctrain.backend.onednn.operator import allocate
 
 _Body = CFUNCTYPE(None, c_void_p)
 
-#: minimum number of elements of a thread's range. Waking the threads and passing the interpreter lock takes about as long as
-#: NumPy takes for this many elements (measured).
+#: minimum number of elements per thread. Waking the threads and passing the interpreter lock takes about as long as NumPy takes
+#: for this number of elements (measured).
 GRAIN = 1 << 16
 
 
 class Team:
-    """OpenMP's threads, which execute oneDNN's primitives, as workers for Python functions.
+    """Workers for Python functions: OpenMP's threads, which also execute oneDNN's primitives.
 
     The functions hold the interpreter lock outside of NumPy's loops, so ranges should be long.
 
     Args:
-        library: oneDNN's library; its OpenMP runtime is used.
+        library: oneDNN's library, through which its OpenMP runtime is called.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -45,13 +45,15 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Number of threads that a parallel region of the calling thread has."""
+        """Maximum number of threads of a parallel region that the calling thread opens."""
         return int(self._size())
 
     def share(self, count: int, work: Callable[[int, int], object]) -> None:
-        """Call work(start, stop) in each thread, on consecutive ranges that cover [0, count), and wait for all.
+        """Call work(start, stop) in each thread, on consecutive ranges that cover [0, count), and wait for all calls.
 
-        Each call runs in a copy of the caller's context. If calls raise, one of their exceptions is raised.
+        Each call runs in a copy of the caller's context, which contains NumPy's error state. If calls raise, one of their
+        exceptions is raised after all calls have ended. OpenMP must start `size` threads: ranges would be left out if
+        OMP_DYNAMIC or OMP_THREAD_LIMIT lowered their number.
         """
         size, failures = self.size, list[BaseException]()
         contexts = [contextvars.copy_context() for _ in range(size)]
@@ -60,7 +62,7 @@ class Team:
             number = self._number()
             try:
                 contexts[number].run(work, count * number // size, count * (number + 1) // size)
-            except BaseException as failure:  # raised in the caller, since C functions cannot pass it on
+            except BaseException as failure:  # raised in the caller, since OpenMP's C function cannot pass it on
                 failures.append(failure)
 
         self._parallel(_Body(body), None, size, 0)
@@ -70,14 +72,16 @@ class Team:
 
 @dataclass(frozen=True)
 class Formula:
-    """One pass: t := first operation second, then the operations `then`, then + kept * t. t, x, y are arrays, a and b numbers.
+    """Equation of one pass: t := r + kept * t, where r is the result of `operation` followed by the operations in `then`.
+
+    Operands are named: t, x and y are arrays; a and b are numbers.
 
     Attributes:
-        operation: one of "+", "-", "*", "/".
+        operation: first operation: "+", "-", "*" or "/".
         first: first operand, an array.
         second: second operand.
         then: further operations on the result, each with its second operand, or ("sqrt", "").
-        kept: factor of the previous t; 0: the previous t is not read, unless an operand is t.
+        kept: factor of the previous t; 0: the previous t is read only if an operand is t.
     """
 
     operation: str
@@ -92,11 +96,11 @@ _ARRAYS = "txy"
 
 
 class Pass:
-    """A `Formula` over flat float32 arrays. A primitive is created once for each size.
+    """Evaluation of a `Formula` over flat float32 arrays. One primitive is created for each size.
 
     Args:
         label: name of the operation in errors.
-        numbers: arrays of one element that hold a and b; their owner may change them between calls.
+        numbers: arrays of one element that contain a and b. Their owner may change the values between calls.
     """
 
     def __init__(self, engine: Engine, label: str, formula: Formula, **numbers: Array) -> None:
@@ -104,17 +108,21 @@ class Pass:
         self._calls: dict[int, tuple[Call, tuple[tuple[int, int], ...]]] = {}
 
     def __call__(self, size: int, *addresses: int) -> None:
-        """Compute `size` elements. The addresses are those of the arrays' first elements: t, x and, if the formula has it, y."""
-        made = self._calls.get(size)
-        if made is None:
-            made = self._calls[size] = self._make(size)
-        call, places = made
-        for place, number in places:
-            call.point(place, addresses[number])
+        """Compute `size` elements.
+
+        Args:
+            addresses: addresses of the first elements of t, x and, if the formula contains it, y.
+        """
+        prepared = self._calls.get(size)
+        if prepared is None:
+            prepared = self._calls[size] = self._make(size)
+        call, arguments = prepared
+        for argument, number in arguments:
+            call.set_address(argument, addresses[number])
         call()
 
     def _make(self, size: int) -> tuple[Call, tuple[tuple[int, int], ...]]:
-        """Return the call for `size` elements, and (its argument, index of the address) of each array."""
+        """Return the call for `size` elements and, for each operand that is an array, (index of its argument, of its address)."""
         engine, formula = self._engine, self._formula
         formats = {name: Descriptor.tagged(engine, (size if name in _ARRAYS else 1,), "a") for name in "txyab"}
         then = [(_OPERATIONS[operation], formats.get(operand)) for operation, operand in formula.then]
@@ -124,11 +132,11 @@ class Pass:
         operands = [(c.ARG_SRC, formula.first), (c.ARG_SRC_1, formula.second), (c.ARG_DST, "t")]
         operands += [(c.post_operand(number), operand) for number, (_, operand) in enumerate(formula.then) if operand]
         call = primitive.bind({kind: (formats[name], self._numbers.get(name)) for kind, name in operands})
-        return call, tuple((place, _ARRAYS.index(name)) for place, (_, name) in enumerate(operands) if name in _ARRAYS)
+        return call, tuple((index, _ARRAYS.index(name)) for index, (_, name) in enumerate(operands) if name in _ARRAYS)
 
 
 class _Numbers:
-    """Numbers that passes read from memory, initially 0."""
+    """Named float32 numbers that passes read from memory; initially 0."""
 
     def __init__(self, *names: str) -> None:
         self._arrays = {name: allocate(4).view(np.float32) for name in names}
@@ -141,13 +149,13 @@ class _Numbers:
             self._arrays[name][0] = value
 
 
-#: number of elements of a chunk of an update, for each thread. Data, gradient and momentum of a chunk then take 3 MiB, which a
-#: core's share of the last-level cache holds; with shorter chunks, calls take a larger share of the time (measured).
+#: number of elements per thread in a chunk of an update. Data, gradient and momentum of these elements take 3 MiB, which fit a
+#: core's share of the last-level cache. With shorter chunks, calls take a larger share of the time (measured).
 CHUNK = 1 << 18
 
 
 def _chunks(run: UpdateRun, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (elements, bytes before them in the flat buffers, bytes before them in the optimiser's state) of chunks of a run."""
+    """Yield (number of elements, byte offset in the flat buffers, byte offset in the optimiser's state) for chunks of a run."""
     for low in range(run.start, run.stop, longest):
         yield min(longest, run.stop - low), 4 * low, 4 * (low + run.offset)
 
@@ -164,34 +172,35 @@ class OnednnDescent:
     ) -> None:
         self._longest = min(CHUNK * threads, max(1, data.size))
         self._factor = float(factor)
-        # Without momentum, or with Nesterov's, w moves along g', which is read twice and is therefore kept in a work buffer.
+        # Usually g' is added to m, and w moves along m. Without momentum, m is empty; with Nesterov's, g' is added to both m and
+        # w. In these two cases g' needs a work buffer.
         self._buffered = nesterov or not factor
         self._work = allocate(4 * self._longest if self._buffered else 0).view(np.float32)
         self._arrays = data, gradient, momentum
         self._w, self._g, self._m = (array.ctypes.data for array in self._arrays)
-        numbers = self._numbers = _Numbers("scale", "decay", "rate", "ahead", "one")
+        numbers = self._numbers = _Numbers("scale", "decay", "step", "momentum_step", "one")
         numbers.set(one=1.0)
         label, momentum_kept = "a momentum update", Formula("*", "x", "a", kept=self._factor)
-        self._scaled = Pass(engine, label, _SCALED if self._buffered else momentum_kept, a=numbers["scale"])
-        self._decayed = Pass(engine, label, _ADDED, a=numbers["decay"])
-        self._summed = Pass(engine, label, momentum_kept, a=numbers["one"]) if nesterov else None
-        self._moved = Pass(engine, label, _ADDED, a=numbers["rate"])
-        self._ahead = Pass(engine, label, _ADDED, a=numbers["ahead"])
+        self._add_gradient = Pass(engine, label, _SCALED if self._buffered else momentum_kept, a=numbers["scale"])
+        self._add_decay = Pass(engine, label, _ADDED, a=numbers["decay"])
+        self._move = Pass(engine, label, _ADDED, a=numbers["step"])
+        self._update_momentum = Pass(engine, label, momentum_kept, a=numbers["one"]) if nesterov else None
+        self._move_by_momentum = Pass(engine, label, _ADDED, a=numbers["momentum_step"])
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
-        self._numbers.set(rate=-lr, ahead=-lr * self._factor)
+        self._numbers.set(step=-lr, momentum_step=-lr * self._factor)
         for run in runs:
             self._numbers.set(scale=run.gradient_scale, decay=run.decay)
             for size, low, state in _chunks(run, self._longest):
                 w, m = self._w + low, self._m + state
                 direction = self._work.ctypes.data if self._buffered else m
-                self._scaled(size, direction, self._g + low)
+                self._add_gradient(size, direction, self._g + low)
                 if run.decay:
-                    self._decayed(size, direction, w)
-                self._moved(size, w, direction)
-                if self._summed is not None:
-                    self._summed(size, m, direction)
-                    self._ahead(size, w, m)
+                    self._add_decay(size, direction, w)
+                self._move(size, w, direction)
+                if self._update_momentum is not None:
+                    self._update_momentum(size, m, direction)
+                    self._move_by_momentum(size, w, m)
 
 
 class OnednnMomentDescent:
@@ -203,59 +212,63 @@ class OnednnMomentDescent:
         self._longest = min(CHUNK * threads, max(1, data.size))
         self._rule = rule
         self._arrays = data, gradient, first, second, allocate(4 * self._longest)
-        self._w, self._g, self._m, self._v, self._root = (array.ctypes.data for array in self._arrays)
-        names = ("scale", "of_first", "of_second", "correction", "epsilon", "along", "decay")
+        self._w, self._g, self._m, self._v, self._denominator = (array.ctypes.data for array in self._arrays)
+        names = ("scale", "first_weight", "second_weight", "root_squared", "epsilon", "step", "decay")
         numbers = self._numbers = _Numbers(*names)
         numbers.set(epsilon=rule.epsilon)
         label = "an update by moments"
-        self._averaged = Pass(engine, label, Formula("*", "x", "a", kept=float(rule.beta1)), a=numbers["of_first"])
+        self._update_first = Pass(engine, label, Formula("*", "x", "a", kept=float(rule.beta1)), a=numbers["first_weight"])
         square = Formula("*", "x", "a", then=(("*", "x"), ("*", "b")), kept=float(rule.beta2))
-        self._squared = Pass(engine, label, square, a=numbers["scale"], b=numbers["of_second"])
+        self._update_second = Pass(engine, label, square, a=numbers["scale"], b=numbers["second_weight"])
         root = Formula("*", "x", "a", then=(("sqrt", ""), ("+", "b")))
-        self._rooted = Pass(engine, label, root, a=numbers["correction"], b=numbers["epsilon"])
-        self._directed, self._moved = (
-            Pass(engine, label, Formula("/", "x", "y", then=(("*", "a"),), kept=kept), a=numbers["along"]) for kept in (0.0, 1.0)
+        self._compute_denominator = Pass(engine, label, root, a=numbers["root_squared"], b=numbers["epsilon"])
+        self._set_direction, self._move = (
+            Pass(engine, label, Formula("/", "x", "y", then=(("*", "a"),), kept=kept), a=numbers["step"]) for kept in (0.0, 1.0)
         )
-        self._decayed, self._shrunk = (Pass(engine, label, formula, a=numbers["decay"]) for formula in (_ADDED, _SCALED))
+        self._add_decay, self._shrink = (Pass(engine, label, formula, a=numbers["decay"]) for formula in (_ADDED, _SCALED))
 
     def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
-        # w - lr * (first * m / root + decay * w) = (1 - lr * decay) * w - lr * first * m / root
+        # w - lr * (first * m / denominator + decay * w) = (1 - lr * decay) * w - lr * first * m / denominator
         for run in runs:
-            self._numbers.set(along=-lr * corrections.first, decay=1.0 - lr * run.decay)
+            self._numbers.set(step=-lr * corrections.first, decay=1.0 - lr * run.decay)
             for size, low, state in self._moments(run, corrections):
                 if run.decay:
-                    self._shrunk(size, self._w + low, self._w + low)
-                self._moved(size, self._w + low, self._m + state, self._root)
+                    self._shrink(size, self._w + low, self._w + low)
+                self._move(size, self._w + low, self._m + state, self._denominator)
 
     def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
         for run in runs:
-            self._numbers.set(along=corrections.first, decay=run.decay)
+            self._numbers.set(step=corrections.first, decay=run.decay)
             for size, low, state in self._moments(run, corrections):
-                self._directed(size, self._g + low, self._m + state, self._root)
+                self._set_direction(size, self._g + low, self._m + state, self._denominator)
                 if run.decay:
-                    self._decayed(size, self._g + low, self._w + low)
+                    self._add_decay(size, self._g + low, self._w + low)
 
     def _moments(self, run: UpdateRun, corrections: Corrections) -> Iterator[tuple[int, int, int]]:
-        """Update m and v, and write root * sqrt(v) + epsilon to the work buffer, chunk by chunk; yield as `_chunks`."""
+        """Update m and v and compute the denominator root * sqrt(v) + epsilon, chunk by chunk; yield each chunk as `_chunks`."""
         rule, scale = self._rule, run.gradient_scale
-        of_first, of_second = (1.0 - rule.beta1) * scale, (1.0 - rule.beta2) * scale
-        self._numbers.set(scale=scale, of_first=of_first, of_second=of_second, correction=corrections.root**2)
+        first, second = (1.0 - rule.beta1) * scale, (1.0 - rule.beta2) * scale
+        self._numbers.set(scale=scale, first_weight=first, second_weight=second, root_squared=corrections.root**2)
         for size, low, state in _chunks(run, self._longest):
-            self._averaged(size, self._m + state, self._g + low)
-            self._squared(size, self._v + state, self._g + low)
-            self._rooted(size, self._root, self._v + state)
+            self._update_first(size, self._m + state, self._g + low)
+            self._update_second(size, self._v + state, self._g + low)
+            self._compute_denominator(size, self._denominator, self._v + state)
             yield size, low, state
 
 
 class OnednnArithmetic(HostArithmetic):
-    """Implements `Arithmetic` for float32, in OpenMP's threads. Other dtypes are computed as by `HostArithmetic`."""
+    """Implements `Arithmetic` in OpenMP's threads.
+
+    oneDNN computes updates and moving averages of float32 arrays. `HostArithmetic` computes everything else: work that it passes
+    to `share` in several threads if the arrays are large, the rest in one.
+    """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(allocate)
         self._engine, self._team = engine, Team(engine.library)
         self._numbers = _Numbers("kept")
-        toward = Formula("-", "t", "x", then=(("*", "a"), ("+", "x")))
-        self._toward = Pass(engine, "a moving average", toward, a=self._numbers["kept"])
+        average = Formula("-", "t", "x", then=(("*", "a"), ("+", "x")))
+        self._average = Pass(engine, "a moving average", average, a=self._numbers["kept"])
 
     def share(self, count: int, work: Callable[[int, int], object], items: int) -> None:
         if items >= GRAIN * self._team.size > GRAIN:
@@ -268,7 +281,7 @@ class OnednnArithmetic(HostArithmetic):
             super().average_into(target, source, kept)
             return
         self._numbers.set(kept=kept)
-        self._toward(target.size, target.ctypes.data, source.ctypes.data)
+        self._average(target.size, target.ctypes.data, source.ctypes.data)
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None

@@ -296,7 +296,7 @@ class Descriptor:
         return made
 
     def part(self, shape: Sequence[int]) -> Descriptor:
-        """Return the descriptor of the first elements along each dim, in this format."""
+        """Return the descriptor, in this format, of the first `shape` elements along each dim."""
         label, zeros = f"a part {tuple(shape)} of a descriptor", dims([0] * len(shape))
         create = "dnnl_memory_desc_create_submemory"
         return Descriptor(self.engine, self.engine.create(create, label, self.handle, dims(shape), zeros))
@@ -317,11 +317,12 @@ class Descriptor:
 
 
 class Attributes:
-    """A dnnl_primitive_attr_t with the user's scratchpad and optional post-operations.
+    """A dnnl_primitive_attr_t with the user's scratchpad and optional post-operations, which are applied in the order below.
 
     Args:
-        then: kinds of operations that follow on the result, each with the descriptor of its second operand or None.
-        kept: factor of the destination that is added to the result; 0: the destination is overwritten.
+        then: further operations on the result, each as oneDNN's kind and the descriptor of its second operand; None: the
+            operation has one operand.
+        kept: factor with which the previous destination is added to the result; 0: the destination is overwritten.
         relu: whether a ReLU is applied to the result.
     """
 
@@ -395,7 +396,7 @@ class Primitive:
 
         Args:
             memories: (format, array at whose start the memory begins) by number of the execution argument. An array may be None
-                if `Call.point` sets the address before each execution.
+                if `Call.set_address` is called before the first execution.
             scratch: memory for the scratchpad.
         """
         every = dict(memories)
@@ -406,7 +407,7 @@ class Primitive:
 
 
 class _Memory:
-    """A dnnl_memory_t over an array's bytes, which keeps the array alive; without an array, `Call.point` sets its address."""
+    """A dnnl_memory_t over an array's bytes, which keeps the array alive. Without one, `Call.set_address` sets the address."""
 
     def __init__(self, descriptor: Descriptor, array: Array | None, label: str) -> None:
         assert array is None or array.nbytes >= descriptor.extent_bytes, (
@@ -422,7 +423,7 @@ class _Memory:
 class Call:
     """One execution of a primitive with prepared arguments. A call returns when the execution is complete."""
 
-    __slots__ = ("_arguments", "_count", "_execute", "_memories", "_point", "_primitive", "_raw", "_stream")
+    __slots__ = ("_arguments", "_count", "_execute", "_memories", "_primitive", "_raw", "_set_address", "_stream")
 
     def __init__(self, primitive: Primitive, memories: Mapping[int, tuple[Descriptor, Array | None]]) -> None:
         engine = primitive.engine
@@ -432,12 +433,16 @@ class Call:
         self._arguments = (ExecutionArgument * self._count)()
         for argument, kind, memory in zip(self._arguments, memories, self._memories, strict=True):
             argument.arg, argument.memory = kind, memory.handle
-        self._execute, self._point = engine.library.dnnl_primitive_execute, engine.library.dnnl_memory_set_data_handle
+        self._execute, self._set_address = engine.library.dnnl_primitive_execute, engine.library.dnnl_memory_set_data_handle
         self._raw, self._stream = primitive.primitive, engine.stream
 
-    def point(self, argument: int, address: int) -> None:
-        """Set the address of an argument's memory, numbered in the order of `memories`. The caller keeps the memory alive."""
-        self._point(self._memories[argument].handle, address)
+    def set_address(self, argument: int, address: int) -> None:
+        """Set the address of an argument's memory for the following executions. The caller keeps the memory alive.
+
+        Args:
+            argument: index of the argument in the order of `memories`.
+        """
+        self._set_address(self._memories[argument].handle, address)
 
     def __call__(self) -> None:
         """Execute the primitive, and return when it is complete.

@@ -76,7 +76,11 @@ ARG_MULTIPLE_SRC = 1024
 
 
 def post_operand(number: int) -> int:
-    """Return the execution argument of a binary post-operation's second operand."""
+    """Return the execution argument of a binary post-operation's second operand (DNNL_ARG_ATTR_MULTIPLE_POST_OP | ARG_SRC_1).
+
+    Args:
+        number: index of the post-operation among all of them.
+    """
     return 32768 * (number + 1) | ARG_SRC_1
 
 

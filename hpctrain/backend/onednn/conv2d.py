@@ -25,7 +25,6 @@ from hpctrain.backend.onednn.operator import (
     BLOCKS,
     FORWARD,
     NCHW,
-    TAGS,
     Copy,
     LibraryOperator,
     Regions,
@@ -52,7 +51,8 @@ from hpctrain.backend.operators import (
 )
 from hpctrain.backend.specs import NHWC, Conv2dSpec, TensorSpec, WithRelu
 
-# Speed of the direct 3x3 kernels relative to the 1x1 kernels. Measured with AVX2: 0.7 to 1.0, for weight gradients 0.5 to 0.7.
+# Speed of the direct 3x3 kernels relative to Winograd's products. Measured with AVX2, when these were 1x1 convolutions: 0.7 to
+# 1.0, for weight gradients 0.5 to 0.7.
 _DIRECT_SPEED = 1.0
 _DIRECT_WEIGHTS_SPEED = 0.7
 
@@ -204,18 +204,17 @@ class Convolution:
         plain = window.kernel == (3, 3) and window.dilation == (1, 1) and spec.groups == 1
         if self.x.layout != self.y.layout or not block or channels % block or k % block or turned is None or not plain:
             return
-        tag = TAGS[self.y.layout]
         images, outputs = self.x.shape, self.y.shape
-        forward = Tiling(images[0], (images[1], images[2]), channels, k, window.padding, block, tag)
-        backward = Tiling(images[0], (outputs[1], outputs[2]), k, channels, turned.padding, block, tag)
-        taps = (channels, 9 * channels, 1)
+        forward = Tiling(images[0], (images[1], images[2]), channels, k, window.padding, block)
+        backward = Tiling(images[0], (outputs[1], outputs[2]), k, channels, turned.padding, block)
+        strides = (channels, 9 * channels, 1)
         if forward.pays(_DIRECT_SPEED):
-            self.winograd = Product(self._engine, self.label, forward, taps, bias=spec.bias, relu=relu)
+            self.winograd = Product(self._engine, self.label, forward, strides, bias=spec.bias, relu=relu)
         if input_gradient and backward.pays(_DIRECT_SPEED):
             label = f"{self.label} backward data"
-            self.winograd_data = Product(self._engine, label, backward, (channels, 1, 9 * channels), turned=True)
+            self.winograd_data = Product(self._engine, label, backward, (channels, 1, 9 * channels), flipped=True)
         if forward.pays(_DIRECT_WEIGHTS_SPEED):
-            self.winograd_weights = WeightGradient(self._engine, self.label, forward, taps, bias=spec.bias)
+            self.winograd_weights = WeightGradient(self._engine, self.label, forward, strides, bias=spec.bias)
 
 
 def choose(

@@ -2,7 +2,7 @@
 
 oneDNN has no such kernel in float32 on x86-64, so the convolution is composed of oneDNN's primitives, which use its threads.
 Strided reorders gather the image's overlapping 4x4 tiles, and products with small constant matrices transform them. Between the
-transforms is a batch of 16 products. Images have blocked channels, and all reorders move whole blocks.
+transforms runs one batch of 16 matrix products. Images have blocked channels, and all reorders of images move whole blocks.
 
 Kronecker products turn each two-sided transform into one product with a small constant matrix. Over tile positions:
     forward   y = (At x At) [(G x G) w . (Bt x Bt) patches]                                   section 4.1, eq. 8
@@ -80,7 +80,6 @@ class Tiling:
     Attributes:
         size: (H, W) of x.
         block: number of channels in a block of the layout of x and y.
-        tag: oneDNN's name of the layout.
     """
 
     batch: int
@@ -89,7 +88,6 @@ class Tiling:
     channels_out: int
     padding: Edges
     block: int
-    tag: str  # oneDNN's name of the format
 
     @property
     def output_size(self) -> Pair:
@@ -138,7 +136,7 @@ class Tiling:
         return Chunk(image, read_row, 2 * row, Form(images, rows, self.tiles[1], read_row - begin, read, written))
 
     def pays(self, direct_speed: float) -> bool:
-        """Return whether Winograd is faster than a direct kernel with `direct_speed` times the speed of the 1x1 kernels.
+        """Return whether Winograd is faster than a direct kernel with `direct_speed` times the speed of Winograd's products.
 
         Compares numbers of operations. Those of a transform are weighted by their time, as measured with AVX2: 130 for each
         element of a tile of x, 40 for y and 65 for the weights. The rule is fixed rather than measured at run time, so that all
@@ -246,8 +244,8 @@ class Matrix:
 class _Grid:
     """Strided copies between the tiles of one form and the pixels of their images.
 
-    Tiles are rows of a matrix, one for each position in a tile: (positions, tiles, channels). Images have blocked channels. Both
-    are described as (images, channel blocks, rows, columns, channels of a block).
+    Tiles are an array (positions, tiles, channels): a matrix for each position in a tile. Images have blocked channels. Copies
+    see both as (images, channel blocks, rows, columns, channels of a block).
     """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form, channels: int) -> None:
@@ -256,7 +254,7 @@ class _Grid:
 
     @property
     def by_tile(self) -> tuple[int, ...]:
-        """Strides in elements of (image, block, row, column) of one position of all tiles."""
+        """Strides in elements of (image, block, row of tiles, column of tiles), within the matrix of one position."""
         form, channels = self._form, self._channels
         return form.rows * form.columns * channels, self.block, form.columns * channels, channels
 
@@ -269,7 +267,9 @@ class _Grid:
         """Return a reorder of all images and channels from strides `source` to strides `target`.
 
         Args:
-            size: rows and columns, followed by further dims whose strides follow as well.
+            size: number of rows and of columns, then the sizes of any further dims.
+            source: strides in elements of (image, block, row, column), then of the further dims.
+            target: strides in the same order.
         """
         shape = (self._form.images, self._channels // self.block, *size, self.block)
         forms = [Descriptor.strided(self._engine, shape, (*strides, 1)) for strides in (source, target)]
@@ -279,9 +279,9 @@ class _Grid:
 class Patches:
     """Transform of x for the chunks of one form: scratch.left = (Bt x Bt) of the overlapping 4x4 patches of x.
 
-    A reorder gathers 2x2 neighbours of the 16 positions of all patches; all 16 would overlap with those of the next tile. It
-    cannot skip the parts of patches outside an image, so the chunk's part of x is first copied to `scratch.padded`, surrounded by
-    zeros, where every patch is complete.
+    Four reorders each gather 2x2 of the 16 positions of all patches. One reorder of all 16 would read neighbouring patches, which
+    overlap, as one strided array. A reorder cannot skip the parts of patches outside an image, so the chunk's part of x is first
+    copied to `scratch.padded`, surrounded by zeros, where every patch is complete.
     """
 
     def __init__(self, engine: Engine, label: str, tiling: Tiling, form: Form) -> None:
@@ -338,9 +338,14 @@ class _Corners:
     def _copies(self, gathering: bool, accumulate: bool = False) -> Iterator[tuple[Copy, int, int]]:
         """Yield (copy, offset from the chunk's first element in an image, offset from the tiles' start), in elements.
 
-        One copy moves all four outputs, unless some tiles extend beyond the edge. oneDNN treats a row as long as its stride. The
-        last row of an image, unless another row follows, would therefore end outside of the image, and is copied separately. The
-        same holds for the last pixel of an image of one row.
+        One copy moves all four outputs of every tile, unless some tiles extend beyond the edge. Otherwise, each of the four
+        outputs has its own copies. oneDNN treats a row as long as its stride. The last row of an image, unless another row
+        follows, would therefore end outside of the image, and is copied separately. The same holds for the last pixel of an image
+        of one row.
+
+        Args:
+            gathering: whether pixels are copied to tiles; otherwise tiles to pixels.
+            accumulate: whether values are added to the target.
         """
         height, width, block, by_tile, by_pixel = (
             self._form.written,
@@ -431,7 +436,7 @@ class OutputGradients:
 _G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 
 # Tile position (1, 1) has the coefficient 1 in all four outputs. A bias added there reaches each of them once, and (A x A) dy
-# there is the sum of the four gradients, so the product of that position also computes the bias gradient.
+# there is the sum of the four gradients, so the bias gradient is its sum over the tiles.
 _BIAS_POSITION = 5
 
 
@@ -447,10 +452,10 @@ class CallSequence:
 
 
 class _Products:
-    """The products of the 16 positions of the tiles of one chunk with the weights, forward or for the weights' gradient.
+    """The batch of 16 matrix products of one chunk, one for each position in a tile, forward or for the weights' gradient.
 
-    Forward: right (16, tiles, K) = left (16, tiles, C) @ weights (16, C, K). Backward: weights (16, K, C) = right (16, K, tiles,
-    transposed) @ left (16, tiles, C).
+    Forward: right (16, tiles, K) = left (16, tiles, C) @ weights (16, C, K), plus the bias. Backward: weights (16, K, C) =
+    transposed right (16, K, tiles) @ left (16, tiles, C), and the gradient of the bias.
     """
 
     def __init__(
@@ -480,7 +485,12 @@ class _Products:
             self.primitives.append(self._bias)
 
     def bind(self, scratch: WinogradScratch, bias: Array | None, *, add: bool = False) -> list[Work]:
-        """Return the calls. `add`: whether the bias gradient is added to that of earlier chunks."""
+        """Return the calls on fixed memory.
+
+        Args:
+            bias: bias forward, or its gradient backward; None: there is none.
+            add: whether the gradient of the bias is added to that of earlier chunks.
+        """
         position = scratch.right[_BIAS_POSITION * self._tiles_out :]
         first, second, target = scratch.left, scratch.weights, scratch.right
         if self._backward:
@@ -499,7 +509,7 @@ class _Products:
 
 
 class _Winograd:
-    """Base of `Product` and `WeightGradient`: kernels for each form of chunk, scratch, and the offsets of the weights by tap.
+    """Base of `Product` and `WeightGradient`: kernels for each form of chunk, scratch, and formats of the weights.
 
     Args:
         strides: strides of the weights along (tap, out, in), in elements.
@@ -525,7 +535,7 @@ class _Winograd:
         if backward:
             shape, order = (9, tiling.channels_out, tiling.channels_in), strides
         self._plain_weights = Descriptor.strided(engine, shape, order)
-        self._taps = weights.part(shape)
+        self._taps = weights.part(shape)  # the transform requires the same order of elements for 9 taps and for 16 positions
 
     def _place(self, primitives: Sequence[Primitive], *, taps_alone: bool) -> None:
         """Plan the scratch.
@@ -542,7 +552,7 @@ class Product(_Winograd):
     """Forward convolution by Winograd: y = conv(x, w) + bias, then ReLU; or y += conv(x, w).
 
     Args:
-        turned: whether the kernel is flipped.
+        flipped: whether the kernel is flipped along both dims, as for the input's gradient.
     """
 
     def __init__(
@@ -552,14 +562,14 @@ class Product(_Winograd):
         tiling: Tiling,
         strides: tuple[int, int, int],
         *,
-        turned: bool = False,
+        flipped: bool = False,
         bias: bool = False,
         relu: bool = False,
     ) -> None:
         super().__init__(engine, label, tiling, strides, bias=bias, backward=False)
         self._outputs = {form: Outputs(engine, self._label, tiling, form, relu=relu) for form in self._forms}
         transform = np.kron(_G, _G)
-        self._transform = Matrix(engine, self._label, transform[:, ::-1] if turned else transform, self._items)
+        self._transform = Matrix(engine, self._label, transform[:, ::-1] if flipped else transform, self._items)
         primitives = [primitive for outputs in self._outputs.values() for primitive in outputs.primitives]
         self._place([*primitives, self._transform.primitive], taps_alone=True)
 

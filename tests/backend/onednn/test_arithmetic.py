@@ -1,4 +1,4 @@
-"""The arithmetic service of the oneDNN set: its equations, its threads, and that no other pool of threads works in a step."""
+"""The arithmetic service of the oneDNN set: its equations, its threads, and the absence of a second pool of threads in a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def values(seed: int, size: int = SIZE) -> np.ndarray:
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[UpdateRun]:
-    """Neighbouring runs of the elements [3, 600), each with its scale and decay; the state lies `offset` elements further."""
+    """Draw adjacent runs that cover the elements [3, 600), each with its scale and decay, and one offset of the state."""
     cuts = sorted({3, 600, *draw(st.lists(st.integers(4, 599), max_size=3))})
     offset = draw(st.integers(-3, 90))
     numbers = st.tuples(st.sampled_from([1.0, 0.25]), st.sampled_from([0.0, 0.01]))
@@ -55,7 +55,7 @@ def runs(draw: st.DrawFn) -> list[UpdateRun]:
 
 
 def updated(service: HostArithmetic, dtype: str, kind: str, through: Sequence[UpdateRun]) -> list[np.ndarray]:
-    """The data, gradient and states after one update."""
+    """Return the data, the gradient and the states after one update."""
     w, g, m = (values(seed).astype(dtype) for seed in range(3))
     v = values(3).astype(dtype) ** 2
     if kind in ("descent", "nesterov"):
@@ -129,7 +129,7 @@ def test_shared_work_is_that_of_the_host(onednn: OnednnKernelSet, threads: int, 
 
 
 def test_a_moving_average_stays_at_a_constant(onednn: OnednnKernelSet) -> None:
-    """Finds kept * target + (1 - kept) * source, whose rounding moves equal weights."""
+    """Finds an average computed as kept * target + (1 - kept) * source, whose rounding changes equal weights."""
     service = OnednnArithmetic(onednn._engine)
     target, source = values(0), values(1)
     expected = 0.9 * target.astype(np.float64) + 0.1 * source
@@ -140,8 +140,8 @@ def test_a_moving_average_stays_at_a_constant(onednn: OnednnKernelSet) -> None:
     np.testing.assert_array_equal(target, source)
 
 
-def test_no_pass_has_plain_loops(onednn: OnednnKernelSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finds a formula for which oneDNN has only loops that are a hundred times slower."""
+def test_no_pass_runs_in_plain_loops(onednn: OnednnKernelSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds a formula for which oneDNN has no generated code, only plain loops that are a hundred times slower."""
     names: list[str] = []
     make = Primitive.__init__
 
@@ -187,18 +187,18 @@ def test_a_team_raises_what_a_thread_raises(onednn: OnednnKernelSet) -> None:
 
 @pytest.mark.job
 def test_no_second_pool_works_during_a_training() -> None:
-    """Finds NumPy products in a step, whose threads compete with OpenMP's for the cores (docs/adr/0033)."""
+    """Finds matrix products of NumPy in a step whose threads compete with OpenMP's for the cores (docs/adr/0033)."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "tests.support.thread_pools"]
     ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120)
     seconds = json.loads(ended.stdout)
-    assert seconds.pop("products of NumPy") > 0.01  # such work is seen
+    assert seconds.pop("products of NumPy") > 0.01  # a second pool is detected
     assert len(seconds) == 5
     assert max(seconds.values()) < 0.001, seconds
 
 
 def test_a_thread_that_moves_messages_computes_alone(onednn: OnednnKernelSet) -> None:
-    """Finds a second team of OpenMP's threads, which the progress thread's updates would start."""
+    """Finds a second team of OpenMP's threads, started by updates on the progress thread."""
     sizes: list[int] = []
     team = Team(onednn._engine.library)
     with openmp_threads(2):

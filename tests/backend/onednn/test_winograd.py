@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpctrain.backend.onednn import winograd
 from hpctrain.backend.onednn.conv2d import Conv2dOperator
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.backend.onednn.operator import TAGS, blocked_layout, in_layout
+from hpctrain.backend.onednn.operator import in_layout
 from hpctrain.backend.onednn.winograd import Chunk, Product, ScratchPlan, Tiling, WeightGradient
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import Conv2dSpec, Edges, TensorSpec, Window, WithRelu
@@ -99,7 +99,7 @@ def test_relu_behind_it(onednn: KernelSet, reference: KernelSet) -> None:
 
 
 def forms(size: tuple[int, int], padding: Edges, channels: tuple[int, int]) -> set[tuple[int, int]]:
-    made = Tiling(3, size, *channels, padding, 8, "aBcd8b")
+    made = Tiling(3, size, *channels, padding, 8)
     return {(chunk.form.images, chunk.form.rows) for chunk in made.chunks()}
 
 
@@ -178,7 +178,7 @@ def test_what_it_cannot_do_or_does_not_do_faster_stays_direct(onednn: KernelSet,
 
 _DEFAULT_BYTES = winograd._CHUNK_BYTES
 
-_TAPS = (64, 9 * 64, 1)  # strides of 64 channels' KRSC weights
+_STRIDES = (64, 9 * 64, 1)  # of 64 channels' KRSC weights along (tap, out, in)
 
 edge = st.integers(0, 2)
 
@@ -192,7 +192,6 @@ tilings = st.builds(
     channels_out=st.sampled_from([8, 16, 64]),
     padding=st.tuples(edge, edge, edge, edge),
     block=st.just(8),
-    tag=st.just("aBcd8b"),
 )
 
 budgets = st.integers(0, 22).map(lambda power: 1 << power)
@@ -227,8 +226,8 @@ def test_chunks_stay_within_the_budget(tiling: Tiling, budget: int) -> None:
 @pytest.mark.parametrize("pixels", [224, 768, 2048])
 def test_large_images_take_no_more_scratch_than_small_ones(onednn: OnednnKernelSet, pixels: int) -> None:
     engine = onednn._engine
-    tiling = Tiling(2, (pixels, pixels), 64, 64, (1, 1, 1, 1), engine.block, TAGS[blocked_layout(engine)])
+    tiling = Tiling(2, (pixels, pixels), 64, 64, (1, 1, 1, 1), engine.block)
     weights = (16 + 9) * 4 * 64 * 64  # by tile position and by tap
-    for made in (Product(engine, "test", tiling, _TAPS), WeightGradient(engine, "test", tiling, _TAPS, bias=True)):
+    for made in (Product(engine, "test", tiling, _STRIDES), WeightGradient(engine, "test", tiling, _STRIDES, bias=True)):
         library = made._scratch_plan._library
         assert made.scratch_bytes <= _DEFAULT_BYTES + weights + (library.stop - library.start) + 64 * 10  # of aligned parts
