@@ -32,6 +32,8 @@ from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 
+_FIXED_KIB = (256, 512, 1024, 2048, 4096, 8192)  # sizes of slices instead of those by rule
+
 # name -> (averager, options); None: the local update only
 VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "compute-only": None,
@@ -47,10 +49,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "micro-4": ("sharded", {"fc_exchange": "never", "passes": {"micro_batches": 4}}),
     "exact-4": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 4}}),  # over all ranks
     "exact-8": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 8}}),
+    **{f"sharded-{size}k": ("sharded", {"fc_exchange": "never", "bucket_bytes": size << 10}) for size in _FIXED_KIB},
 }
 _NEEDED = ("compute-only", "blocking")
 _SEVERAL_ON_A_HOST = ("sharded-one-level",)
-_WHERE_ASKED_FOR = ("micro-2", "micro-4", "exact-4", "exact-8")  # by the benchmark `exact`
+# by the benchmark `exact`, and to compare the rule of sizes with
+_WHERE_ASKED_FOR = ("micro-2", "micro-4", "exact-4", "exact-8", *(f"sharded-{size}k" for size in _FIXED_KIB))
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511
 _PEER_ENVIRONMENT = ("THP_MEM_ALLOC_ENABLE=1",)  # huge pages make PyTorch's steps shorter

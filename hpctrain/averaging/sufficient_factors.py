@@ -10,12 +10,13 @@ gathered errors, complete on every rank. The exchange moves (P - 1) / P (K b + M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from hpctrain.averaging.slicing import Slice
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.comm.base import Array, Communicator, Handle
 from hpctrain.core.intervals import even
 from hpctrain.nn.parameter import FlatGroup, GroupLayout
@@ -134,16 +135,13 @@ class SufficientFactorExchange:
         width = self._columns[self._comm.rank]
         low, high = self._packed_columns[piece]
         inputs = self._columns_of_all[: self._samples * width].reshape(self._samples, width)[:, low:high]
-        self._write(self._own_gradients[piece], lambda out: np.matmul(inputs.T, errors, out=out))
-        for bias in self._bias if piece == 0 else ():
-            self._write(bias.grad, lambda out: np.sum(errors, axis=0, out=out))
-
-    def _write(self, gradient: Array, compute: Callable[[np.ndarray | None], np.ndarray]) -> None:
-        """Write the result of `compute` to a gradient. `compute` writes directly to a gradient on the host."""
-        if self._group.arithmetic.on_host:
-            compute(gradient)
+        arithmetic, gradient = self._group.arithmetic, self._own_gradients[piece]
+        if isinstance(arithmetic, HostArithmetic):
+            arithmetic.multiply(inputs.T, errors, gradient)
         else:
-            self._group.arithmetic.from_host(gradient, compute(None))
+            arithmetic.from_host(gradient, np.matmul(inputs.T, errors))
+        for bias in self._bias if piece == 0 else ():
+            arithmetic.from_host(bias.grad, np.sum(errors, axis=0))
 
 
 def linear_layers(layout: GroupLayout) -> dict[str, tuple[str, ...]]:

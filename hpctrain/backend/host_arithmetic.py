@@ -282,6 +282,13 @@ class HostArithmetic(Arithmetic):
         else:
             work(target, *others)
 
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        """Write the product of matrices a (m, k) and b (k, n) to `out` (m, n).
+
+        In `a` and `b` the elements of a row or of a column must be contiguous, in `out` the elements of a row.
+        """
+        np.matmul(a, b, out=out)
+
     def copy(self, target: Array, source: Array) -> None:
         self._by_rows(_copy, target, source.reshape(target.shape))
 

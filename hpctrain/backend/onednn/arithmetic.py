@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import CFUNCTYPE, c_uint, c_void_p
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ class Team:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._parallel = library.GOMP_parallel
         self._parallel.argtypes, self._parallel.restype = [_Body, c_void_p, c_uint, c_uint], None
-        self._size, self._number = library.omp_get_max_threads, library.omp_get_thread_num
+        self._size, self._started, self._number = (
+            getattr(library, name) for name in ("omp_get_max_threads", "omp_get_num_threads", "omp_get_thread_num")
+        )
 
     @property
     def size(self) -> int:
@@ -52,20 +55,20 @@ class Team:
         """Call work(start, stop) in each thread, on consecutive ranges that cover [0, count), and wait for all calls.
 
         Each call runs in a copy of the caller's context, which contains NumPy's error state. If calls raise, one of their
-        exceptions is raised after all calls have ended. OpenMP must start `size` threads: ranges would be left out if
-        OMP_DYNAMIC or OMP_THREAD_LIMIT lowered their number.
+        exceptions is raised after all calls have ended.
         """
-        size, failures = self.size, list[BaseException]()
-        contexts = [contextvars.copy_context() for _ in range(size)]
+        failures = list[BaseException]()
+        contexts = [contextvars.copy_context() for _ in range(self.size)]
 
         def body(_: object) -> None:
-            number = self._number()
+            # OMP_DYNAMIC and OMP_THREAD_LIMIT may lower the number of threads below `size`.
+            number, threads = self._number(), self._started()
             try:
-                contexts[number].run(work, count * number // size, count * (number + 1) // size)
+                contexts[number].run(work, count * number // threads, count * (number + 1) // threads)
             except BaseException as failure:  # raised in the caller, since OpenMP's C function cannot pass it on
                 failures.append(failure)
 
-        self._parallel(_Body(body), None, size, 0)
+        self._parallel(_Body(body), None, 0, 0)
         if failures:
             raise failures[0]
 
@@ -268,7 +271,7 @@ class OnednnArithmetic(HostArithmetic):
         self._engine, self._team = engine, Team(engine.library)
         self._numbers = _Numbers("kept")
         average = Formula("-", "t", "x", then=(("*", "a"), ("+", "x")))
-        self._average = Pass(engine, "a moving average", average, a=self._numbers["kept"])
+        self._average, self._averaging = Pass(engine, "a moving average", average, a=self._numbers["kept"]), threading.Lock()
 
     def share(self, count: int, work: Callable[[int, int], object], items: int) -> None:
         if items >= GRAIN * self._team.size > GRAIN:
@@ -280,8 +283,15 @@ class OnednnArithmetic(HostArithmetic):
         if not target.dtype == source.dtype == np.float32:
             super().average_into(target, source, kept)
             return
-        self._numbers.set(kept=kept)
-        self._average(target.size, target.ctypes.data, source.ctypes.data)
+        with self._averaging:  # ranks that are threads of one process share the pass
+            self._numbers.set(kept=kept)
+            self._average(target.size, target.ctypes.data, source.ctypes.data)
+
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        if out.size and a.size and a.dtype == b.dtype == out.dtype == np.float32:
+            self._engine.multiply(a, b, out)
+        else:
+            super().multiply(a, b, out)
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None

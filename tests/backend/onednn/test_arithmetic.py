@@ -185,6 +185,37 @@ def test_a_team_raises_what_a_thread_raises(onednn: OnednnKernelSet) -> None:
         team.share(10, work)
 
 
+_SHORT_TEAM = """
+from hpctrain.backend.onednn.arithmetic import Team
+from hpctrain.backend.onednn.binding import Engine
+ranges = []
+Team(Engine().library).share(10, lambda start, stop: ranges.append((start, stop)))
+print(ranges)
+"""
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("limit", ["OMP_THREAD_LIMIT", "OMP_DYNAMIC"])
+def test_a_team_that_is_smaller_than_expected_leaves_nothing_out(limit: str) -> None:
+    """Finds ranges for threads that OpenMP does not start."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", limit: "1" if limit == "OMP_THREAD_LIMIT" else "true"}
+    ended = subprocess.run([sys.executable, "-c", _SHORT_TEAM], env=environment, check=True, capture_output=True, text=True)
+    ranges = sorted(json.loads(ended.stdout.replace("(", "[").replace(")", "]")))
+    assert [ranges[0][0], ranges[-1][1]] == [0, 10]
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+
+
+@given(m=st.integers(0, 9), k=st.integers(0, 9), n=st.integers(0, 9), flipped=st.booleans())
+def test_products_are_those_of_the_host(onednn: OnednnKernelSet, m: int, k: int, n: int, flipped: bool) -> None:
+    """Finds wrong strides of columns of a larger matrix, and products without terms that leave the target as it is."""
+    whole, b = values(0, (k + 1) * (m + 5)).reshape(k + 1, m + 5), values(1, k * n).reshape(k, n)
+    a = whole[:k, 2 : 2 + m].T if flipped else np.ascontiguousarray(whole[:k, 2 : 2 + m].T)
+    mine, expected = np.full((m, n), np.nan, np.float32), np.zeros((m, n), np.float32)
+    OnednnArithmetic(onednn._engine).multiply(a, b, mine)
+    HostArithmetic().multiply(a, b, expected)
+    np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.job
 def test_no_second_pool_works_during_a_training() -> None:
     """Finds matrix products of NumPy in a step whose threads compete with OpenMP's for the cores (docs/adr/0033)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hpctrain.backend.onednn import linear
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.onednn.operator import in_layout
 from hpctrain.backend.onednn.pool import plain_pool
@@ -169,9 +170,17 @@ def linear_arrays(spec: LinearSpec, batch: int):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", [(1, 1), (225, 10), (20, 7), (512, 1000), (64, 64)])
 @pytest.mark.parametrize("batch", [1, 5, 33])
+@pytest.mark.parametrize("product", [True, False])
 def test_linear_layers_equal_the_reference(
-    onednn: KernelSet, reference: KernelSet, sizes: tuple[int, int], batch: int, bias: bool
+    onednn: KernelSet,
+    reference: KernelSet,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int],
+    batch: int,
+    bias: bool,
+    product: bool,
 ) -> None:
+    monkeypatch.setattr(linear, "_PRODUCT_WEIGHTS", 1 if product else 1 << 30)
     spec = LinearSpec(*sizes, bias)
     x, parameters, dy = linear_arrays(spec, batch)
     ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
