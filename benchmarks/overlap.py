@@ -42,6 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "bucketed": ("bucketed", {}),
     "sharded": ("sharded", {"fc_exchange": "never"}),
     "sharded-auto": ("sharded", {"fc_exchange": "auto"}),
+    "sharded-auto-measured": ("sharded", {"fc_exchange": "auto", "sizes": "measured"}),
     "sharded-measured": ("sharded", {"fc_exchange": "never", "sizes": "measured"}),  # sizes of slices, not by rule
     "sharded-one-level": ("sharded", {"fc_exchange": "never", "two_level": False}),  # where hosts have several ranks
     "priority": ("priority", {"fc_exchange": "never"}),
@@ -49,7 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "micro-4": ("sharded", {"fc_exchange": "never", "passes": {"micro_batches": 4}}),
     "exact-4": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 4}}),  # over all ranks
     "exact-8": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 8}}),
-    **{f"sharded-{size}k": ("sharded", {"fc_exchange": "never", "bucket_bytes": size << 10}) for size in _FIXED_KIB},
+    **{f"sharded-{size}k": ("sharded", {"fc_exchange": "auto", "bucket_bytes": size << 10}) for size in _FIXED_KIB},
 }
 _NEEDED = ("compute-only", "blocking")
 _SEVERAL_ON_A_HOST = ("sharded-one-level",)

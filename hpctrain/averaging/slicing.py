@@ -280,12 +280,14 @@ _LARGEST_IN_BUCKETS = 4
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
     """Return the size of fused slices that minimises exposed communication; a power of two.
 
-    k slices of n / k bytes cost k (P - 1) alpha in latency, and the last one, which backward cannot hide, (P - 1) / P n / k beta.
-    The sum is smallest for slices of sqrt(n P alpha / beta) bytes.
+    k slices of n / k bytes cost k (P - 1) alpha in latency. Neither backward nor forward hides the last reduction and the first
+    gather, each of a slice that may have c = 4 times as many bytes: 2 c (P - 1) / P n / k beta. The sum is smallest for slices of
+    sqrt(n P alpha / (2 c beta)) bytes.
     """
     if ranks == 1 or link is None or link.beta_seconds_per_byte == 0.0:
         return max(_LEAST_BUCKET_BYTES, total_bytes)
-    best = math.sqrt(total_bytes * ranks * link.alpha_seconds / link.beta_seconds_per_byte)
+    exposed = 2 * _LARGEST_IN_BUCKETS * link.beta_seconds_per_byte
+    best = math.sqrt(total_bytes * ranks * link.alpha_seconds / exposed)
     return int(2 ** round(math.log2(max(_LEAST_BUCKET_BYTES, min(best, total_bytes)))))
 
 

@@ -414,9 +414,11 @@ def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
             return [_too_many(job, facts, ranks, threads, cores)]
     threads, cores = facts[0].most_threads, len(facts[0].cores)
     sentence = f"{counted(threads, 'thread')} per rank, which may run on {counted(cores, 'core')}."
-    if threads > 1 and job.config is not None:
-        images = max(1, job.config.batch // job.size)
-        command = f"hpctrain bench engine --model {job.config.model.name} --batch {images} --threads {threads}"
+    config = job.config
+    # `bench engine` has no options of models, and an automatic grid is not known yet.
+    if threads > 1 and config is not None and not config.automatic and not config.model.options:
+        images = max(1, config.batch // columns(config, job.size))
+        command = f"hpctrain bench engine --model {config.model.name} --batch {images} --threads {threads}"
         sentence += f" `{command}` prints the share of a step that runs on one thread only."
     return [fine(sentence)]
 

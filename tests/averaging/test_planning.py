@@ -162,8 +162,8 @@ LINK = LinkModel(alpha_seconds=1e-4, beta_seconds_per_byte=1e-8)
 
 
 def _exposed(size_bytes: float, total: int, ranks: int, link: LinkModel) -> float:
-    """Latency of all slices, and the transfer of the last."""
-    return (ranks - 1) * (link.alpha_seconds * total / size_bytes + size_bytes / ranks * link.beta_seconds_per_byte)
+    """Latency of all slices, and the last reduction and first gather of a slice of the largest size."""
+    return (ranks - 1) * (link.alpha_seconds * total / size_bytes + 2 * 4 * size_bytes / ranks * link.beta_seconds_per_byte)
 
 
 @given(st.integers(1 << 16, 1 << 30), st.integers(2, 512), st.floats(1e-7, 1e-3), st.floats(1e-11, 1e-7))
