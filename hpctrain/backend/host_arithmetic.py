@@ -248,6 +248,14 @@ def _chunks(runs: Iterable[UpdateRun]) -> Iterator[tuple[UpdateRun, int, int]]:
             yield run, low, min(low + CHUNK, run.stop)
 
 
+def _by_rows(arithmetic: HostArithmetic, work: Callable[..., object], target: Array, *others: Array) -> None:
+    """Call work(target, *others) on the same ranges of the first dim of all arrays."""
+    if target.ndim:
+        arithmetic.share(len(target), lambda start, stop: work(*(array[start:stop] for array in (target, *others))), target.size)
+    else:
+        work(target, *others)
+
+
 class HostArithmetic(Arithmetic):
     """Implements `Arithmetic` by NumPy. Every call is complete when it returns, and fetched arrays are the arrays themselves.
 
@@ -275,13 +283,6 @@ class HostArithmetic(Arithmetic):
         """
         work(0, count)
 
-    def _by_rows(self, work: Callable[..., object], target: Array, *others: Array) -> None:
-        """Call work(target, *others) on the same ranges of the first dim of all arrays."""
-        if target.ndim:
-            self.share(len(target), lambda start, stop: work(*(array[start:stop] for array in (target, *others))), target.size)
-        else:
-            work(target, *others)
-
     def multiply(self, a: Array, b: Array, out: Array) -> None:
         """Write the product of matrices a (m, k) and b (k, n) to `out` (m, n).
 
@@ -290,16 +291,16 @@ class HostArithmetic(Arithmetic):
         np.matmul(a, b, out=out)
 
     def copy(self, target: Array, source: Array) -> None:
-        self._by_rows(_copy, target, source.reshape(target.shape))
+        _by_rows(self, _copy, target, source.reshape(target.shape))
 
     def fill(self, target: Array, value: float) -> None:
-        self._by_rows(lambda part: part.fill(value), target)
+        _by_rows(self, lambda part: part.fill(value), target)
 
     def add(self, target: Array, source: Array) -> None:
-        self._by_rows(_add, target, source.reshape(target.shape))
+        _by_rows(self, _add, target, source.reshape(target.shape))
 
     def subtract(self, target: Array, source: Array) -> None:
-        self._by_rows(lambda part, other: np.subtract(part, other, out=part), target, source.reshape(target.shape))
+        _by_rows(self, lambda part, other: np.subtract(part, other, out=part), target, source.reshape(target.shape))
 
     def average_into(self, target: Array, source: Array, kept: float) -> None:
         for low in range(0, target.size, CHUNK):
@@ -309,7 +310,7 @@ class HostArithmetic(Arithmetic):
             np.add(average, values, out=average)
 
     def copy_box(self, target: Array, target_box: Box, source: Array, source_box: Box, *, accumulate: bool = False) -> None:
-        self._by_rows(_add if accumulate else _copy, target[slices(target_box)], source[slices(source_box)])
+        _by_rows(self, _add if accumulate else _copy, target[slices(target_box)], source[slices(source_box)])
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
         np.sum(source, axis=(1, 2), keepdims=True, out=target)
@@ -355,7 +356,7 @@ class HostArithmetic(Arithmetic):
         return host
 
     def from_host(self, target: Array, source: np.ndarray) -> None:
-        self._by_rows(lambda part, values: np.copyto(part, values, casting="unsafe"), target, source)
+        _by_rows(self, lambda part, values: np.copyto(part, values, casting="unsafe"), target, source)
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
