@@ -113,18 +113,20 @@ def test_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(
 
 
 def test_time_outside_of_shared_work_is_serial() -> None:
-    """Finds time of shared ranges that is counted as serial, and time of Python that is not."""
+    """Finds time of shared ranges or products that is counted as serial, and time of Python that is not."""
     if (reason := available()) is not None:
         pytest.skip(reason)
-    team = Team(Engine().library)
-    methods = Team.share, Call.__call__
+    library, methods = Engine(), (Team.share, Call.__call__, Engine.call)
+    team, multiply, matrix = Team(library.library), library.multiply, np.ones((1500, 1500), np.float32)
 
     def run() -> None:
         team.share(1, lambda start, stop: time.sleep(0.05))
+        for _ in range(4):
+            multiply(matrix, matrix, np.empty_like(matrix))
         time.sleep(0.02)
 
     assert 0.02 <= engine.serial_time(run, 3) < 0.05
-    assert (Team.share, Call.__call__) == methods
+    assert (Team.share, Call.__call__, Engine.call) == methods
 
 
 def test_bounds_of_the_speed_up_follow_amdahls_law(measured_engine: Measurement) -> None:
