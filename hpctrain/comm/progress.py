@@ -13,7 +13,7 @@ completes finished operations and starts those that are ready, including their c
 
 `MessageAccount` accumulates the time that the program spends on messages: posting, tests and the computations of starts. It
 excludes waits, which are counted separately, and updates, wherever they run. It reads the clock twice per engine call that has
-work to do.
+work to do, and the processor clock of the thread twice per wait.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 class _Stretch:
     """State of the nested engine calls of one thread. Only the outermost call is timed."""
 
-    __slots__ = ("begin_ns", "depth", "total_ns", "update_ns")
+    __slots__ = ("all_updates_ns", "begin_ns", "depth", "total_ns", "update_ns")
 
     def __init__(self) -> None:
         self.depth = 0
-        self.begin_ns = self.update_ns = self.total_ns = 0
+        self.begin_ns = self.update_ns = self.total_ns = self.all_updates_ns = 0
 
 
 class MessageAccount:
@@ -51,15 +51,24 @@ class MessageAccount:
     Args:
         trace: tracer that records each outermost call; None: no recording.
         clock_ns: clock in nanoseconds; ignored if there is a tracer, whose clock is used.
+        cpu_ns: processor clock of the calling thread, in nanoseconds.
 
     Attributes:
         last_update_ns: end of the last update inside a call of the engine.
+        waited_cpu_ns: processor time of the program in waits so far, including updates.
+        waited_updates_ns: time of the program's updates in waits so far.
     """
 
-    def __init__(self, trace: Tracer | None = None, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        trace: Tracer | None = None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        cpu_ns: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
         self._trace = trace
         self.clock_ns = clock_ns if trace is None else trace.clock_ns
-        self.last_update_ns = 0
+        self._cpu_ns = cpu_ns
+        self.last_update_ns = self.waited_cpu_ns = self.waited_updates_ns = 0
         self._program, self._thread = _Stretch(), _Stretch()
         self._second: int | None = None
 
@@ -67,6 +76,11 @@ class MessageAccount:
     def seconds(self) -> float:
         """Total seconds that the program has spent on messages."""
         return self._program.total_ns * 1e-9
+
+    @property
+    def updates_ns(self) -> int:
+        """Total time of the program's updates, in waits or outside, in nanoseconds."""
+        return self._program.all_updates_ns
 
     @property
     def thread_seconds(self) -> float:
@@ -102,16 +116,21 @@ class MessageAccount:
                 self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
 
     def begin_wait(self) -> None:
-        """Stop counting until `end_wait`; waits are counted separately."""
-        self._of_caller().depth += 1
+        """Stop counting until `end_wait`; waits are counted separately. Only the program waits."""
+        self._program.depth += 1
+        self.waited_cpu_ns -= self._cpu_ns()
+        self.waited_updates_ns -= self._program.all_updates_ns
 
     def end_wait(self) -> None:
         """Resume counting after a wait."""
-        self._of_caller().depth -= 1
+        self._program.depth -= 1
+        self.waited_cpu_ns += self._cpu_ns()
+        self.waited_updates_ns += self._program.all_updates_ns
 
     def updated(self, begin_ns: int, stop_ns: int) -> None:
-        """Note that an update has run. Inside a call of the engine, its time is not counted for messages."""
+        """Count an update that has run. Inside a call of the engine, its time is not counted for messages."""
         stretch = self._of_caller()
+        stretch.all_updates_ns += stop_ns - begin_ns
         if stretch.depth:
             stretch.update_ns += stop_ns - begin_ns
             self.last_update_ns = stop_ns

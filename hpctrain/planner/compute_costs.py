@@ -248,22 +248,28 @@ class SampledCosts(_CountedCosts):
         plan: plan of the sampled rank, with its micro-batch.
         times: times of that rank.
         costs: costs of any operator; their ratio at two sizes scales a sampled time.
+        further_seconds: further time of a pass, in equal shares between its operators; a negative time scales all operators.
     """
 
-    def __init__(self, plan: ExecutionPlan, times: SampledTimes, costs: ComputeCosts) -> None:
+    def __init__(self, plan: ExecutionPlan, times: SampledTimes, costs: ComputeCosts, further_seconds: float = 0.0) -> None:
         super().__init__()
         self._costs = costs
         self._others_seconds = sum(times.others.values())
-        self._factors: dict[tuple[Action, str], float] = {}
-        sampled_sum = planned_sum = 0.0
+        spans = []
         for members in (*_spans(plan, plan.forward, times), *_spans(plan, plan.backward, times)):
             last, k = members[-1]
-            sampled = times.operators[last, plan.steps[k].name]
             planned = sum(costs.seconds(plan.steps[i], action, plan.memory[i]) for action, i in members)
             if planned > 0 and not any(_waits(plan.steps[i]) for _, i in members):
-                self._factors |= {(action, plan.steps[i].name): sampled / planned for action, i in members}
-                sampled_sum, planned_sum = sampled_sum + sampled, planned_sum + planned
+                spans.append((members, times.operators[last, plan.steps[k].name], planned))
+        sampled_sum, planned_sum = (sum(span[place] for span in spans) for place in (1, 2))
         self._usual_factor = sampled_sum / planned_sum if planned_sum > 0 else 1.0
+        share = max(0.0, further_seconds) / max(1, len(spans))
+        scale = max(0.0, 1 + min(0.0, further_seconds) / sampled_sum) if sampled_sum > 0 else 1.0
+        self._factors = {
+            (action, plan.steps[i].name): (sampled * scale + share) / planned
+            for members, sampled, planned in spans
+            for action, i in members
+        }
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
         """Return the sampled seconds, scaled to the operator's size.

@@ -1,15 +1,17 @@
 """Accounts of a run, as lines at its end and as records: steps, waits for data, samples read, memory, and hashes of its state.
 
-The account of steps compares the measured step with a simulation, or with the prediction by which the run chose its plan. The
-simulation predicts messages and waits; it takes the times of operators from a few early steps of the run. Rank 0 appends hashes
-of the state to a file of the run directory every few steps.
+The account of steps divides the measured step into parts that add up to it, and compares it with a simulation, or with the
+prediction by which the run chose its plan. The simulation predicts messages and waits; it takes the time of computation and of
+Python from a few early steps of the run. Rank 0 appends hashes of the state to a file of the run directory every few steps.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -20,17 +22,18 @@ from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import HpctrainError
-from hpctrain.core.text import folded
+from hpctrain.core.text import LOG_COLUMNS, folded
 from hpctrain.data.cache import summed
 from hpctrain.job.automatic_choice import PredictedStep
 from hpctrain.job.session import Session
 from hpctrain.launch.control_groups import peak_resident_bytes
+from hpctrain.launch.threads import usable_cores
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.images import UnreadableReport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
 from hpctrain.trace.tracer import Category
-from hpctrain.train.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes
+from hpctrain.train.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes, processor_seconds
 from hpctrain.train.metrics import Reporter
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
@@ -45,20 +48,95 @@ if TYPE_CHECKING:
 FEWEST_STEPS = 14
 
 
-def steps_over_ranks(world: Communicator, mine: MeasuredStep | None) -> MeasuredStep | None:
-    """Return the step time of the slowest rank, with exposed and message times averaged over ranks; None after too few steps.
+#: maximum relative error of a prediction that is printed without an explanation
+UNDERSTOOD = 0.15
 
-    Collective over the world.
+
+@dataclass(frozen=True)
+class StepParts:
+    """Parts of a step's duration. All parts add up to it.
+
+    Attributes:
+        seconds: duration of a step.
+        steps: number of steps that were measured.
+        compute_seconds: operators, loss, checks and updates; None: not known separately, and contained in `python_seconds`.
+        python_seconds: the program's work between operators, outside of messages.
+        messages_seconds: posting and progress of messages, outside of waits.
+        exposed_seconds: waits for messages.
+        data_seconds: waits for data.
+        core_seconds: time in which the program could run, but other threads or processes had its core.
+        others_seconds: processor time of the rank's other threads, such as the loader's; no part of the sum.
     """
-    measured = [one for one in world.allgather_object(mine) if one is not None]
-    if len(measured) < world.size or min(one.steps for one in measured) < FEWEST_STEPS:
+
+    seconds: float
+    steps: int
+    compute_seconds: float | None
+    python_seconds: float
+    messages_seconds: float
+    exposed_seconds: float
+    data_seconds: float
+    core_seconds: float
+    others_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, measured: MeasuredStep, operators_share: float | None) -> StepParts:
+        """Return the parts of a rank's step.
+
+        Args:
+            operators_share: share of operators in the processor time outside of messages and updates; None: not known.
+        """
+        work = max(0.0, measured.busy_seconds - measured.messages_seconds - measured.update_seconds)
+        operators = work * (operators_share or 0.0)
+        running = measured.seconds - measured.exposed_seconds - measured.data_seconds
+        known = operators + measured.update_seconds + measured.messages_seconds
+        python = min(work - operators, running - known)
+        none = operators_share is None
+        return cls(
+            measured.seconds,
+            measured.steps,
+            None if none else operators + measured.update_seconds,
+            python + (measured.update_seconds if none else 0.0),
+            measured.messages_seconds,
+            measured.exposed_seconds,
+            measured.data_seconds,
+            running - known - python,
+            measured.others_seconds,
+        )
+
+    @property
+    def work_seconds(self) -> float:
+        """Processor time of the program: computation, Python and messages."""
+        return (self.compute_seconds or 0.0) + self.python_seconds + self.messages_seconds
+
+
+def operators_share(sampled: MeasuredStep | None, operator_seconds: float | None) -> float | None:
+    """Return the share of operators in the processor time of sampled steps outside of messages and updates; None without samples.
+
+    Args:
+        operator_seconds: sampled time of operators, loss and checks.
+    """
+    if sampled is None or operator_seconds is None:
         return None
-    return MeasuredStep(
-        max(one.seconds for one in measured),
-        fmean(one.exposed_seconds for one in measured),
-        min(one.steps for one in measured),
-        fmean(one.messages_seconds for one in measured),
-    )
+    work = sampled.busy_seconds - sampled.messages_seconds - sampled.update_seconds
+    return min(1.0, operator_seconds / work) if work > 0 else 1.0
+
+
+def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts | None:
+    """Return the mean over ranks of each part; None after too few steps. Collective over the world."""
+    of_ranks = [one for one in world.allgather_object(mine) if one is not None]
+    if len(of_ranks) < world.size or min(one.steps for one in of_ranks) < FEWEST_STEPS:
+        return None
+    return mean_of(of_ranks)
+
+
+def mean_of(of_ranks: Sequence[StepParts]) -> StepParts:
+    """Return the mean over ranks of each part, and the minimum of the numbers of steps."""
+    means = {field.name: fmean(getattr(one, field.name) or 0.0 for one in of_ranks) for field in fields(StepParts)}
+    separate = all(one.compute_seconds is not None for one in of_ranks)
+    means |= {"steps": min(one.steps for one in of_ranks)}
+    if not separate:
+        means |= {"compute_seconds": None, "python_seconds": means["python_seconds"] + means["compute_seconds"]}
+    return StepParts(**means)
 
 
 def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
@@ -66,33 +144,79 @@ def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
     return 1 - abs(predicted_seconds - measured_seconds) / measured_seconds
 
 
-def step_lines(measured: MeasuredStep, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
-    """Return the account in lines of at most 80 columns.
+def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
+    """Return the account in lines of at most 80 columns. Parts that round to 0 are omitted.
 
     Args:
-        reason: why there is no prediction.
+        reason: why there is no prediction, or why it does not apply.
     """
-    parts = [
-        f"step time {_milliseconds(measured.seconds)}",
-        f"communication not hidden {_milliseconds(measured.exposed_seconds)}",
-        f"posting and progress {_milliseconds(measured.messages_seconds)}",
-    ]
+    digits = decimals(measured.seconds)
+    compute = measured.compute_seconds
+    parts = {
+        "compute and Python" if compute is None else "compute": measured.python_seconds if compute is None else compute,
+        "Python": 0.0 if compute is None else measured.python_seconds,
+        "posting and progress": measured.messages_seconds,
+        "communication not hidden": measured.exposed_seconds,
+        "waiting for data": measured.data_seconds,
+        "waiting for a core": measured.core_seconds,
+    }
+    texts = {name: f"{seconds * 1e3:,.{digits}f}" for name, seconds in parts.items()}
+    pieces = [f"{name} {text}" for name, text in texts.items() if float(text.replace(",", "")) != 0]
+    pieces[0] = f"step time {measured.seconds * 1e3:,.{digits}f} ms: {pieces[0]}"
     if predicted is not None:
-        parts[0] += f" (predicted {_milliseconds(predicted.seconds)})"
-        parts[1] += f" (predicted {_milliseconds(predicted.exposed_seconds)})"
-    return folded([*parts, f"no prediction: {reason}"] if reason else parts)
+        pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
+    lines = folded(pieces, between=", ")
+    if reason:
+        head = "no prediction" if predicted is None else "the prediction does not apply"
+        lines += textwrap.wrap(f"{head}: {reason}", LOG_COLUMNS, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def decimals(seconds: float) -> int:
+    """Return the number of decimals of milliseconds for three significant digits."""
+    return max(0, min(3, 2 - math.floor(math.log10(max(seconds * 1e3, 1e-3) * (1 + 5e-4)))))
+
+
+def unlike(measured: StepParts, sampled: StepParts, predicted: PredictedStep) -> str:
+    """Return the reason for a prediction that is off by more than `UNDERSTOOD`; "" for other predictions.
+
+    The reason is the part that differs most, in the direction of the error, from what the prediction assumed.
+
+    Args:
+        sampled: parts of the first steps.
+    """
+    if accuracy(predicted.seconds, measured.seconds) >= 1 - UNDERSTOOD:
+        return ""
+    pairs = {
+        "messages were awaited for {} of a step, and for {} in the simulation": (
+            measured.exposed_seconds,
+            predicted.exposed_seconds,
+        ),
+        "other threads and processes had the cores for {} of a step; the rank's other threads used {}": (
+            measured.core_seconds,
+            sampled.others_seconds,
+        ),
+        "data were awaited for {} of a step, and for {} in the first steps": (measured.data_seconds, sampled.data_seconds),
+        "computation, Python and messages took {} of a step, and {} in the first steps": (
+            measured.work_seconds,
+            sampled.work_seconds,
+        ),
+    }
+    sign = 1 if measured.seconds > predicted.seconds else -1
+    sentence, (now, assumed) = max(pairs.items(), key=lambda pair: sign * (pair[1][0] - pair[1][1]))
+    return sentence.format(_milliseconds(now), _milliseconds(assumed))
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return a time with three significant digits, in whole milliseconds from 1000 on."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"
+    return f"{seconds * 1e3:,.{decimals(seconds)}f} ms"
 
 
-def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
+def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None = None, reason: str = "") -> dict[str, object]:
     """Return the record for the metrics.
 
     Args:
         step: global step at the end of the run.
+        reason: why there is no prediction, or why it does not apply.
     """
     account: dict[str, object] = {
         "step": step,
@@ -100,16 +224,23 @@ def step_facts(measured: MeasuredStep, step: int, predicted: PredictedStep | Non
         "measured_step_seconds": measured.seconds,
         "measured_exposed_seconds": measured.exposed_seconds,
         "measured_messages_seconds": measured.messages_seconds,
+        "measured_python_seconds": measured.python_seconds,
+        "measured_data_seconds": measured.data_seconds,
+        "measured_core_seconds": measured.core_seconds,
     }
+    if measured.compute_seconds is not None:
+        account["measured_compute_seconds"] = measured.compute_seconds
+    if reason:
+        account["prediction_note"] = reason
     if predicted is not None:
         account |= {
             "predicted_step_seconds": predicted.seconds,
             "predicted_exposed_seconds": predicted.exposed_seconds,
             "accuracy": accuracy(predicted.seconds, measured.seconds),
             "measured_share": predicted.measured_share,
-            "machine": predicted.machine,
-            "machine_digest": predicted.machine_digest,
         }
+        if predicted.machine:
+            account |= {"machine": predicted.machine, "machine_digest": predicted.machine_digest}
     return account
 
 
@@ -399,50 +530,63 @@ class RunAccount:
         most_steps: upper bound of the number of steps; a run with too few steps has no account.
 
     Attributes:
-        observers: observers of the training. They measure its steps, and the operators of a few steps if a prediction needs them
-            and there is no trace.
+        observers: observers of the training. They measure its steps, and the operators of a few steps if these run on the
+            processor and there is no trace.
     """
 
     def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
         self._session = session
-        enough_steps = most_steps >= FEWEST_STEPS
-        self._wanted = enough_steps and (session.world.size > 1 or session.config.machine is not None)
-        self._step_times = StepTimes(session.progress)
-        sample: OperatorSample | None = None
-        on_host = setup.backend.kernels.arithmetic.on_host
-        if self._wanted and session.resolved.choice is None and session.progress.trace is None and on_host:
-            sample = OperatorSample(setup.replica, session.threads.threads)
-        self.observers: Sequence[Observer] = [self._step_times, *([] if sample is None else [sample])]
+        self._wanted = most_steps >= FEWEST_STEPS
+        on_host, threads = setup.backend.kernels.arithmetic.on_host, session.threads.threads
+        processor = processor_seconds if on_host and threads == 1 else None
+        self._step_times = StepTimes(session.progress, processor=processor)
+        self._sample: OperatorSample | None = None
+        if self._wanted and session.progress.trace is None and on_host:
+            self._sample = OperatorSample(setup.replica, threads)
+        self.observers: Sequence[Observer] = [self._step_times, *([] if self._sample is None else [self._sample])]
         self._prediction: StepPrediction | None = None
-        if self._wanted and session.resolved.choice is None:
-            # It loads the planner: only for runs that predict, and now, because files may have changed when the run ends.
+        simulates = session.world.size > 1 or session.config.machine is not None
+        if self._wanted and session.resolved.choice is None and simulates:
+            # It loads the planner: only for runs that simulate, and now, because files may have changed when the run ends.
             from hpctrain.run.step_prediction import StepPrediction
 
-            self._prediction = StepPrediction(session, setup, mode, sample)
+            self._prediction = StepPrediction(session, setup, mode, self._sample)
 
     def finish(self, outcome: Outcome, reporter: Reporter) -> None:
         """Report and record the account, unless the run had too few steps. Collective over the world."""
         if not self._wanted:
             return
-        measured = steps_over_ranks(self._session.world, self._step_times.measured())
-        if measured is None:
+        measured, sampled = self._step_times.measured(), self._step_times.sampled()
+        share = operators_share(sampled, None if self._sample is None else self._sample.operator_seconds())
+        parts = steps_over_ranks(self._session.world, None if measured is None else StepParts.of(measured, share))
+        if parts is None:
             return
-        predicted, reason = self._predicted(in_haste=outcome.stopped and not outcome.steps_reached)
-        reporter.record("steps", step_facts(measured, outcome.position.global_step, predicted))
-        for line in step_lines(measured, predicted, reason):
+        of_ranks = self._session.world.allgather_object(None if sampled is None else StepParts.of(sampled, share))
+        first = [one for one in of_ranks if one is not None]
+        predicted, reason = self._predicted(sampled, in_haste=outcome.stopped and not outcome.steps_reached)
+        if predicted is not None and first:
+            reason = unlike(parts, mean_of(first), predicted)
+        reporter.record("steps", step_facts(parts, outcome.position.global_step, predicted, reason))
+        for line in step_lines(parts, predicted, reason):
             reporter.say(line)
 
-    def _predicted(self, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
+    def _predicted(self, sampled: MeasuredStep | None, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
         """Return (prediction, "") or (None, reason). Only rank 0's values are meaningful.
 
         Args:
+            sampled: sampled steps of this rank.
             in_haste: whether to skip measurements, because the job must end.
         """
         choice = self._session.resolved.choice
         if choice is not None:
             return choice.prediction, ""
-        assert self._prediction is not None
+        if self._prediction is None:  # one rank sends no messages
+            if sampled is None:
+                return None, "no step was sampled"
+            shares = usable_cores(os.sched_getaffinity(0)) <= self._session.threads.threads
+            seconds = sampled.core_seconds(shares_cores=shares) + sampled.late_data_seconds(shares_cores=shares)
+            return PredictedStep(seconds, 0.0, 1.0, "", ""), ""
         try:
-            return self._prediction.predicted(in_haste=in_haste), ""
+            return self._prediction.predicted(sampled, in_haste=in_haste), ""
         except HpctrainError as error:
             return None, str(error).rstrip(".")

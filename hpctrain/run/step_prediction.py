@@ -1,9 +1,17 @@
-"""Prediction of a run's step time from the links of the machine and the times of the run's operators.
+"""Prediction of a run's step time from the links of the machine and a sample of the run's first steps.
+
+The simulation has two passes. In the first one it knows only the sampled operators. The program of a run also spends time between
+operators: Python, posting, tests of messages, and the work of other threads on its core. The sampled processor time of a step
+contains all of it. The second pass adds to the operators what the first pass lacked of it.
 
 This module loads the planner.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import parallel_plan
@@ -16,14 +24,14 @@ from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file, planned_run
-from hpctrain.planner.compute_costs import ComputeCosts, RateCosts, SampledCosts, SampledTimes, sampled_rates
+from hpctrain.planner.compute_costs import RateCosts, SampledCosts, SampledTimes, sampled_rates
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.measurement import measured_in_haste
 from hpctrain.planner.step_program import predict
 from hpctrain.planner.tasks import SimulationOptions
 from hpctrain.run.build import TrainingSetup
-from hpctrain.train.accounts import OperatorSample
+from hpctrain.train.accounts import MeasuredStep, OperatorSample
 
 
 class StepPrediction:
@@ -37,17 +45,19 @@ class StepPrediction:
     def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, sample: OperatorSample | None) -> None:
         self._session, self._setup, self._mode, self._sample = session, setup, mode, sample
 
-    def predicted(self, *, in_haste: bool) -> PredictedStep | None:
+    def predicted(self, sampled: MeasuredStep | None, *, in_haste: bool) -> PredictedStep | None:
         """Return the predicted step on rank 0, None on other ranks. Collective.
 
         Args:
+            sampled: sampled steps of this rank; None: there are none.
             in_haste: whether to skip measurements, because the job must end.
 
         Raises:
             HpctrainError: no prediction is possible; the message has the reason.
         """
+        samples = [one for one in self._session.world.allgather_object(sampled) if one is not None]
         machine = self._machine(in_haste=in_haste)
-        return self._simulated(machine) if self._session.is_root else None
+        return self._simulated(machine, samples) if self._session.is_root else None
 
     def _machine(self, *, in_haste: bool) -> Machine:
         """Return the configured machine, or measure the links of this one. Collective; all ranks return or raise the same.
@@ -84,8 +94,11 @@ class StepPrediction:
         )
         return self._setup.replica.network.program(of_group, training=True).plan
 
-    def _simulated(self, machine: Machine) -> PredictedStep:
+    def _simulated(self, machine: Machine, samples: Sequence[MeasuredStep]) -> PredictedStep:
         """Simulate a step with the operator times of this rank.
+
+        Args:
+            samples: sampled steps of all ranks.
 
         Raises:
             HpctrainError: the run cannot be simulated; the message has the reason.
@@ -101,10 +114,30 @@ class StepPrediction:
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
         averager = AveragerChoice(config.averager.name, config.averager.options)
-        candidate = Candidate(plan, averager, self._setup.replica.passes.micro_batches)
-        costs: ComputeCosts = RateCosts(machine, config.dtype)
-        times = self._times()
-        if times is not None:
-            costs = SampledCosts(self._plan(), times, costs)
+        micro_batches = self._setup.replica.passes.micro_batches
+        candidate = Candidate(plan, averager, micro_batches)
         options = SimulationOptions(progress=self._mode)
-        return predicted_step_of(predict(job, candidate, machine, costs, options), machine)
+        rates, times = RateCosts(machine, config.dtype), self._times()
+        if times is None:
+            return predicted_step_of(predict(job, candidate, machine, rates, options), machine)
+        first = predict(job, candidate, machine, SampledCosts(self._plan(), times, rates), options)
+        if not samples:
+            return predicted_step_of(first, machine)
+        shares = machine.cores_per_node <= machine.ranks_per_node * self._session.threads.threads
+        # Equal ranks wait for the slowest one. Other ranks of a grid differ in their work, so rank 0 is compared with itself.
+        busy_seconds = max(one.core_seconds(shares_cores=shares) for one in (samples if config.grid.rows == 1 else samples[:1]))
+        further_seconds = (busy_seconds - first.step.busy_seconds) / micro_batches
+        second = predict(job, candidate, machine, SampledCosts(self._plan(), times, rates, further_seconds), options)
+        step = predicted_step_of(second, machine)
+        data_seconds = max(one.late_data_seconds(shares_cores=shares) for one in samples)
+        return replace(step, seconds=max(step.seconds, self._least_seconds(machine, samples)) + data_seconds)
+
+    def _least_seconds(self, machine: Machine, samples: Sequence[MeasuredStep]) -> float:
+        """Return the time that the cores of a node need for a step of all its ranks; 0 if each rank has a core.
+
+        It includes the polls of waiting ranks, which take the cores of others. The simulation lacks them, because it represents
+        equal ranks by one, which computes and waits at the same time.
+        """
+        cores, ranks = machine.cores_per_node, machine.ranks_per_node
+        seconds = fmean(one.core_seconds(shares_cores=True) + one.polling_seconds for one in samples)
+        return seconds * ranks / cores if cores < ranks else 0.0

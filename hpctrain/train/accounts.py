@@ -7,10 +7,10 @@ a few early steps only, on a clock of this rank.
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+
+import numpy as np
 
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
@@ -164,23 +164,53 @@ class ImageSizeReport(Observer):
 # The first steps of a run still measure orders of operations, and the very first one compiles programs.
 _SETTLING_STEPS = 6
 _MOST_STEPS = 10_000
+# The sample for predictions follows the steps of `OperatorSample`: so many steps, or more if they are shorter together.
+_SAMPLED_STEPS, _SAMPLED_SECONDS = 10, 0.5
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Medians over the steps of a rank.
+    """Means over those steps of a rank whose durations are in the middle half.
 
     Attributes:
         seconds: duration of a step.
-        exposed_seconds: time of a step spent waiting for messages.
+        exposed_seconds: time of a step spent waiting for messages, without updates.
         steps: number of steps that were measured.
         messages_seconds: time that the program spends on messages outside of waits, for posting and progress.
+        data_seconds: time of a step spent waiting for its batch.
+        update_seconds: time of updates.
+        busy_seconds: processor time of the program outside of waits, including messages and updates.
+        others_seconds: processor time of the process's other threads.
+        polling_seconds: processor time of the program in waits, without updates.
     """
 
     seconds: float
     exposed_seconds: float
     steps: int
     messages_seconds: float = 0.0
+    data_seconds: float = 0.0
+    update_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    others_seconds: float = 0.0
+    polling_seconds: float = 0.0
+
+    def core_seconds(self, *, shares_cores: bool) -> float:
+        """Return the processor time of a step on the cores of the program.
+
+        Args:
+            shares_cores: whether the process's other threads have no cores of their own.
+        """
+        return self.busy_seconds + (self.others_seconds if shares_cores else 0.0)
+
+    def late_data_seconds(self, *, shares_cores: bool) -> float:
+        """Return the time spent waiting for data that `core_seconds` does not contain as work of the loader's thread."""
+        return max(0.0, self.data_seconds - (self.others_seconds if shares_cores else 0.0))
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Return the processor time of the calling thread, and of all other threads of the process."""
+    own = time.thread_time()
+    return own, time.process_time() - own
 
 
 class StepTimes(Observer):
@@ -189,45 +219,83 @@ class StepTimes(Observer):
     Args:
         progress: engine that measures the waits and the work on messages.
         clock: function that returns seconds.
+        processor: `processor_seconds`, for ranks with one compute thread. None: the elapsed time outside of waits is the
+            processor time.
     """
 
-    def __init__(self, progress: ProgressEngine, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._progress = progress
-        self._clock = clock
-        self._seconds, self._waited, self._messages = array("d"), array("d"), array("d")
+    def __init__(
+        self,
+        progress: ProgressEngine,
+        clock: Callable[[], float] = time.perf_counter,
+        processor: Callable[[], tuple[float, float]] | None = None,
+    ) -> None:
+        self._progress, self._clock, self._processor = progress, clock, processor
+        self._rows: list[Sequence[float]] = []
+        self._sampled_rows: list[Sequence[float]] = []
+        self._sampled_seconds = 0.0
         self._steps = 0
-        self._begin_seconds = self._begin_waited = self._begin_messages = 0.0
+        self._data_begin = self._data_cpu_begin = self._data_seconds = self._data_cpu_seconds = 0.0
+        self._before = self._read()
 
     def before_epoch(self, position: Position) -> None:
-        self._begin(self._clock())
+        self._before = self._read()
 
-    def _begin(self, now: float) -> None:
-        self._begin_seconds, self._begin_waited = now, self._progress.waited_seconds
-        self._begin_messages = self._progress.account.seconds
+    def before_batch(self) -> None:
+        self._data_begin = self._clock()
+        self._data_cpu_begin = 0.0 if self._processor is None else self._processor()[0]
+
+    def before_step(self, batch: Batch, *, whole: bool) -> None:
+        self._data_seconds += self._clock() - self._data_begin
+        self._data_cpu_seconds += 0.0 if self._processor is None else self._processor()[0] - self._data_cpu_begin
 
     def after_step(self, position: Position, *, usual: bool) -> None:
-        now, waited, messages = self._clock(), self._progress.waited_seconds, self._progress.account.seconds
-        if usual:
-            self._add(now - self._begin_seconds, waited - self._begin_waited, messages - self._begin_messages)
-        self._begin(now)
-
-    def _add(self, seconds: float, waited_seconds: float, messages_seconds: float) -> None:
+        now, before = self._read(), self._before
+        self._before = now
+        if not usual:
+            return
         self._steps += 1
         if self._steps <= _SETTLING_STEPS:
             return
-        if len(self._seconds) < _MOST_STEPS:
-            self._seconds.append(seconds)
-            self._waited.append(waited_seconds)
-            self._messages.append(messages_seconds)
-            return
-        place = self._steps % _MOST_STEPS
-        self._seconds[place], self._waited[place], self._messages[place] = seconds, waited_seconds, messages_seconds
+        row = [end - begin for end, begin in zip(now, before, strict=True)]
+        short = len(self._sampled_rows) < _SAMPLED_STEPS or self._sampled_seconds < _SAMPLED_SECONDS
+        if short and self._steps > _SETTLING_STEPS + _STEPS:
+            self._sampled_rows.append(row)
+            self._sampled_seconds += row[0]
+        if len(self._rows) < _MOST_STEPS:
+            self._rows.append(row)
+        else:
+            self._rows[self._steps % _MOST_STEPS] = row
+
+    def _read(self) -> tuple[float, ...]:
+        """Return the sums so far, in the order of the attributes of `MeasuredStep`, without the number of steps."""
+        now, account = self._clock(), self._progress.account
+        waited = self._progress.waited_seconds - account.waited_updates_ns * 1e-9
+        polling = (account.waited_cpu_ns - account.waited_updates_ns) * 1e-9
+        if self._processor is None:
+            own, others = now - waited - self._data_seconds, 0.0
+        else:
+            own, others = self._processor()
+            own -= polling + self._data_cpu_seconds
+        return now, waited, account.seconds, self._data_seconds, account.updates_ns * 1e-9, own, others, polling
 
     def measured(self) -> MeasuredStep | None:
-        """Return the medians of the steps so far, without the first few; None if no step was measured."""
-        if not self._seconds:
-            return None
-        return MeasuredStep(median(self._seconds), median(self._waited), len(self._seconds), median(self._messages))
+        """Return the means of the steps so far, without the first few; None if no step was measured."""
+        return _middle(self._rows)
+
+    def sampled(self) -> MeasuredStep | None:
+        """Return the means of the first steps after those of `OperatorSample`; None if no such step was measured."""
+        return _middle(self._sampled_rows)
+
+
+def _middle(rows: Sequence[Sequence[float]]) -> MeasuredStep | None:
+    """Return the means of the rows whose first values are in the middle half, so that parts of a step add up to it."""
+    if not rows:
+        return None
+    table = np.array(rows)
+    cut = len(rows) // 4
+    chosen = table[np.argsort(table[:, 0], kind="stable")[cut : len(rows) - cut]]
+    seconds, exposed, *others = chosen.mean(axis=0).tolist()
+    return MeasuredStep(seconds, exposed, len(rows), *others)
 
 
 _FIRST = 6  # steps before the sample: programs are compiled, orders are measured, caches fill
@@ -240,7 +308,7 @@ class OperatorSample(Observer):
 
     Args:
         threads: number of compute threads of this rank. With one thread, its processor time is recorded, which other processes on
-            the same core do not lengthen. With several threads, elapsed time is recorded.
+            the same core do not lengthen. With several threads, elapsed time is recorded. Both without waits for messages.
 
     Attributes:
         complete: whether all steps of the sample were recorded.
@@ -248,7 +316,15 @@ class OperatorSample(Observer):
 
     def __init__(self, replica: Replica, threads: int) -> None:
         self._replica = replica
-        self._trace = Tracer(_ROOM, clock_ns=time.thread_time_ns if threads == 1 else time.perf_counter_ns)
+        progress = replica.progress
+
+        def processor_ns() -> int:
+            return time.thread_time_ns() - progress.account.waited_cpu_ns
+
+        def elapsed_ns() -> int:
+            return time.perf_counter_ns() - round(progress.waited_seconds * 1e9)
+
+        self._trace = Tracer(_ROOM, clock_ns=processor_ns if threads == 1 else elapsed_ns)
         self._seen = self._taken = 0
         self.complete = False
 
@@ -264,3 +340,17 @@ class OperatorSample(Observer):
     def events(self) -> Events:
         """Return the events recorded so far."""
         return self._trace.events()
+
+    def operator_seconds(self) -> float | None:
+        """Return the time of operators, loss and checks of a step, without hooks; None if the sample is not complete."""
+        if not self.complete:
+            return None
+        events = self.events()
+        seconds = 0.0
+        for category in (Category.FORWARD, Category.PARAMETERS, Category.INPUT, Category.WORK):
+            of_category = events.of(category)
+            lengths = (of_category.stop_ns - of_category.start_ns) * 1e-9
+            for name in np.unique(of_category.name):
+                of_name = lengths[of_category.name == name]
+                seconds += float(np.median(of_name)) * len(of_name) / _STEPS
+        return seconds
