@@ -261,7 +261,7 @@ class SampledCosts(_CountedCosts):
             planned = sum(costs.seconds(plan.steps[i], action, plan.memory[i]) for action, i in members)
             if planned > 0 and not any(_waits(plan.steps[i]) for _, i in members):
                 spans.append((members, times.operators[last, plan.steps[k].name], planned))
-        sampled_sum, planned_sum = (sum(span[place] for span in spans) for place in (1, 2))
+        sampled_sum, planned_sum = sum(sampled for _, sampled, _ in spans), sum(planned for _, _, planned in spans)
         self._usual_factor = sampled_sum / planned_sum if planned_sum > 0 else 1.0
         share = max(0.0, further_seconds) / max(1, len(spans))
         scale = max(0.0, 1 + min(0.0, further_seconds) / sampled_sum) if sampled_sum > 0 else 1.0

@@ -11,9 +11,9 @@ import math
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -131,12 +131,14 @@ def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts |
 
 def mean_of(of_ranks: Sequence[StepParts]) -> StepParts:
     """Return the mean over ranks of each part, and the minimum of the numbers of steps."""
-    means = {field.name: fmean(getattr(one, field.name) or 0.0 for one in of_ranks) for field in fields(StepParts)}
-    separate = all(one.compute_seconds is not None for one in of_ranks)
-    means |= {"steps": min(one.steps for one in of_ranks)}
-    if not separate:
-        means |= {"compute_seconds": None, "python_seconds": means["python_seconds"] + means["compute_seconds"]}
-    return StepParts(**means)
+    if any(one.compute_seconds is None for one in of_ranks):
+        of_ranks = [
+            replace(one, compute_seconds=None, python_seconds=one.python_seconds + (one.compute_seconds or 0.0))
+            for one in of_ranks
+        ]
+    columns = {field.name: [getattr(one, field.name) for one in of_ranks] for field in fields(StepParts)}
+    means: dict[str, Any] = {name: None if None in column else fmean(column) for name, column in columns.items()}
+    return StepParts(**means | {"steps": min(columns["steps"])})
 
 
 def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
