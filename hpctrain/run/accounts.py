@@ -198,8 +198,8 @@ def unlike(measured: StepParts, sampled: StepParts, predicted: PredictedStep) ->
             measured.core_seconds,
             sampled.others_seconds,
         ),
-        "data were awaited for {} of a step, and for {} in the first steps": (measured.data_seconds, sampled.data_seconds),
-        "computation, Python and messages took {} of a step, and {} in the first steps": (
+        "data were awaited for {} of a step, and for {} in sampled steps": (measured.data_seconds, sampled.data_seconds),
+        "computation, Python and messages took {} of a step, and {} in sampled steps": (
             measured.work_seconds,
             sampled.work_seconds,
         ),

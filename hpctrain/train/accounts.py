@@ -213,8 +213,31 @@ def processor_seconds() -> tuple[float, float]:
     return own, time.process_time() - own
 
 
+class _Rows:
+    """Rows of consecutive steps: the latest ones, and those of the sample."""
+
+    def __init__(self) -> None:
+        self.latest: list[Sequence[float]] = []
+        self.sampled: list[Sequence[float]] = []
+        self.steps = 0
+        self._sampled_seconds = 0.0
+
+    def add(self, row: Sequence[float], *, samples: bool) -> None:
+        if samples and (len(self.sampled) < _SAMPLED_STEPS or self._sampled_seconds < _SAMPLED_SECONDS):
+            self.sampled.append(row)
+            self._sampled_seconds += row[0]
+        if self.steps < _MOST_STEPS:
+            self.latest.append(row)
+        else:
+            self.latest[self.steps % _MOST_STEPS] = row
+        self.steps += 1
+
+
 class StepTimes(Observer):
     """Times of the latest usual steps (see `Observer.after_step`). A step ends when the next one requests its batch.
+
+    The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. Steps of the first
+    epoch therefore count only if there are at least as many of them as of later ones.
 
     Args:
         progress: engine that measures the waits and the work on messages.
@@ -230,14 +253,13 @@ class StepTimes(Observer):
         processor: Callable[[], tuple[float, float]] | None = None,
     ) -> None:
         self._progress, self._clock, self._processor = progress, clock, processor
-        self._rows: list[Sequence[float]] = []
-        self._sampled_rows: list[Sequence[float]] = []
-        self._sampled_seconds = 0.0
-        self._steps = 0
+        self._first_epoch, self._later = _Rows(), _Rows()
+        self._epochs = self._steps = 0
         self._data_begin = self._data_cpu_begin = self._data_seconds = self._data_cpu_seconds = 0.0
         self._before = self._read()
 
     def before_epoch(self, position: Position) -> None:
+        self._epochs += 1
         self._before = self._read()
 
     def before_batch(self) -> None:
@@ -257,14 +279,8 @@ class StepTimes(Observer):
         if self._steps <= _SETTLING_STEPS:
             return
         row = [end - begin for end, begin in zip(now, before, strict=True)]
-        short = len(self._sampled_rows) < _SAMPLED_STEPS or self._sampled_seconds < _SAMPLED_SECONDS
-        if short and self._steps > _SETTLING_STEPS + _STEPS:
-            self._sampled_rows.append(row)
-            self._sampled_seconds += row[0]
-        if len(self._rows) < _MOST_STEPS:
-            self._rows.append(row)
-        else:
-            self._rows[self._steps % _MOST_STEPS] = row
+        rows = self._first_epoch if self._epochs == 1 else self._later
+        rows.add(row, samples=self._steps > _SETTLING_STEPS + _STEPS)
 
     def _read(self) -> tuple[float, ...]:
         """Return the sums so far, in the order of the attributes of `MeasuredStep`, without the number of steps."""
@@ -280,11 +296,15 @@ class StepTimes(Observer):
 
     def measured(self) -> MeasuredStep | None:
         """Return the means of the steps so far, without the first few; None if no step was measured."""
-        return _middle(self._rows)
+        return _middle(self._counted.latest)
 
     def sampled(self) -> MeasuredStep | None:
-        """Return the means of the first steps after those of `OperatorSample`; None if no such step was measured."""
-        return _middle(self._sampled_rows)
+        """Return the means of the first of these steps, after those of `OperatorSample`; None if no such step was measured."""
+        return _middle(self._counted.sampled)
+
+    @property
+    def _counted(self) -> _Rows:
+        return self._later if self._later.steps > self._first_epoch.steps else self._first_epoch
 
 
 def _middle(rows: Sequence[Sequence[float]]) -> MeasuredStep | None:

@@ -336,6 +336,22 @@ def test_the_sample_is_ten_steps_or_half_a_second_after_those_of_operators(secon
     assert times.sampled() == _step(seconds, 0.0, steps)
 
 
+@pytest.mark.parametrize(("later", "counted"), [(19, _step(8.0, 0.0, 20)), (20, _step(8.0, 0.0, 20)), (21, _step(2.0, 0.0, 21))])
+def test_later_epochs_count_if_they_have_more_steps_than_the_first(later: int, counted: MeasuredStep) -> None:
+    """Alone it finds that steps whose loader reads files are mixed with steps whose loader reads memory."""
+    scene = _Scene()
+    times = StepTimes(scene.engine, scene.clock)
+    for steps, seconds in ((6 + 20, 8.0), (10, 2.0), (later - 10, 2.0)):
+        times.before_epoch(Position())
+        for _ in range(steps):
+            scene.work(seconds)
+            times.after_step(Position(), usual=True)
+    assert times.measured() == counted
+    sampled = times.sampled()
+    assert sampled is not None
+    assert sampled.seconds == counted.seconds
+
+
 def test_the_processor_time_of_other_threads_counts_on_shared_cores_only() -> None:
     step = MeasuredStep(10.0, 1.0, 40, data_seconds=3.0, busy_seconds=5.0, others_seconds=2.0)
     assert (step.core_seconds(shares_cores=False), step.late_data_seconds(shares_cores=False)) == (5.0, 3.0)
