@@ -559,7 +559,8 @@ class RunAccount:
         if not self._wanted:
             return
         measured, sampled = self._step_times.measured(), self._step_times.sampled()
-        share = operators_share(sampled, None if self._sample is None else self._sample.operator_seconds())
+        operator_seconds = None if self._sample is None else self._sample.operator_seconds()
+        share = operators_share(self._step_times.sampled_first(), operator_seconds)
         parts = steps_over_ranks(self._session.world, None if measured is None else StepParts.of(measured, share))
         if parts is None:
             return

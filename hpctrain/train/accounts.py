@@ -302,6 +302,10 @@ class StepTimes(Observer):
         """Return the means of the first of these steps, after those of `OperatorSample`; None if no such step was measured."""
         return _middle(self._counted.sampled)
 
+    def sampled_first(self) -> MeasuredStep | None:
+        """Return the means of the first steps after those of `OperatorSample`, in any epoch; None without such steps."""
+        return _middle(self._first_epoch.sampled or self._later.sampled)
+
     @property
     def _counted(self) -> _Rows:
         return self._later if self._later.steps > self._first_epoch.steps else self._first_epoch

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.choice import make_backend
@@ -27,7 +31,7 @@ from hpctrain.job.session import cores_of_ranks, describe_cores, ranges
 from hpctrain.launch.control_groups import resident_bytes
 from hpctrain.launch.process_end import End
 from hpctrain.run import accounts
-from hpctrain.run.accounts import DataAccount, PeakMemory, RunAccount, WaitsOfRanks, read_lines
+from hpctrain.run.accounts import DataAccount, PeakMemory, RunAccount, StepParts, WaitsOfRanks, read_lines
 from hpctrain.run.data_cache import KeptSamples, sentences
 from hpctrain.run.messages import from_measurement, set_progress
 from hpctrain.run.training import StopReason, kept_clause, stop_reason
@@ -42,58 +46,106 @@ from tests.data.conftest import make_file as make_file
 from tests.support.late_kernels import LateKernelSet
 from tests.support.recorded import SECOND, Heard, record
 
-MEASURED = MeasuredStep(0.5, 0.25, 20)
-PREDICTED = PredictedStep(0.4, 0.2, 1.0, "two nodes", "abc")
+MEASURED = MeasuredStep(0.5, 0.125, 20, 0.0625, 0.03125, 0.03125, 0.25, 0.0625)
+PREDICTED = PredictedStep(0.45, 0.2, 1.0, "two nodes", "abc")
 
 
-def _heard(machine: str | None, choice: Any = None, steps: Any = MEASURED) -> Heard:
+def _heard(machine: str | None, choice: Any = None, steps: Any = MEASURED, sampled: Any = MEASURED) -> Heard:
     """All that an account of one rank says; its operators were not sampled."""
     session: Any = SimpleNamespace(world=SingleCommunicator(), config=SimpleNamespace(machine=machine), is_root=True)
-    session.resolved, session.progress = SimpleNamespace(choice=choice), SimpleNamespace(trace=None)
+    progress = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
+    session.resolved, session.progress = SimpleNamespace(choice=choice), progress
     session.threads = SimpleNamespace(threads=1)
     kernels = SimpleNamespace(arithmetic=SimpleNamespace(on_host=True))
-    parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=None)
+    parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=SimpleNamespace(progress=progress))
     account = RunAccount(session, parts, ProgressMode.TEST)
-    assert len(account.observers) == (2 if machine is not None and choice is None else 1)
-    account._step_times = SimpleNamespace(measured=lambda: steps)
+    assert len(account.observers) == 2
+    account._step_times = SimpleNamespace(measured=lambda: steps, sampled=lambda: sampled, sampled_first=lambda: sampled)  # type: ignore[assignment]
     outcome: Any = SimpleNamespace(stopped=False, steps_reached=False, position=SimpleNamespace(global_step=26))
     heard = Heard()
     account.finish(outcome, heard)
     return heard
 
 
-def test_a_run_without_a_machine_or_of_few_steps_has_no_account() -> None:
-    for heard in (_heard(None), _heard("xc40", steps=MeasuredStep(0.5, 0.25, 3)), _heard("xc40", steps=None)):
+def test_a_run_of_few_steps_has_no_account() -> None:
+    for heard in (_heard(None, steps=replace(MEASURED, steps=3)), _heard("xc40", steps=None)):
         assert (heard.lines, heard.records) == ([], [])
+
+
+_PARTS = "step time 500 ms: compute and Python 188, posting and progress 62,"
+_FURTHER = "  communication not hidden 125, waiting for data 31,"
+
+
+def test_one_rank_is_compared_with_its_sampled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it finds a prediction that leaves out the loader where that has no core of its own, or counts it twice."""
+    for cores, seconds in ((1, 0.25 + 0.0625), (2, 0.25 + 0.03125)):
+        monkeypatch.setattr(accounts, "usable_cores", lambda cpus, cores=cores: cores)
+        close = replace(MEASURED, seconds=seconds, busy_seconds=0.25, exposed_seconds=0.0)
+        heard = _heard(None, steps=close)
+        ((_, values),) = heard.records
+        assert values["predicted_step_seconds"] == seconds
+        assert "machine" not in values
+        assert f"; predicted {seconds * 1e3:.0f}" in "".join(heard.lines)
 
 
 def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
     heard = _heard("xc40", SimpleNamespace(prediction=PREDICTED))
-    compared = "communication not hidden 250 ms (predicted 200 ms); posting and progress 0 ms"
-    assert heard.lines == ["step time 500 ms (predicted 400 ms);", f"  {compared}"]
+    assert heard.lines == [_PARTS, _FURTHER, "  waiting for a core 94; predicted 450"]
     ((kind, values),) = heard.records
     assert kind == "steps"
-    assert (values["step"], values["predicted_step_seconds"], values["accuracy"]) == (26, 0.4, pytest.approx(0.8))
+    assert (values["step"], values["predicted_step_seconds"], values["accuracy"]) == (26, 0.45, pytest.approx(0.9))
 
 
 def test_a_machine_that_is_gone_is_no_failure_of_the_run() -> None:
-    measured, reason = _heard("nowhere.yaml").lines[:2]
-    assert measured == "step time 500 ms; communication not hidden 250 ms; posting and progress 0 ms;"
+    parts, further, reason, *_ = _heard("nowhere.yaml").lines
+    assert (parts, further) == (_PARTS, _FURTHER[:-1] + ", waiting for a core 94")
     assert reason.startswith("  no prediction: There is no machine file")
 
 
-STEP = MeasuredStep(0.4614, 0.04712, 40, 0.00172)
+def _parts_of(seconds: float, compute: float | None, *others: float) -> StepParts:
+    return StepParts(seconds, 40, compute, *others)
+
+
+STEP = _parts_of(0.4614, 0.4, 0.0058, 0.00172, 0.04712, 0.0, 0.00676)
 PREDICTED_STEP = PredictedStep(0.4522, 0.0411, 0.9, "two nodes", "abc")
 
+_SECONDS = st.floats(0, 100)
 
-def test_the_slowest_rank_counts_and_the_mean_of_what_they_waited_unless_one_has_too_few_steps() -> None:
-    def over(*of_ranks: MeasuredStep | None) -> list[MeasuredStep | None]:
+
+@given(st.builds(MeasuredStep, *[_SECONDS] * 2, st.just(40), *[_SECONDS] * 6), st.none() | st.floats(0, 1))
+def test_parts_add_up_to_the_step(measured: MeasuredStep, share: float | None) -> None:
+    """Alone it finds time that is in two parts or in none, whatever clocks say that do not agree."""
+    parts = StepParts.of(measured, share)
+    assert (parts.compute_seconds is None) == (share is None)
+    together = parts.work_seconds + parts.exposed_seconds + parts.data_seconds + parts.core_seconds
+    assert together == pytest.approx(measured.seconds, abs=1e-9)
+    assert parts.core_seconds >= -1e-9
+    awaited = measured.exposed_seconds + measured.data_seconds
+    counted = measured.messages_seconds + measured.update_seconds
+    if counted <= measured.busy_seconds <= measured.seconds - awaited:
+        assert parts.python_seconds >= (parts.compute_seconds is None) * measured.update_seconds - 1e-9
+        assert parts.core_seconds == pytest.approx(measured.seconds - awaited - measured.busy_seconds, abs=1e-9)
+
+
+def test_the_share_of_operators_is_that_of_sampled_steps() -> None:
+    step = MeasuredStep(12.0, 1.0, 10, messages_seconds=2.0, update_seconds=1.0, busy_seconds=11.0)
+    assert accounts.operators_share(step, 6.0) == 0.75
+    assert accounts.operators_share(step, 9.0) == 1.0
+    assert accounts.operators_share(step, None) is None
+    assert accounts.operators_share(None, 6.0) is None
+
+
+def test_the_mean_of_the_ranks_counts_unless_one_has_too_few_steps() -> None:
+    def over(*of_ranks: StepParts | None) -> list[StepParts | None]:
         return run_virtual(len(of_ranks), lambda comm: accounts.steps_over_ranks(comm, of_ranks[comm.rank]))
 
-    together = MeasuredStep(3.0, 0.75, 40, 0.25)
-    assert over(MeasuredStep(2.0, 0.5, 40, 0.125), MeasuredStep(3.0, 1.0, 41, 0.375)) == [together, together]
-    for other in (None, MeasuredStep(2.0, 0.5, 13)):
-        assert over(MeasuredStep(2.0, 0.5, 40), other) == [None, None]
+    first = StepParts(2.0, 40, 1.0, 0.25, 0.125, 0.5, 0.125, 0.0, 1.0)
+    second = StepParts(3.0, 41, 1.5, 0.25, 0.125, 1.0, 0.125, 0.0, 0.0)
+    assert over(first, second) == [StepParts(2.5, 40, 1.25, 0.25, 0.125, 0.75, 0.125, 0.0, 0.5)] * 2
+    unknown = replace(second, compute_seconds=None, python_seconds=1.75)
+    assert over(first, unknown) == [StepParts(2.5, 40, None, 1.5, 0.125, 0.75, 0.125, 0.0, 0.5)] * 2
+    for other in (None, replace(first, steps=13)):
+        assert over(first, other) == [None, None]
 
 
 @pytest.mark.parametrize(("predicted", "accuracy"), [(2.0, 1.0), (1.5, 0.75), (2.5, 0.75), (6.0, -1.0)])
@@ -102,20 +154,64 @@ def test_accuracy_is_what_the_error_leaves_of_the_measured_time(predicted: float
 
 
 def test_lines_of_80_columns_and_facts_hold_the_prediction_and_the_run() -> None:
-    predicted_waits = "  communication not hidden 47.1 ms (predicted 41.1 ms);"
-    compared = ["step time 461 ms (predicted 452 ms);", predicted_waits, "  posting and progress 1.72 ms"]
-    assert accounts.step_lines(STEP, PREDICTED_STEP) == compared
-    measured = "step time 461 ms; communication not hidden 47.1 ms; posting and progress 1.72 ms"
-    for reason, end in (("", []), ("there is no machine", ["  no prediction: there is no machine"])):
-        assert accounts.step_lines(STEP, None, reason) == [measured + ";" * bool(end), *end]
-    long = accounts.step_lines(MeasuredStep(1.2345, 0.0, 40, 0.0))
-    assert long == ["step time 1,234 ms; communication not hidden 0 ms; posting and progress 0 ms"]
+    measured = ["step time 461 ms: compute 400, Python 6, posting and progress 2,"]
+    further = "  communication not hidden 47, waiting for a core 7"
+    assert accounts.step_lines(STEP) == [*measured, further]
+    assert accounts.step_lines(STEP, PREDICTED_STEP) == [*measured, further + "; predicted 452"]
+    reason = ["  no prediction: there is no machine"]
+    assert accounts.step_lines(STEP, None, "there is no machine") == [*measured, further, *reason]
+    assert accounts.step_lines(_parts_of(0.00672, None, 0.0067, *[0.0] * 3, 2e-5)) == [
+        "step time 6.72 ms: compute and Python 6.70, waiting for a core 0.02"
+    ]
     facts = {"step": 46, "steps": 40, "measured_step_seconds": 0.4614, "measured_exposed_seconds": 0.04712}
-    facts |= {"measured_messages_seconds": 0.00172}
+    facts |= {"measured_messages_seconds": 0.00172, "measured_python_seconds": 0.0058, "measured_data_seconds": 0.0}
+    facts |= {"measured_core_seconds": 0.00676, "measured_compute_seconds": 0.4}
     assert accounts.step_facts(STEP, 46) == facts
     predicted = {"predicted_step_seconds": 0.4522, "predicted_exposed_seconds": 0.0411, "accuracy": pytest.approx(0.98, abs=1e-3)}
     predicted |= {"measured_share": 0.9, "machine": "two nodes", "machine_digest": "abc"}
     assert accounts.step_facts(STEP, 46, PREDICTED_STEP) == facts | predicted
+    assert accounts.step_facts(STEP, 46, PREDICTED_STEP, "why") == facts | predicted | {"prediction_note": "why"}
+
+
+@given(st.floats(1e-5, 1e4), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(1e-5, 1e4))
+def test_printed_parts_add_up_and_fit_80_columns(seconds: float, shares: list[float], predicted: float) -> None:
+    """Alone it finds a part that is cut off, or decimals that differ between the step and its parts."""
+    scale = seconds / (sum(shares) or 1.0)
+    parts = [scale * share for share in shares] if sum(shares) else [seconds, *[0.0] * 5]
+    lines = accounts.step_lines(_parts_of(seconds, *parts), PredictedStep(predicted, 0.0, 1.0, "", ""))
+    assert max(map(len, lines)) <= 80
+    whole, _, rest = " ".join(line.strip() for line in lines).replace(",", "").partition(" ms: ")
+    texts = re.findall(r"[\d.]+", rest.partition(";")[0])
+    decimals = len(whole.partition(".")[2])
+    assert all(len(text.partition(".")[2]) == decimals for text in texts)
+    assert sum(map(float, texts)) == pytest.approx(float(whole.removeprefix("step time ")), abs=3.6 * 10.0**-decimals)
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "words"),
+    [
+        (_parts_of(10.0, 8.0, 1.0, 0.0, 1.0, 0.0, 0.0), 8.6, ""),
+        (_parts_of(10.0, 6.0, 1.0, 0.0, 3.0, 0.0, 0.0), 8.0, "messages were awaited for 3,000 ms of a step, and for 500 ms"),
+        (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 0.0, 2.5), 8.0, "other threads and processes had the cores for 2,500 ms"),
+        (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 2.5, 0.0), 8.0, "data were awaited for 2,500 ms of a step, and for 100 ms"),
+        (
+            _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0),
+            8.0,
+            "computation, Python and messages took 9,500 ms of a step, and 7,300",
+        ),
+        (
+            _parts_of(10.0, 5.0, 1.0, 0.0, 0.5, 3.5, 0.0),
+            12.0,
+            "computation, Python and messages took 6,000 ms of a step, and 7,300",
+        ),
+    ],
+)
+def test_a_prediction_that_is_off_has_a_reason(measured: StepParts, predicted: float, words: str) -> None:
+    """Alone it finds a wrong number without words, or a reason that explains an error in the other direction."""
+    sampled = _parts_of(8.0, 6.0, 1.3, 0.0, 0.5, 0.1, 0.1)
+    reason = accounts.unlike(measured, sampled, PredictedStep(predicted, 0.5, 1.0, "", ""))
+    assert reason.startswith(words)
+    assert bool(reason) == bool(words)
 
 
 def _waited(*of_ranks: list[DataWait]) -> list[Heard]:

@@ -350,6 +350,7 @@ def test_later_epochs_count_if_they_have_more_steps_than_the_first(later: int, c
     sampled = times.sampled()
     assert sampled is not None
     assert sampled.seconds == counted.seconds
+    assert times.sampled_first() == replace(_step(8.0, 0.0, 15), steps=10)
 
 
 def test_the_processor_time_of_other_threads_counts_on_shared_cores_only() -> None:
