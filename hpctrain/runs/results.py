@@ -138,7 +138,7 @@ UNKNOWN = "-"
 MOST_HOSTS = 2
 #: figures that are left out if no run has them
 _OPTIONAL = frozenset(
-    ("model", "data", "batch", "optimiser", "step", "waited per step", "predicted step", "GPU memory", "waited for data")
+    ("model", "data", "batch", "optimiser", "step", "communication not hidden", "predicted step", "GPU memory", "waited for data")
 )
 #: maximum time between two records that counts as training; a longer time is a pause between jobs
 LONGEST_STEP_SECONDS = 600.0
@@ -163,7 +163,7 @@ class Summary:
         seconds: training time, without pauses between jobs.
         step_seconds: measured duration of a step.
         exposed_seconds: time of a step spent waiting for messages.
-        predicted_step_seconds: duration of a step, simulated by the run at its end.
+        predicted_step_seconds: duration of a step, predicted by the run at its end; None if the prediction does not apply.
         peak_bytes: maximum resident memory over ranks at the latest end.
         device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.
@@ -223,7 +223,7 @@ def summary(record: RunRecord) -> Summary:
         seconds=_seconds(records),
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
-        predicted_step_seconds=_number(step, "predicted_step_seconds"),
+        predicted_step_seconds=None if step.get("prediction_note") else _number(step, "predicted_step_seconds"),
         peak_bytes=_number(memory, "peak_bytes"),
         device_bytes=_number(memory, "device_bytes"),
         data_share=_share(records, "waited_seconds"),
@@ -267,7 +267,7 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ),
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
-        ("waited per step", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
+        ("communication not hidden", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
         ("predicted step", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
         ("peak memory", [_megabytes(figures.peak_bytes) for figures in summaries]),
         ("GPU memory", [_megabytes(figures.device_bytes) for figures in summaries]),

@@ -64,7 +64,7 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Start, folde
     (record,) = [line for line in newest_run(folder).metrics() if line["kind"] == "steps"]
     assert record["predicted_step_seconds"] == choice["prediction"]["seconds"]
     assert record["machine"] == planned.machine().name
-    assert outcome.stdout.count("predicted ") == 3  # of the choice, the step, and what is not hidden
+    assert outcome.stdout.count("predicted ") == 2  # of the choice and the step
     assert "step time " in outcome.stdout
     # On as many ranks the choice stays, whatever the machine is now.
     (folder / "machine.yaml").write_text("nodes: -1")

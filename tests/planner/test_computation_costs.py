@@ -397,6 +397,13 @@ class _ByBatch:
         return 0.0
 
 
+class _SomeFree(_ByBatch):
+    """Activations cost nothing."""
+
+    def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
+        return 0.0 if "relu" in step.name else super().seconds(step, action, memory)
+
+
 def _residual_plan(batch: int, *, synchronised: bool = False) -> ExecutionPlan:
     network = Network(nets.residual(synchronised=synchronised), (9, 7, 3), NumpyKernelSet())
     return compile_graph(network.graph(batch), network.kernels, training=True)
@@ -420,6 +427,22 @@ def test_the_costs_of_the_sampled_plan_add_up_to_its_samples() -> None:
     assert _sum(plan, costs) == pytest.approx(sum(times.operators.values()))
     assert costs.step_seconds(100, 10) == 3.0
     assert costs.measured_share() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("further", [-20.0, 0.0, 30.0])
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_further_seconds_of_a_pass_are_spent_in_full(further: float, *, synchronised: bool) -> None:
+    """Alone it finds a share that is given to an operator without cost, or to one that waits, and so is lost."""
+    plan = _residual_plan(2, synchronised=synchronised)
+    sampled = {k for k, step in enumerate(plan.steps) if step.node is None or not getattr(step.node.spec, "synchronised", False)}
+
+    def total(further_seconds: float) -> float:
+        costs = SampledCosts(plan, _times(plan), _SomeFree(), further_seconds)
+        actions = [(action, k) for action, k in (*plan.forward, *plan.backward) if k in sampled]
+        return sum(costs.seconds(plan.steps[k], action, plan.memory[k]) for action, k in actions)
+
+    assert total(further) == pytest.approx(total(0.0) + further)
+    assert 0.0 <= total(-1e9) < total(0.0)
 
 
 def test_a_rank_with_another_size_costs_in_proportion() -> None:
