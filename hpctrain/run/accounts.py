@@ -167,7 +167,7 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
     pieces[0] = f"step time {measured.seconds * 1e3:,.{digits}f} ms: {pieces[0]}"
     if predicted is not None:
         pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
-    lines = folded(pieces, between=", ")
+    lines = folded(pieces, LOG_COLUMNS - 1, between=", ")  # a folded line ends with a comma
     if reason:
         head = "no prediction" if predicted is None else "the prediction does not apply"
         lines += textwrap.wrap(f"{head}: {reason}", LOG_COLUMNS, initial_indent="  ", subsequent_indent="    ")

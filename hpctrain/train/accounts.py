@@ -166,6 +166,8 @@ _SETTLING_STEPS = 6
 _MOST_STEPS = 10_000
 # The sample for predictions follows the steps of `OperatorSample`: so many steps, or more if they are shorter together.
 _SAMPLED_STEPS, _SAMPLED_SECONDS = 10, 0.5
+# Minimum number of steps in later epochs for which those of the first epoch do not count.
+_FEWEST_LATER = 20
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,8 @@ class _Rows:
 class StepTimes(Observer):
     """Times of the latest usual steps (see `Observer.after_step`). A step ends when the next one requests its batch.
 
-    The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. Steps of the first
-    epoch therefore count only if there are at least as many of them as of later ones.
+    The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. If most steps are in
+    later epochs, and at least 20, only these count.
 
     Args:
         progress: engine that measures the waits and the work on messages.
@@ -253,7 +255,7 @@ class StepTimes(Observer):
         processor: Callable[[], tuple[float, float]] | None = None,
     ) -> None:
         self._progress, self._clock, self._processor = progress, clock, processor
-        self._first_epoch, self._later = _Rows(), _Rows()
+        self._all, self._later = _Rows(), _Rows()
         self._epochs = self._steps = 0
         self._data_begin = self._data_cpu_begin = self._data_seconds = self._data_cpu_seconds = 0.0
         self._before = self._read()
@@ -279,8 +281,8 @@ class StepTimes(Observer):
         if self._steps <= _SETTLING_STEPS:
             return
         row = [end - begin for end, begin in zip(now, before, strict=True)]
-        rows = self._first_epoch if self._epochs == 1 else self._later
-        rows.add(row, samples=self._steps > _SETTLING_STEPS + _STEPS)
+        for rows in (self._all, self._later) if self._epochs > 1 else (self._all,):
+            rows.add(row, samples=self._steps > _SETTLING_STEPS + _STEPS)
 
     def _read(self) -> tuple[float, ...]:
         """Return the sums so far, in the order of the attributes of `MeasuredStep`, without the number of steps."""
@@ -304,11 +306,12 @@ class StepTimes(Observer):
 
     def sampled_first(self) -> MeasuredStep | None:
         """Return the means of the first steps after those of `OperatorSample`, in any epoch; None without such steps."""
-        return _middle(self._first_epoch.sampled or self._later.sampled)
+        return _middle(self._all.sampled)
 
     @property
     def _counted(self) -> _Rows:
-        return self._later if self._later.steps > self._first_epoch.steps else self._first_epoch
+        later = self._later.steps
+        return self._later if later >= _FEWEST_LATER and 2 * later > self._all.steps else self._all
 
 
 def _middle(rows: Sequence[Sequence[float]]) -> MeasuredStep | None:

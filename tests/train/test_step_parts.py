@@ -336,21 +336,24 @@ def test_the_sample_is_ten_steps_or_half_a_second_after_those_of_operators(secon
     assert times.sampled() == _step(seconds, 0.0, steps)
 
 
-@pytest.mark.parametrize(("later", "counted"), [(19, _step(8.0, 0.0, 20)), (20, _step(8.0, 0.0, 20)), (21, _step(2.0, 0.0, 21))])
-def test_later_epochs_count_if_they_have_more_steps_than_the_first(later: int, counted: MeasuredStep) -> None:
-    """Alone it finds that steps whose loader reads files are mixed with steps whose loader reads memory."""
+@pytest.mark.parametrize(("first", "later", "steps"), [(30, 30, 60), (30, 31, 31), (5, 19, 24), (5, 20, 20)])
+def test_later_epochs_count_alone_if_they_have_most_steps(first: int, later: int, steps: int) -> None:
+    """Alone it finds that steps whose loader reads files are mixed with steps whose loader reads memory, or lost."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock)
-    for steps, seconds in ((6 + 20, 8.0), (10, 2.0), (later - 10, 2.0)):
+    for of_epoch, seconds in ((6 + first, 8.0), (10, 2.0), (later - 10, 2.0)):
         times.before_epoch(Position())
-        for _ in range(steps):
+        for _ in range(of_epoch):
             scene.work(seconds)
             times.after_step(Position(), usual=True)
-    assert times.measured() == counted
-    sampled = times.sampled()
+    measured, sampled, sampled_first = times.measured(), times.sampled(), times.sampled_first()
+    assert measured is not None
     assert sampled is not None
-    assert sampled.seconds == counted.seconds
-    assert times.sampled_first() == replace(_step(8.0, 0.0, 15), steps=10)
+    assert sampled_first is not None
+    assert measured.steps == steps
+    if steps == later:
+        assert (measured, sampled.seconds) == (_step(2.0, 0.0, steps), 2.0)
+    assert sampled_first.seconds == (8.0 if first > 5 else 2.0)
 
 
 def test_the_processor_time_of_other_threads_counts_on_shared_cores_only() -> None:
