@@ -384,7 +384,12 @@ _MACHINE = click.option(
     metavar="FILE|NAME",
     help="Machine model for choices that are `auto`: a file written by `hpctrain calibrate`, or the name of an installed one.",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with sizes as integers.")
+_JSON = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print everything as JSON, with sizes as integers. Equal ranks are listed once, as in 0-7 or 0-8184:8 (every 8th).",
+)
 _ALPHA = click.option(
     "--alpha",
     "alpha_seconds",
@@ -455,16 +460,16 @@ def show(
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.planner import planned_run
-    from hpctrain.planner.planned_run import pinned_memory
 
-    report = planned_run.description(task)
+    groups = planned_run.equal_split_groups(task)
+    report = planned_run.description(task, [of_class[0] for of_class in groups])
     averaged = planned_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
-    places, pinned = planned_run.rank_map(task.plan, ranks_per_node), pinned_memory(task, averaged)
+    pinned = planned_run.pinned_memory(task, averaged)
     if as_json:
-        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, averaged, places, pinned)):
+        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, ranks_per_node, pinned)):
             echo(line)
         return
-    plan_tables.print_plan(task, report, averaged, places, pinned)
+    plan_tables.print_plan(task, report, averaged, ranks_per_node, pinned)
 
 
 @plan.command()

@@ -19,7 +19,7 @@ from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.backend.specs import TensorSpec, item_bytes, parameter_dtype
-from hpctrain.comm.groups import check_grid, coordinates
+from hpctrain.comm.groups import check_grid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config import grid
 from hpctrain.config.grid import model_options
@@ -236,10 +236,22 @@ def _assumption(config: Config, image: Image, classes: int) -> str:
     )
 
 
-def description(task: PlannedRun) -> PlanReport:
-    """Return a report of the owners of parameters and activations, the exchanged bytes and the memory."""
+def description(task: PlannedRun, reported: Sequence[int] | None = None) -> PlanReport:
+    """Return a report of the owners of parameters and activations, the exchanged bytes and the memory.
+
+    Args:
+        reported: indices c of the split groups whose positions the report contains, in order; None: all.
+    """
     shapes = {name: spec.shape for name, spec in task.job.specs.items()}
-    return report_plan(task.job.graph_of, task.plan, micro_counts(task), shapes, task.job.kernels)
+    return report_plan(task.job.graph_of, task.plan, micro_counts(task), shapes, task.job.kernels, reported)
+
+
+def equal_split_groups(task: PlannedRun) -> tuple[tuple[int, ...], ...]:
+    """Return the indices c of the split groups, in classes of groups with equal samples, which have equal reports."""
+    rows, classes = task.plan.rows, dict[tuple[int, ...], list[int]]()
+    for c in range(task.plan.cols):
+        classes.setdefault(task.counts[c * rows : (c + 1) * rows], []).append(c)
+    return tuple(map(tuple, classes.values()))
 
 
 def micro_counts(task: PlannedRun) -> tuple[int, ...]:
@@ -264,17 +276,6 @@ def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple
     """Return the bytes that each position exchanges in a step to average gradients, without norms."""
     item_bytes = dtypes.item_bytes(dtypes.parameter_dtype(task.config.dtype))
     return schedules.averaging_bytes(planned, task.plan.rows, len(task.counts), item_bytes)
-
-
-def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int, int, int], ...]:
-    """Return (r, c, node) by world rank, with consecutive ranks on the same node.
-
-    Args:
-        ranks_per_node: number of ranks per node; None: all ranks on one node.
-    """
-    size = plan.rows * plan.cols
-    node_of = tuple(rank // (ranks_per_node or size) for rank in range(size))
-    return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
 
 
 @dataclass(frozen=True)
