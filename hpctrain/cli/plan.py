@@ -229,12 +229,12 @@ def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
     """Measure the operators of the best choices for each number of ranks per node, in equal shares of the time budget."""
     from hpctrain.planner.measurement import measure
 
-    searches = [layout.outcome for layout in outcome.layouts if layout.outcome is not None] or [outcome]
-    for planned in searches:
+    searches = [(f" for {layout}", layout.outcome) for layout in outcome.layouts if layout.outcome is not None] or [("", outcome)]
+    for words, planned in searches:
         candidates = [choice.candidate for choice in planned.result.choices[:best]]
         coverage = measure(planned.task, candidates, seconds / len(searches))
         left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
-        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
+        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{words}{left}.", err=True)
 
 
 def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
@@ -330,14 +330,14 @@ def simulate(
     from hpctrain.planner.tasks import SimulationOptions
 
     slow_factors = slow_ranks(slow, ranks[-1])
-    progress = progress_of(next(iter(configs.values())))
+    config = next(iter(configs.values()))
     study = configured_search.SimulatedStudy(
         configs=configs,
         ranks=ranks,
         mode=mode,
-        machine=machine_file.read(machine),
+        machine=machine_file.read(machine).with_threads(configured_search.configured_threads(config)),
         factors={"bandwidth": bandwidth, "latency": latency, "compute": compute},
-        options=SimulationOptions(progress=progress, slow=slow_factors, jitter=jitter, seed=seed),
+        options=SimulationOptions(progress=progress_of(config), slow=slow_factors, jitter=jitter, seed=seed),
         image=image,
         classes=classes,
     )

@@ -53,6 +53,7 @@ from hpctrain.planner.configured_search import (
     overrides,
     plot,
     ranks_per_node_choices,
+    run_search,
     search_layouts,
     with_candidate,
     write_trace,
@@ -413,11 +414,27 @@ def test_configured_threads_and_the_batch_limit_the_ranks_per_node() -> None:
     assert [one.refusal for one in outcome.layouts] == ["", "", "4 ranks exceed the batch of 3 samples"]
     fixed = search_layouts(layout_task(machine, 6, "threads=2"), 3)
     assert [(one.ranks_per_node, one.threads, one.task.ranks) for one in fixed.layouts] == [(3, 2, 6)]
+    wide = search_layouts(layout_task(machine, 2, "threads=5"))  # 2 ranks of 5 threads exceed the 8 cores, 1 rank does not
+    assert "too few for 2 ranks per node with 5 threads" in wide.layouts[0].refusal
+    assert (wide.task.ranks, wide.note) == (1, "The fastest choice is 1 rank per node with 5 threads per rank.")
     smaller = search_layouts(layout_task(machine, 2, "batch=1"))  # the machine's number is impossible, another one is not
     assert "batch" in smaller.layouts[0].refusal
     assert (smaller.task.ranks, smaller.note) == (1, "The fastest choice is 1 rank per node with 8 threads per rank.")
     with pytest.raises(ConfigError, match="batch is 3, "):
         search_layouts(layout_task(machine, 12, "batch=3"))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_search_that_compares_no_layouts_has_the_configured_threads(threads: int) -> None:
+    """Would find the times of one thread per core for a rank with fewer or more threads, as in `plan simulate` before."""
+    machine = nodes_of_cores(8, 4, scales=True)
+    outcome = run_search(layout_task(machine, 3, f"threads={threads}"))
+    assert outcome.task.machine.ranks_per_node == min(4, 8 // threads)
+    usual = run_search(layout_task(machine, 3))
+    on_layout = outcome.result.best.prediction.step.table.total.compute_seconds
+    assert on_layout == pytest.approx(usual.result.best.prediction.step.table.total.compute_seconds * 2 / threads, rel=0.2)
+    unknown = replace(machine, single_thread_rates={})
+    assert run_search(layout_task(unknown, 3, f"threads={threads}")).task.machine == unknown
 
 
 def test_another_machine_cannot_be_measured_here() -> None:
