@@ -230,7 +230,7 @@ class GridEstimates:
     def _averaging(self, choice: AveragerChoice) -> AveragingCosts:
         return AveragingCosts(
             self._machine,
-            self._costs,
+            self._job.element_seconds(self._costs, 1 << 20, squares=True),
             self._prices.placements,
             choice,
             total_bytes=self._total_bytes,

@@ -81,6 +81,7 @@ def _job(
     optimizer: Optimizer,
     averages: bool,
 ) -> Job:
+    state = state_arrays(optimizer, averages=False)
     return Job(
         model,
         graph_of,
@@ -92,8 +93,28 @@ def _job(
         optimizer.norms_needed,
         make_strategy,
         optimizer.momentum,
-        state_arrays(optimizer, averages=averages),
+        state + int(averages),
+        update_factor(optimizer, state),
     )
+
+
+# Time of a pass over an element in a cache, in accesses to memory (measured on one thread, see docs/planner.md).
+_PASS_ACCESSES = 2.0
+# Accesses and passes of an update with momentum and weight decay: reads of weight, gradient and momentum, and two writes.
+_REFERENCE_ACCESSES = 5 + _PASS_ACCESSES * 3
+
+
+def update_factor(optimizer: Optimizer, state: int) -> float:
+    """Return the time of an optimiser's update, without norms, relative to that of SGD with momentum and weight decay.
+
+    An update reads the weight and the gradient, writes the weight, and reads and writes each array of the state. If the optimiser
+    prepares norms, it also writes the gradient, and reads it and the weight once more.
+
+    Args:
+        state: number of arrays of the optimiser's state.
+    """
+    accesses = 3 + 2 * state + 3 * optimizer.prepares_norms
+    return (accesses + _PASS_ACCESSES * optimizer.passes) / _REFERENCE_ACCESSES
 
 
 def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:

@@ -329,7 +329,7 @@ class _Builder:
                 alike.split_rank,
                 alike.samples,
                 of_class,
-                dict.fromkeys(alike.groups.values(), self._update_seconds(known)),
+                {key: self._update_seconds(known, groups[key]) for key in alike.groups.values()},
                 product_seconds(of_plans[0], known, self._costs, self._job.batch),
                 self._memory(alike, known, groups),
             )
@@ -351,13 +351,14 @@ class _Builder:
         merging = {ranks: self._placements.of(ranks).ranks for ranks in ("all", "split", "data")}
         return StepFacts(groups, sizes, exchanging, merging, self._message_bytes)
 
-    def _update_seconds(self, known: StepFacts) -> float:
+    def _update_seconds(self, known: StepFacts, averaged: AveragedGroup) -> float:
         """Return the seconds of an element's update, averaged over the rank's elements.
 
-        The number of elements matters, because the state of a small network fits in caches.
+        They include the squares for norms, unless operations of the schedule send the norms: the squares then precede them.
         """
-        elements = max(1, sum(known.sizes.values()))
-        return self._costs.update_seconds(elements) / elements
+        operations = () if averaged.schedule is None else averaged.schedule.operations
+        squares = not any(operation.kind is OperationKind.NORMS for operation in operations)
+        return self._job.element_seconds(self._costs, sum(known.sizes.values()), squares=squares)
 
     def _memory(self, alike: AlikeRanks, facts: StepFacts, averaged: Mapping[str, AveragedGroup]) -> int:
         schedules = [averaged[key].schedule for key in alike.groups.values()]

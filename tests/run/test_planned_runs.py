@@ -75,6 +75,7 @@ from hpctrain.planner.planned_run import (
 from hpctrain.planner.program_timing import processor_model
 from hpctrain.planner.search import UNCERTAIN_SHARE, search
 from hpctrain.planner.search_space import SearchSpace, configured_space
+from hpctrain.planner.step_program import step_program
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.replica import Replica
@@ -205,6 +206,37 @@ def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
 def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tuple[str, ...], arrays: int) -> None:
     config, _ = load(CIFAR, ["batch=12", "backend=numpy", *overrides])
     assert prepare(config, 2, (32, 32, 3), 10).job.state_arrays == arrays
+
+
+@pytest.mark.parametrize("averager", ["blocking", "bucketed", "priority", "sharded"])
+@pytest.mark.parametrize(
+    ("optimizer", "accesses", "passes", "norms"),
+    [
+        ("{name: sgd, lr: 0.1, momentum: 0.0}", 3, 2, False),
+        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4}", 5, 3, False),
+        ("{name: sgd, lr: 0.1, nesterov: true, weight_decay: 1.0e-4}", 5, 5, False),
+        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4, clip_norm: 1.0}", 5, 3, True),
+        ("{name: lars, lr: 0.1, weight_decay: 1.0e-4}", 5, 3, True),
+        ("{name: adamw, lr: 0.1}", 7, 6, False),
+        ("{name: lamb, lr: 0.1}", 10, 8, True),
+    ],
+)
+def test_the_step_contains_the_memory_traffic_of_its_optimiser(
+    averager: str, optimizer: str, accesses: int, passes: int, norms: bool
+) -> None:
+    """Would find a planner for which all optimisers cost as much as SGD, and norms that only one kind of averager pays for."""
+    config, _ = load(CIFAR, ["batch=12", "backend=numpy", f"averager={averager}", f"optimizer={optimizer}"])
+    job = prepare(config, 1, (32, 32, 3), 10).job
+    machine = machine_of(ranks_per_node=1, flops_per_second=1e12)
+    updates = 0.0
+    for alike in step_program(job, Candidate(ParallelPlan(1, 1), AveragerChoice(averager)), machine, RateCosts(machine)).classes:
+        updates += sum(alike.update_seconds.values())
+    of_update = 1 + 5 * (accesses + 2 * passes) / 11  # in accesses, with the check of the result
+    in_operation = averager in ("priority", "sharded")  # whose norms are an operation of their own
+    expected = of_update + 8 * (norms and not in_operation)
+    assert updates == pytest.approx(expected * 4 / 1e12)
+    with_norms = job.element_seconds(RateCosts(machine), 1000, squares=True)
+    assert with_norms == pytest.approx((of_update + 8 * norms) * 4 / 1e12)
 
 
 LINK = Link((LinkSegment(0, 1e-5, 1e-8),))

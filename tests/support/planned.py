@@ -17,7 +17,7 @@ from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.planned_run import state_arrays
+from hpctrain.planner.planned_run import state_arrays, update_factor
 from hpctrain.planner.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
 from hpctrain.train.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -60,6 +60,7 @@ def job_of(task: training.Task) -> Job:
         optimizer.norms_needed,
         make_strategy,
         state_arrays=state_arrays(optimizer, averages=task.ema is not None),
+        update_factor=update_factor(optimizer, state_arrays(optimizer, averages=False)),
     )
 
 
