@@ -127,7 +127,8 @@ class GridEstimates:
         self._job, self._machine, self._costs, self._space = job, machine, costs, space
         self._micro_batches, self._memory_factor = micro_batches, memory_factor
         self._grid = unsplit_plan(space, shape)
-        self._prices = SegmentCosts(job, machine, costs, self._grid, micro_batches)
+        self._parts = job.passes(Candidate(self._grid, micro_batches=micro_batches)).micro_batches
+        self._prices = SegmentCosts(job, machine, costs, self._grid, self._parts)
         self._segments = segments(self._prices.graph)
         self._edges = self._priced_edges()
         self._item_bytes = parameter_item_bytes(job)
@@ -236,7 +237,7 @@ class GridEstimates:
             total_bytes=self._total_bytes,
             batch=self._job.batch,
             item_bytes=self._item_bytes,
-            exchange=self._micro_batches == 1,
+            exchange=self._parts == 1 and self._job.shards is None,
         )
 
     def _criteria(self, cost: SegmentCost, choice: AveragerChoice, averaging: AveragingCosts) -> tuple[float, float, float]:

@@ -29,7 +29,6 @@ from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.pipeline import Pipeline, leaves_resize
 from hpctrain.data.sampler import counts
-from hpctrain.data.sampler import counts as counts_over
 from hpctrain.models import catalogue
 from hpctrain.nn.initialise import constant
 from hpctrain.nn.layers import Layer
@@ -42,6 +41,7 @@ from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner import group_schedules as schedules
 from hpctrain.planner.group_schedules import GroupSchedule, mirror_bytes
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.train.passes import ranks_fault, split_fault
 
 Image = tuple[int, int, int]
 
@@ -80,6 +80,7 @@ def _job(
     batch: int,
     optimizer: Optimizer,
     averages: bool,
+    shards: int | None,
 ) -> Job:
     state = state_arrays(optimizer, averages=False)
     return Job(
@@ -95,6 +96,7 @@ def _job(
         optimizer.momentum,
         state + int(averages),
         update_factor(optimizer, state),
+        shards,
     )
 
 
@@ -140,6 +142,7 @@ def of_network(
     batch: int,
     optimizer: Optimizer,
     averages: bool = False,
+    shards: int | None = None,
 ) -> Job:
     """Return the job that trains a network written in Python.
 
@@ -151,6 +154,7 @@ def of_network(
         batch: samples of a step over all ranks.
         optimizer: optimiser that is not in use by a replica.
         averages: whether an average of the weights is kept.
+        shards: number of shards whose sums have a fixed order; None: the order depends on the ranks.
 
     Raises:
         ShapeError: the layers do not fit each other or the images.
@@ -161,14 +165,14 @@ def of_network(
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages)
+    return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages, shards)
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     """Return the configured plan on `ranks` ranks; None: on the configured grid.
 
     Raises:
-        ConfigError: grid.cols is unknown, or the ranks cannot share the batch.
+        ConfigError: grid.cols is unknown, or the ranks cannot share the batch or the shards.
         ShapeError: the grid does not multiply to the number of ranks; the message contains the nearest grid that does.
     """
     if config.automatic:
@@ -183,6 +187,10 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     if cols is None:
         raise ConfigError("grid.cols is null, so the number of ranks is unknown; give --ranks, or set grid.cols.")
     grid.check_batch(config.batch, config.grid.rows, cols)
+    shards, rows = config.exact.shards, config.grid.rows
+    fault = None if shards is None else split_fault(rows) or ranks_fault(shards, rows * cols)
+    if fault is not None:
+        raise ConfigError(fault)
     return grid.parallel_plan(config, cols)
 
 
@@ -221,11 +229,11 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     if plan.rows == 1:  # no layer is split
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
-    counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
     optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
     averages = config.ema.decay is not None
-    job = _job(config.model.name, graph_of, specs, backend.kernels, image, config.batch, optimizer, averages)
-    return PlannedRun(config, job, plan, counts, assumption)
+    shards = config.exact.shards
+    job = _job(config.model.name, graph_of, specs, backend.kernels, image, config.batch, optimizer, averages, shards)
+    return PlannedRun(config, job, plan, job.counts(plan.rows * plan.cols, plan.rows), assumption)
 
 
 def _header(config: Config) -> tuple[Image, int]:

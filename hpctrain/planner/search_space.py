@@ -81,7 +81,7 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
     Raises:
         ConfigError, ShapeError: a kept grid or plan is impossible on these ranks.
     """
-    fixed_grid = open_grid(ranks, kernels)
+    fixed_grid = open_grid(ranks, kernels) if config.exact.shards is None else (1, ranks)
     if "grid" in keep:
         fixed_grid = config.grid.rows, grid.columns(config, ranks)
         check_grid(*fixed_grid, ranks)

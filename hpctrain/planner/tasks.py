@@ -190,6 +190,7 @@ class AveragedGroup:
         samples: samples of the step, by rank of the group.
         levels: levels of the sums; None: one level.
         rounding: rounding of the messages; None: no rounding.
+        shards: number of shards whose sums have a fixed order; None: one sum per rank.
     """
 
     name: str
@@ -201,6 +202,7 @@ class AveragedGroup:
     samples: tuple[int, ...]
     levels: Levels | None = None
     rounding: Rounding | None = None
+    shards: int | None = None
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,11 @@ class StepPrediction:
             dtype=self._setup.backend.dtype,
             batch=config.batch,
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
+            shards=config.exact.shards,
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
         averager = AveragerChoice(config.averager.name, config.averager.options)
-        candidate = Candidate(plan, averager, self._setup.replica.passes.micro_batches)
+        candidate = Candidate(plan, averager, config.micro_batches)
         costs: ComputeCosts = RateCosts(machine, config.dtype)
         times = self._times()
         if times is not None:

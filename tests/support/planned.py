@@ -27,7 +27,7 @@ from tests.support import training
 from tests.support.averaging import Forwarding
 
 _STATISTICS = {"statistics": "all", "split statistics": "split", "data statistics": "data"}
-_UNCOUNTED = ("messages", "samples norms", "data norms")
+_UNCOUNTED = ("messages", "messages sums", "samples norms", "data norms")
 #: (kind, what or whose, bytes or "")
 Event = tuple[str, str, int]
 
@@ -61,6 +61,7 @@ def job_of(task: training.Task) -> Job:
         make_strategy,
         state_arrays=state_arrays(optimizer, averages=task.ema is not None),
         update_factor=update_factor(optimizer, state_arrays(optimizer, averages=False)),
+        shards=task.exact_shards,
     )
 
 

@@ -122,9 +122,8 @@ def group_tasks(
 
 def _all_gradients(group: AveragedGroup, machine: Machine, element_seconds: float) -> OperationTask:
     n_bytes = group.elements * group.item_bytes
-    stages = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding).stages(
-        OperationKind.ALLREDUCE, n_bytes
-    )
+    costs = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding, group.shards)
+    stages = costs.stages(OperationKind.ALLREDUCE, n_bytes)
     update = group.elements * element_seconds
     return OperationTask("all gradients", Stream.GRADIENTS, stages, (), (), (), update_seconds=update, parameter=group.name)
 
@@ -141,7 +140,7 @@ class _Pricing:
         product_seconds: Mapping[str, float],
     ) -> None:
         self._group, self._schedule = group, schedule
-        self._costs = MessageCosts(machine, group.placement, group.levels, group.item_bytes, group.rounding)
+        self._costs = MessageCosts(machine, group.placement, group.levels, group.item_bytes, group.rounding, group.shards)
         # The stream of norms does not use the order of the levels.
         self._norms_costs = MessageCosts(machine, group.placement, None, group.item_bytes)
         self._element_seconds, self._product_seconds = element_seconds, product_seconds
