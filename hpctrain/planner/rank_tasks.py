@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -50,6 +50,7 @@ class StepFacts:
         exchanging: weight of the layer, by parameter of a layer that exchanges inputs and errors.
         merging: number of ranks that merge batch statistics, by name of the group.
         message_bytes: bytes of the step's message.
+        accumulated: parameters whose gradients are added to those of earlier steps.
     """
 
     groups: Mapping[str, str]
@@ -57,6 +58,7 @@ class StepFacts:
     exchanging: Mapping[str, str]
     merging: Mapping[str, int]
     message_bytes: int
+    accumulated: Collection[str] = ()
 
 
 def rank_tasks(
@@ -193,8 +195,9 @@ class _PassTasks:
             return
         for name in reversed(names):
             size = self._facts.sizes[name]
-            if self._additions and size:
-                seconds = self._additions * _SUM_OF_UPDATE * self._costs.update_seconds(size)
+            additions = self._additions + (name in self._facts.accumulated)
+            if additions and size:
+                seconds = additions * _SUM_OF_UPDATE * self._costs.update_seconds(size)
                 self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))
             self._tasks += self._announced(EventKind.GRADIENT, (name,))
 

@@ -27,7 +27,7 @@ from tests.support import training
 from tests.support.averaging import Forwarding
 
 _STATISTICS = {"statistics": "all", "split statistics": "split", "data statistics": "data"}
-_UNCOUNTED = ("messages", "messages sums", "samples norms", "data norms")
+UNCOUNTED = ("messages", "messages sums", "samples norms", "data norms")
 #: (kind, what or whose, bytes or "")
 Event = tuple[str, str, int]
 
@@ -124,7 +124,7 @@ def _one_step(task: training.Task, replica: Replica, ranks: int, counters: _Reco
     replica.drain()
     replica.settle()
     counts = counters.since(before)
-    observed.exchanged_bytes = sum(counts[name, kind].exchanged_bytes for name, kind in counts if name not in _UNCOUNTED)
+    observed.exchanged_bytes = sum(counts[name, kind].exchanged_bytes for name, kind in counts if name not in UNCOUNTED)
 
 
 class _Recorder(Counters):
