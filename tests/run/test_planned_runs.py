@@ -59,6 +59,7 @@ from hpctrain.planner.configured_search import (
     write_trace,
     written,
 )
+from hpctrain.planner.estimates import GridEstimates
 from hpctrain.planner.group_schedules import group_strategies
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
@@ -75,7 +76,7 @@ from hpctrain.planner.planned_run import (
 from hpctrain.planner.program_timing import processor_model
 from hpctrain.planner.search import UNCERTAIN_SHARE, search
 from hpctrain.planner.search_space import SearchSpace, configured_space
-from hpctrain.planner.step_program import step_program
+from hpctrain.planner.step_program import predict, step_program
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.replica import Replica
@@ -523,6 +524,52 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
     assert (space.fixed_averager, space.fixed_micro_batches) == (AveragerChoice("bucketed", {"bucket_bytes": 4096}), 2)
     assert space.fixed_plan is not None
     assert space.fixed_plan.use_of("stage1.conv") is Parallelism.DOMAIN
+
+
+@pytest.mark.parametrize("plan", ["kept", "open"])
+@pytest.mark.parametrize(
+    ("options", "tiles", "overlapped"),
+    [(("grid.tiles=[2,2]",), (2, 2), frozenset()), (("grid.overlap=['stage*.conv']",), None, frozenset({"stage2.conv"}))],
+)
+def test_a_kept_grid_keeps_its_tiles_and_overlapped_layers(
+    options: tuple[str, ...], tiles: tuple[int, int] | None, overlapped: frozenset[str], plan: str
+) -> None:
+    """Would find a search that drops keys of a kept grid, keeps those of an open one, or names layers that a run would refuse."""
+    words = ("grid.rows=4", "grid.cols=1", "plan.default=domain", *options)
+    kept = grid_task(*words, keep=("grid", "averager", "micro_batches", *(("plan",) if plan == "kept" else ())))
+    space, job = space_of(kept), on_any_grid(kept).job
+    for choice in (AveragerChoice(), AveragerChoice("blocking")):
+        for estimate in GridEstimates(job, MACHINE, RateCosts(MACHINE), space, (4, 1)).best(choice):
+            found = estimate.candidate.plan
+            assert found.tiles == tiles
+            if plan == "kept":
+                assert overlapped == found.overlapped
+            config = with_candidate(kept.config, estimate.candidate)
+            prepare(config, 4, IMAGE, 10)  # refuses names without effect
+            assert config.grid.tiles == tiles
+    domain = GridEstimates(job, MACHINE, RateCosts(MACHINE), space, (4, 1))
+    uses = [None if plan == "kept" else Parallelism.DOMAIN] * domain.segment_count
+    assert overlapped <= domain.of_uses(AveragerChoice(), uses).candidate.plan.overlapped
+    opened = space_of(grid_task(*words, keep=("plan",)))
+    assert opened.fixed_plan is not None
+    assert (opened.fixed_plan.tiles, opened.fixed_plan.overlapped) == (None, frozenset())
+
+
+@pytest.mark.parametrize(("rows", "per_node"), [(2, 1), (4, 2)])
+def test_an_interior_hides_its_halo(rows: int, per_node: int) -> None:
+    """Would find a program in which overlapped halos are exchanged before the interior is computed."""
+    link = Link((LinkSegment(0, 2e-3, 1e-9),))
+    slow = Machine("slow", 4, per_node, 1.0, 1 << 34, link, link, 1, dict.fromkeys(OperatorClass, OperatorRate(1e9, 1e9, 1e-6)))
+    words = (f"grid.rows={rows}", "grid.cols=1", "plan.default=domain", "batch=4", "model.width=2.0")
+    exposed = {}
+    for overlap in ("[]", "['stage2.conv']"):
+        config, _ = load(GRID, ("backend=numpy", *words, f"grid.overlap={overlap}"))
+        task = prepare(config, rows, IMAGE, 10)
+        exposed[overlap] = predict(task.job, task.candidate, slow, RateCosts(slow))
+    before, after = exposed.values()
+    assert after.step.exposed_seconds < before.step.exposed_seconds - 1e-4
+    assert after.step.seconds < before.step.seconds
+    assert after.exchanged_bytes == before.exchanged_bytes
 
 
 @pytest.mark.parametrize(("keep", "grid"), [((), (1, 4)), (("grid",), (2, 2))])
