@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from hpctrain.averaging.strategies.lazy import LazyAverager
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import parallel_plan
 from hpctrain.core.errors import BackendError, HpctrainError
@@ -111,11 +112,14 @@ class StepPrediction:
             dtype=self._setup.backend.dtype,
             batch=config.batch,
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
+            shards=config.exact.shards,
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
-        averager = AveragerChoice(config.averager.name, config.averager.options)
-        micro_batches = self._setup.replica.passes.micro_batches
-        candidate = Candidate(plan, averager, micro_batches)
+        averager_options, averagers = dict(config.averager.options), self._setup.replica.averagers.values()
+        for of_group in averagers:
+            if isinstance(of_group, LazyAverager):
+                averager_options["max_interval"] = of_group.interval
+        candidate = Candidate(plan, AveragerChoice(config.averager.name, averager_options), config.micro_batches)
         options = SimulationOptions(progress=self._mode)
         rates, times = RateCosts(machine, config.dtype), self._times()
         if times is None:
@@ -126,7 +130,7 @@ class StepPrediction:
         shares = machine.cores_per_node <= machine.ranks_per_node * self._session.threads.threads
         # Equal ranks wait for the slowest one. Other ranks of a grid differ in their work, so rank 0 is compared with itself.
         busy_seconds = max(one.core_seconds(shares_cores=shares) for one in (samples if config.grid.rows == 1 else samples[:1]))
-        further_seconds = (busy_seconds - first.step.busy_seconds) / micro_batches
+        further_seconds = (busy_seconds - first.step.busy_seconds) / self._setup.replica.passes.micro_batches
         second = predict(job, candidate, machine, SampledCosts(self._plan(), times, rates, further_seconds), options)
         step = predicted_step_of(second, machine)
         data_seconds = max(one.late_data_seconds(shares_cores=shares) for one in samples)
