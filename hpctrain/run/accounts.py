@@ -182,22 +182,21 @@ def decimals(seconds: float) -> int:
 def unlike(measured: StepParts, sampled: StepParts, predicted: PredictedStep) -> str:
     """Return the reason for a prediction that is off by more than `UNDERSTOOD`; "" for other predictions.
 
-    The reason is the part that differs most, in the direction of the error, from what the prediction assumed.
+    The reason is the part that differs most, in the direction of the error, from what the prediction assumed. Lost cores come
+    first, because the other ranks wait for messages while one rank waits for its core.
 
     Args:
         sampled: parts of the first steps.
     """
     if accuracy(predicted.seconds, measured.seconds) >= 1 - UNDERSTOOD:
         return ""
+    lost_cores = "other threads and processes had the cores for {} of a step; the rank's other threads used {}"
     pairs = {
         "messages were awaited for {} of a step, and for {} in the simulation": (
             measured.exposed_seconds,
             predicted.exposed_seconds,
         ),
-        "other threads and processes had the cores for {} of a step; the rank's other threads used {}": (
-            measured.core_seconds,
-            sampled.others_seconds,
-        ),
+        lost_cores: (measured.core_seconds, sampled.others_seconds),
         "data were awaited for {} of a step, and for {} in sampled steps": (measured.data_seconds, sampled.data_seconds),
         "computation, Python and messages took {} of a step, and {} in sampled steps": (
             measured.work_seconds,
@@ -205,7 +204,10 @@ def unlike(measured: StepParts, sampled: StepParts, predicted: PredictedStep) ->
         ),
     }
     sign = 1 if measured.seconds > predicted.seconds else -1
-    sentence, (now, assumed) = max(pairs.items(), key=lambda pair: sign * (pair[1][0] - pair[1][1]))
+    lost = measured.core_seconds - sampled.others_seconds > UNDERSTOOD * measured.seconds
+    candidates = [lost_cores] if lost and sign > 0 else pairs
+    sentence = max(candidates, key=lambda one: sign * (pairs[one][0] - pairs[one][1]))
+    now, assumed = pairs[sentence]
     return sentence.format(_milliseconds(now), _milliseconds(assumed))
 
 

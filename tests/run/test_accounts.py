@@ -193,6 +193,7 @@ def test_printed_parts_add_up_and_fit_80_columns(seconds: float, shares: list[fl
         (_parts_of(10.0, 8.0, 1.0, 0.0, 1.0, 0.0, 0.0), 8.6, ""),
         (_parts_of(10.0, 6.0, 1.0, 0.0, 3.0, 0.0, 0.0), 8.0, "messages were awaited for 3,000 ms of a step, and for 500 ms"),
         (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 0.0, 2.5), 8.0, "other threads and processes had the cores for 2,500 ms"),
+        (_parts_of(10.0, 4.0, 1.0, 0.0, 3.0, 0.0, 2.0), 8.0, "other threads and processes had the cores for 2,000 ms"),
         (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 2.5, 0.0), 8.0, "data were awaited for 2,500 ms of a step, and for 100 ms"),
         (
             _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0),
