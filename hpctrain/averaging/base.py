@@ -458,6 +458,7 @@ class Strategy(ABC):
             order of shards.
         streams: streams on which the averager posts operations, in addition to the group's communicator.
         messages_vary: whether messages differ from the slices of the schedule and change from step to step.
+        accumulated: parameters whose gradients are added to those of earlier steps.
         chooses_on_host: whether the host chooses the elements to send, which NCCL cannot do.
 
     Raises:
@@ -470,6 +471,7 @@ class Strategy(ABC):
     streams: ClassVar[tuple[Stream, ...]] = ()
     messages_vary: ClassVar[bool] = False
     chooses_on_host: ClassVar[bool] = False
+    accumulated: Collection[str] = ()
 
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         self.group = group
@@ -512,6 +514,16 @@ class Strategy(ABC):
             link: measured link; None if neither sizes nor the order depend on it.
         """
         return None
+
+    def cycle(self, schedule: CollectiveSchedule) -> tuple[tuple[int, CollectiveSchedule], ...]:
+        """Return the schedule of each kind of step, with the number of such steps in a cycle, for predictions.
+
+        All groups of a network have cycles of the same kinds. By default, all steps post the operations of `schedule`.
+
+        Args:
+            schedule: schedule of a step that posts all operations.
+        """
+        return ((1, schedule),)
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
         """Return whether a stored schedule is for the same strategy, options, parameters and number of ranks."""

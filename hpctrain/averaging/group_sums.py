@@ -237,6 +237,20 @@ def _elements_of_term(whole: Segment, term: int) -> Interval:
     return max(whole.start, start), min(whole.stop, start + NORM_BLOCK)
 
 
+def waiting_sums(shards: ShardsOfRank) -> dict[int, int]:
+    """Return the index of a buffer for each shard whose sum waits to be merged, by shard. The first free buffer is used."""
+    numbers: dict[int, int] = {}
+    taken: set[int] = set()
+    every_addition = shards.additions
+    for place in range(shards.count - 1):
+        after = [step for step in every_addition if step.last == place]
+        taken -= {numbers[step.right] for step in after if step.right != place}
+        if not after:
+            numbers[place] = min(set(range(len(taken) + 1)) - taken)
+            taken.add(numbers[place])
+    return numbers
+
+
 class ShardGradients:
     """Sums of one group's gradients over the shards of this rank, accumulated parameter by parameter.
 
@@ -264,21 +278,10 @@ class ShardGradients:
         for step in shards.additions:
             self._after[step.last].append(step)
         self._kept = shards.sums[:-1]
-        self._number_of = self._places()
+        self._number_of = waiting_sums(shards)
         buffers = 1 + max(self._number_of.values(), default=-1)
         self._buffers = [group.arithmetic.zeros(group.size, group.dtype) for _ in range(buffers)]
         self._added = dict.fromkeys(group.parameters, 0)
-
-    def _places(self) -> dict[int, int]:
-        """Return the index of a buffer for each shard whose sum waits to be merged, by shard. The first free buffer is used."""
-        numbers: dict[int, int] = {}
-        taken: set[int] = set()
-        for place in range(self.shards.count - 1):
-            taken -= {numbers[step.right] for step in self._after[place] if step.right != place}
-            if not self._after[place]:
-                numbers[place] = min(set(range(len(taken) + 1)) - taken)
-                taken.add(numbers[place])
-        return numbers
 
     def buffer_for(self, parameter: Parameter, place: int) -> Array:
         """Return the array, in the parameter's shape, to which the gradient of one parameter over a shard is written."""

@@ -229,12 +229,12 @@ def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
     """Measure the operators of the best choices for each number of ranks per node, in equal shares of the time budget."""
     from hpctrain.planner.measurement import measure
 
-    searches = [layout.outcome for layout in outcome.layouts if layout.outcome is not None] or [outcome]
-    for planned in searches:
+    searches = [(f" for {layout}", layout.outcome) for layout in outcome.layouts if layout.outcome is not None] or [("", outcome)]
+    for words, planned in searches:
         candidates = [choice.candidate for choice in planned.result.choices[:best]]
         coverage = measure(planned.task, candidates, seconds / len(searches))
         left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
-        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{left}.", err=True)
+        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{words}{left}.", err=True)
 
 
 def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
@@ -330,14 +330,14 @@ def simulate(
     from hpctrain.planner.tasks import SimulationOptions
 
     slow_factors = slow_ranks(slow, ranks[-1])
-    progress = progress_of(next(iter(configs.values())))
+    config = next(iter(configs.values()))
     study = configured_search.SimulatedStudy(
         configs=configs,
         ranks=ranks,
         mode=mode,
-        machine=machine_file.read(machine),
+        machine=machine_file.read(machine).with_threads(configured_search.configured_threads(config)),
         factors={"bandwidth": bandwidth, "latency": latency, "compute": compute},
-        options=SimulationOptions(progress=progress, slow=slow_factors, jitter=jitter, seed=seed),
+        options=SimulationOptions(progress=progress_of(config), slow=slow_factors, jitter=jitter, seed=seed),
         image=image,
         classes=classes,
     )
@@ -384,7 +384,12 @@ _MACHINE = click.option(
     metavar="FILE|NAME",
     help="Machine model for choices that are `auto`: a file written by `hpctrain calibrate`, or the name of an installed one.",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with sizes as integers.")
+_JSON = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print everything as JSON, with sizes as integers. Equal ranks are listed once, as in 0-7 or 0-8184:8 (every 8th).",
+)
 _ALPHA = click.option(
     "--alpha",
     "alpha_seconds",
@@ -455,16 +460,16 @@ def show(
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.planner import planned_run
-    from hpctrain.planner.planned_run import pinned_memory
 
-    report = planned_run.description(task)
+    groups = planned_run.equal_split_groups(task)
+    report = planned_run.description(task, [of_class[0] for of_class in groups])
     averaged = planned_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
-    places, pinned = planned_run.rank_map(task.plan, ranks_per_node), pinned_memory(task, averaged)
+    pinned = planned_run.pinned_memory(task, averaged)
     if as_json:
-        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, averaged, places, pinned)):
+        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, ranks_per_node, pinned)):
             echo(line)
         return
-    plan_tables.print_plan(task, report, averaged, places, pinned)
+    plan_tables.print_plan(task, report, averaged, ranks_per_node, pinned)
 
 
 @plan.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -17,6 +17,7 @@ from hpctrain.config.grid import overlap
 from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.intervals import Box, Interval
 from hpctrain.parallel.layout import LayoutKind
+from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
 from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
@@ -25,24 +26,33 @@ _COLUMNS = 100  # width without a terminal; the table of layers may be wider
 _WIDEST = 1000
 _MOST_LISTED = 32
 _DIMS = ("samples", "rows", "columns", "channels")
+_Value = TypeVar("_Value")
 _SHORT = {"conv2d": "conv", "batchnorm": "norm", "adaptiveaveragepool": "mean pool"}
-
-Places = Sequence[tuple[int, int, int]]
 
 
 def print_plan(
     task: PlannedRun,
     report: PlanReport,
     averaged: Sequence[GroupSchedule],
-    places: Places,
+    ranks_per_node: int | None,
     pinned: PlannedPinnedMemory | None = None,
 ) -> None:
-    """Print the head, the layers, totals, gradients and the map of ranks to stdout. No line is cut off."""
+    """Print the head, the layers, totals, gradients and the map of ranks to stdout. No line is cut off.
+
+    Args:
+        ranks_per_node: number of consecutive ranks on each node; None: all ranks are on one node.
+    """
     console = output_console(_COLUMNS, markup=True)
     for line in _head(task):
         console.print(line)
     _print_layers(console, task, report)
-    for line in (*_totals(report), *_pinned(pinned), *_interiors(task), *_gradients(task, averaged), *_map(task, places)):
+    for line in (
+        *_totals(report),
+        *_pinned(pinned),
+        *_interiors(task),
+        *_gradients(task, averaged),
+        *_map(task.plan, ranks_per_node),
+    ):
         console.print(line)
 
 
@@ -185,17 +195,17 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
         yield note
 
 
-def _map(task: PlannedRun, places: Places) -> Iterator[str]:
+def _map(plan: ParallelPlan, ranks_per_node: int | None) -> Iterator[str]:
     yield ""
     yield "Ranks of each split group, r = 0, 1, ... (they share samples):"
-    by_place = {(r, c): (rank, node) for rank, (r, c, node) in enumerate(places)}
-    for c in range(min(task.plan.cols, _MOST_LISTED)):
-        cells = [by_place[r, c] for r in range(task.plan.rows)]
-        nodes = sorted({node for _, node in cells})
-        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}: this split group spans nodes"
-        yield f"  c = {c}: {' '.join(str(rank) for rank, _ in cells)}   {where}"
-    if task.plan.cols > _MOST_LISTED:
-        yield f"  ... and {task.plan.cols - _MOST_LISTED} more; --json lists them all."
+    per_node = ranks_per_node or plan.rows * plan.cols
+    for c in range(min(plan.cols, _MOST_LISTED)):
+        ranks = range(c * plan.rows, (c + 1) * plan.rows)
+        nodes = range(ranks[0] // per_node, ranks[-1] // per_node + 1)
+        where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {number_ranges(nodes)}: this split group spans nodes"
+        yield f"  c = {c}: {number_ranges(ranks)}   {where}"
+    if plan.cols > _MOST_LISTED:
+        yield f"  ... and {plan.cols - _MOST_LISTED} more: rank r of split group c is rank {plan.rows} c + r."
 
 
 def _operation(layer: LayerReport) -> str:
@@ -256,38 +266,65 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
         yield from group.schedule.table().splitlines()
         yield f"hash {group.schedule.digest()}"
         yield f"exchanged: {_range(group.exchanged)} elements per rank and step"
-        yield "slice  [start, stop)  elements of ranks 0, 1, ..."
+        yield "slice  [start, stop)  elements of ranks"
         for number, piece in enumerate(group.schedule.slices):
             owned = (
-                _runs(group.owned(piece))
+                "; ".join(f"{size:,} of {number_ranges(ranks)}" for size, ranks in _ranks_by_value(group.owned(piece)).items())
                 if any(operation.kind.value != "allreduce" for operation in group.schedule.operations)
                 else "all elements, on every rank"
             )
             yield f"{number:5}  [{piece.start}, {piece.stop})  {owned}"
 
 
-def _runs(counts: Sequence[int]) -> str:
-    """Return counts as text in which equal neighbours are joined: "3 x 17, 16"."""
-    runs: list[tuple[int, int]] = []
-    for count in counts:
-        if runs and runs[-1][1] == count:
-            runs[-1] = (runs[-1][0] + 1, count)
-        else:
-            runs.append((1, count))
-    return ", ".join(f"{many} x {count:,}" if many > 1 else f"{count:,}" for many, count in runs)
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as text in their order, with those at equal distances as a range: "0-7, 16-8176:16, 9"."""
+    texts, first = [], 0
+    while first < len(numbers):
+        last = first + 1
+        step = numbers[last] - numbers[first] if last < len(numbers) else 0
+        while step > 0 and last + 1 < len(numbers) and numbers[last + 1] - numbers[last] == step:
+            last += 1
+        if last == len(numbers) or step <= 0 or (step > 1 and last == first + 1):
+            last = first  # a single number
+        text = str(numbers[first]) + (f"-{numbers[last]}" if last > first else "")
+        texts.append(text + (f":{step}" if last > first and step > 1 else ""))
+        first = last + 1
+    return ", ".join(texts)
+
+
+def _ranks_by_value(by_rank: Sequence[_Value]) -> dict[_Value, list[int]]:
+    """Return the ranks that have each value, ascending. Values are in the order of their first ranks."""
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in enumerate(by_rank):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def _rank_classes(**by_rank: Sequence[int] | None) -> list[dict[str, Any]]:
+    """Return a mapping for each class of ranks with equal numbers: the ranks as text, and the numbers by name.
+
+    Args:
+        by_rank: numbers by rank; None: unknown on every rank.
+    """
+    known = [numbers for numbers in by_rank.values() if numbers is not None]
+    classes = _ranks_by_value(list(zip(*known, strict=True)))
+    unknown = {name: None for name, numbers in by_rank.items() if numbers is None}
+    names = [name for name in by_rank if name not in unknown]
+    return [
+        {"ranks": number_ranges(ranks), **dict(zip(names, values, strict=True)), **unknown} for values, ranks in classes.items()
+    ]
 
 
 def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
-    """Return the schedule of a group as plain data."""
+    """Return the schedule of a group as plain data. Its ranks are those of the group."""
     schedule = group.schedule
     return {
         "group": group.group,
         "rows": list(group.split_ranks),
         "ranks": group.ranks,
         "elements": group.elements,
-        "samples": list(group.samples),
-        "order": list(group.order or range(group.ranks)),
-        "exchanged_elements": list(group.exchanged),
+        "classes": _rank_classes(samples=group.samples, exchanged_elements=group.exchanged),
+        "order": number_ranges(group.order or range(group.ranks)),
         "hash": None if schedule is None else schedule.digest(),
         "schedule": None if schedule is None else json.loads(schedule.to_json()),
     }
@@ -296,20 +333,29 @@ def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
 def as_dict(
     task: PlannedRun,
     report: PlanReport,
+    split_groups: Sequence[Sequence[int]],
     averaged: Sequence[GroupSchedule],
-    places: Places,
+    ranks_per_node: int | None,
     pinned: PlannedPinnedMemory | None = None,
 ) -> dict[str, Any]:
-    """Return everything that `print_plan` shows as plain data: integers, in lists by rank."""
-    item = report.item_bytes
+    """Return everything that `print_plan` shows as plain data: integers, in lists by class of equal ranks.
+
+    Args:
+        report: report of the first split group of each class.
+        split_groups: classes of equal split groups.
+        ranks_per_node: number of consecutive ranks on each node; None: all ranks are on one node.
+    """
+    item, rows = report.item_bytes, task.plan.rows
     memory = report.memory or ()
+    ranks = [number_ranges([c * rows + r for c in equal]) for equal in split_groups for r in range(rows)]
     return {
         "model": task.config.model.name,
         "grid": {"rows": task.plan.rows, "cols": task.plan.cols, "tiles": list(task.plan.image_tiles)},
         "image": list(task.job.image_shape),
         "assumption": task.assumption or None,
         "batch": task.config.batch,
-        "samples": list(report.counts),
+        "ranks_per_node": ranks_per_node or len(task.counts),
+        "classes": [{"ranks": ranks, "samples": samples} for ranks, samples in zip(ranks, report.counts, strict=True)],
         "dtype": report.dtype,
         "kernels": task.job.kernels.name,
         "entries": [_entry(entry, item) for entry in report.entries],
@@ -318,19 +364,14 @@ def as_dict(
             {"activations": of_rank.activations, "messages": of_rank.messages, "parameters": of_rank.parameters}
             for of_rank in memory
         ],
-        "pinned_bytes": None if pinned is None else {"messages": pinned.messages, "images": pinned.images},
+        "pinned_bytes": None if pinned is None else _rank_classes(messages=pinned.messages, images=pinned.images),
         "averaging": [{key: value for key, value in schedule_dict(group).items() if key != "schedule"} for group in averaged],
-        "averaging_bytes": list(averaging_bytes(task, averaged)),
-        "map": [{"rank": rank, "r": r, "c": c, "node": node} for rank, (r, c, node) in enumerate(places)],
+        "averaging_bytes": _rank_classes(bytes=averaging_bytes(task, averaged)),
     }
 
 
 def json_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yield plain data as JSON: a line for each key, and for each item of a list of objects.
-
-    Plans of thousands of ranks contain very long lists, and the standard library writes indented text a hundred times more
-    slowly.
-    """
+    """Yield plain data as JSON: a line for each key, and for each item of a list of objects."""
     last = len(values) - 1
     yield "{"
     for number, (key, value) in enumerate(values.items()):
@@ -338,24 +379,12 @@ def json_lines(values: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             yield f' "{key}": ['
             for item in value[:-1]:
-                yield f"  {_line(item)},"
-            yield f"  {_line(value[-1])}"
+                yield f"  {json.dumps(item)},"
+            yield f"  {json.dumps(value[-1])}"
             yield f" ]{comma}"
         else:
             yield f' "{key}": {json.dumps(value)}{comma}'
     yield "}"
-
-
-def _line(item: dict[str, Any]) -> str:
-    """Return an object as one line of JSON. An object that occurs several times in a list is encoded only once."""
-    fields = []
-    for key, value in item.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            texts = {number: json.dumps(one) for number, one in {id(one): one for one in value}.items()}
-            fields.append(f'"{key}": [{", ".join(texts[id(one)] for one in value)}]')
-        else:
-            fields.append(f'"{key}": {json.dumps(value)}')
-    return "{" + ", ".join(fields) + "}"
 
 
 def _entry(entry: LayerReport | RedistributionReport, item_bytes: int) -> dict[str, Any]:
@@ -366,14 +395,13 @@ def _entry(entry: LayerReport | RedistributionReport, item_bytes: int) -> dict[s
     if isinstance(entry, RedistributionReport):
         head = {"redistribution": entry.name, "reader": entry.reader, "source": entry.source, "target": entry.target}
         return {**head, **words, **sent, **activations}
-    boxes = {box: _box(box) for box in dict.fromkeys(entry.owns)}  # split groups with equally many samples own equal boxes
     return {
         "layer": entry.name,
         "operation": entry.operation,
         "use": entry.use.value,
         "split": entry.kind.value,
         "shape": list(entry.shape),
-        "owns": list(map(boxes.__getitem__, entry.owns)),
+        "owns": list(map(_box, entry.owns)),
         "halo_rows": [rows for rows, _ in entry.halo],
         "halo_columns": [columns for _, columns in entry.halo],
         **words,

@@ -73,8 +73,13 @@ def megabytes(n_bytes: float) -> str:
     return three_digits(n_bytes / 1e6)
 
 
-def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[str]:
-    """Yield a sentence with the machine and the share of its numbers that was measured, and one with the what-if factors."""
+def machine_lines(machine: Machine, factors: Mapping[str, float], threads: int | None = None) -> Iterator[str]:
+    """Yield a sentence with the machine and the share of its numbers that was measured, and one with the what-if factors.
+
+    Args:
+        threads: configured number of threads of a rank, which is the subject of a further sentence if it is not that of the
+            machine's file; None: one thread per core.
+    """
     numbers = machine.sources.values()
     measured = sum(source.startswith("measured") for source in numbers)
     share = "measured" if measured == len(numbers) else f"{measured} of {len(numbers)} numbers measured"
@@ -82,6 +87,17 @@ def machine_lines(machine: Machine, factors: Mapping[str, float]) -> Iterator[st
     changed = [f"{name} x {factor:g}" for name, factor in factors.items() if factor != 1]
     if changed:
         yield f"What if: {', '.join(changed)}."
+    full = (machine.origin or machine).threads_per_rank
+    if threads is not None and machine.origin is not None:
+        yield (
+            f"A node has {counted(machine.ranks_per_node, 'rank')} with {counted(threads, 'thread')} each; its file has "
+            f"{counted(machine.origin.ranks_per_node, 'rank')} with {counted(full, 'thread')}."
+        )
+    elif threads is not None and threads != full:
+        yield (
+            f"Times are those of {counted(full, 'thread')} per rank instead of {threads}, because the machine's file has no "
+            "single_thread_rates."
+        )
 
 
 def measured_line(share: float) -> str:
@@ -120,7 +136,8 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
         f"Simulated: {task.config.model.name}, {study.mode} scaling, batch {batch} {'per rank' if weak else 'in all'}; "
         f"images {height} x {width} x {channels}, kernels {task.job.kernels.name}"
     )
-    for line in (*machine_lines(study.machine, study.factors), *([task.assumption] if task.assumption else [])):
+    threads = configured_threads(task.config)
+    for line in (*machine_lines(study.machine, study.factors, threads), *([task.assumption] if task.assumption else [])):
         out.print(line)
     for name, line_points in by_averager(points).items():
         out.print(f"\naverager {name}, simulated:")
@@ -165,7 +182,8 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
         f"Simulated: {task.config.model.name} on {task.ranks:,} ranks, batch {task.config.batch}; images {height} x {width} x "
         f"{channels}, kernels {planned.job.kernels.name}"
     )
-    for line in (*machine_lines(task.machine, task.factors), *([planned.assumption] if planned.assumption else []), ""):
+    threads = None if outcome.layouts else configured_threads(task.config)
+    for line in (*machine_lines(task.machine, task.factors, threads), *([planned.assumption] if planned.assumption else []), ""):
         out.print(line)
     if outcome.layouts:
         print_whole(out, _layout_table(outcome.layouts))

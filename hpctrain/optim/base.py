@@ -82,6 +82,11 @@ class Optimizer(ABC):
     prepares_norms: bool = False
 
     @property
+    def passes(self) -> float:
+        """Passes over each element in `prepare_norms` and `update`, in units of an addition; predictions of steps use them."""
+        return 3.0
+
+    @property
     def norms_needed(self) -> NormsNeeded:
         """Norms that must be complete before `update`."""
         if self.clip_norm is not None:

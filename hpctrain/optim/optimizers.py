@@ -191,6 +191,10 @@ class MomentumOptimizer(_DecayingOptimizer):
         return self.descent.state(segment)
 
     @property
+    def passes(self) -> float:
+        return 2.0 + bool(self.weight_decay) + 2.0 * self.nesterov
+
+    @property
     def descent(self) -> MomentumDescent:
         """State and update of the bound segments."""
         assert self._bound is not None, "the optimiser is not bound"
@@ -348,6 +352,10 @@ class MomentOptimizer(_DecayingOptimizer):
         self.bound.counts.load_counters(counters)
 
     @property
+    def passes(self) -> float:  # both moments, a root and a quotient, which take as long as 1.5 additions each (measured)
+        return 5.0 + bool(self.weight_decay)
+
+    @property
     def bound(self) -> BoundMoments:
         """State of the bound segments."""
         assert self._bound is not None, "the optimiser is not bound"
@@ -414,6 +422,10 @@ class Lamb(MomentOptimizer):
         no_state = group.arithmetic.zeros(0, group.dtype)
         descent = group.arithmetic.descent(group.data, group.grad, no_state, factor=0.0, nesterov=False, shadow=group.shadow)
         object.__setattr__(self, "_descent", descent)
+
+    @property
+    def passes(self) -> float:  # the ratio scales u, and w moves along it
+        return super().passes + 2.0
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
         """Update the moments, and replace the gradient by u, so that the norms are those of u."""

@@ -1,7 +1,8 @@
 """Reports of a plan over a model, in integers: owners of all elements, communicated words, and memory.
 
-Pure arithmetic with the same result on every rank. Ranks are counted by position, c * Pr + r. Words are elements of the run's
-dtype that a rank sends to others in one training step; statistics are float64 and counted separately.
+Pure arithmetic with the same result on every rank. Ranks are counted by position, c * Pr + r, over all split groups or over some
+of them. Words are elements of the run's dtype that a rank sends to others in one training step; statistics are float64 and
+counted separately.
 """
 
 from __future__ import annotations
@@ -139,10 +140,10 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Report of a plan over a model.
+    """Report of a plan over a model, for the ranks of all split groups or of some of them.
 
     Attributes:
-        counts: number of samples of each position.
+        counts: number of samples of each reported position.
         entries: layers and moves in forward order.
         groups: groups of parameters.
         memory: memory of each position; None without kernels.
@@ -196,6 +197,7 @@ def report_plan(
     counts: Sequence[int],
     parameters: Mapping[str, Shape],
     kernels: KernelSet | None = None,
+    reported: Sequence[int] | None = None,
 ) -> PlanReport:
     """Return the report of `plan` over a model.
 
@@ -205,12 +207,14 @@ def report_plan(
         counts: number of samples of each position in a step.
         parameters: whole shapes of the parameters by full name.
         kernels: kernel set whose memory is planned as in a program; None: the report has no memory.
+        reported: indices c of the split groups whose positions the report contains, in order; None: all.
 
     Raises:
         ConfigError: a pattern of the plan matches no layer.
     """
     assert len(counts) == plan.rows * plan.cols
-    shares = [tuple(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows)]
+    columns = range(plan.cols) if reported is None else reported
+    shares = [tuple(counts[c * plan.rows : (c + 1) * plan.rows]) for c in columns]
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
     # Split groups with equal samples have equal reports; a batch has at most two sizes of groups.
@@ -220,7 +224,8 @@ def report_plan(
     memory = None if kernels is None else tuple(of_rank for group in split_groups for of_rank in group.memory)
     item_bytes = sample.tensors[0].item_bytes
     groups = _parameter_groups(plan, split_groups, parameters)
-    return PlanReport(plan, tuple(counts), sample.tensors[0].dtype, item_bytes, entries, groups, memory)
+    reported_counts = tuple(count for share in shares for count in share)
+    return PlanReport(plan, reported_counts, sample.tensors[0].dtype, item_bytes, entries, groups, memory)
 
 
 _Entry = LayerReport | RedistributionReport
@@ -387,8 +392,8 @@ def _parameter_groups(
         split.append(sum(size for name, size in sizes.items() if name in shards))
         everywhere.append(sum(sizes.values()) - split[-1])
     reports = (
-        GroupReport("all", plan.rows * plan.cols, tuple(everywhere) * plan.cols),
-        GroupReport("model", plan.cols, tuple(split) * plan.cols),
+        GroupReport("all", plan.rows * plan.cols, tuple(everywhere) * len(split_groups)),
+        GroupReport("model", plan.cols, tuple(split) * len(split_groups)),
     )
     return tuple(report for report in reports if any(report.elements))
 

@@ -14,7 +14,6 @@ from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.planner.collective_costs import MessageCosts, unhindered_seconds
-from hpctrain.planner.compute_costs import ComputeCosts
 from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.machine import Machine
 from hpctrain.planner.tasks import GridPlacements, GroupPlacement
@@ -71,6 +70,7 @@ class AveragingCosts:
     """Costs of averaging on a grid with one averager.
 
     Args:
+        element_seconds: seconds to update one element.
         total_bytes: bytes of all gradients.
         batch: samples of a step over all ranks.
         item_bytes: bytes of an element.
@@ -80,7 +80,7 @@ class AveragingCosts:
     def __init__(
         self,
         machine: Machine,
-        costs: ComputeCosts,
+        element_seconds: float,
         placements: GridPlacements,
         choice: AveragerChoice,
         *,
@@ -91,7 +91,7 @@ class AveragingCosts:
     ) -> None:
         self._machine, self._strategy, self._batch, self._item_bytes = machine, choice.costs, batch, item_bytes
         self._exchange = exchange and self._strategy.fc_exchange != "never"
-        self._update_seconds = costs.update_seconds(1 << 20) / (1 << 20)
+        self._element_seconds = element_seconds
         self._groups = {
             split: _GroupCosts(machine, group, choice.costs, total_bytes // (placements.split.ranks if split else 1), item_bytes)
             for split, group in ((False, placements.all_ranks), (True, placements.data))
@@ -108,7 +108,7 @@ class AveragingCosts:
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]
         elements = parts.elements - sum(size.inputs * size.outputs for size in exchanging)
         owners = group.ranks if self._strategy.owners_update else 1
-        total = AveragingSeconds(self._update_seconds * parts.elements / owners, 0.0) + group.averaged(elements * item)
+        total = AveragingSeconds(self._element_seconds * parts.elements / owners, 0.0) + group.averaged(elements * item)
         if self._strategy.per_parameter:
             total = total + group.latency(parts.messages)
         for size in exchanging:

@@ -32,6 +32,7 @@ from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression
 from hpctrain.comm.groups import Levels
 from hpctrain.comm.sums import Wire
+from hpctrain.core.intervals import ShardsOfRank
 from hpctrain.planner.machine import Link, Machine, OperatorClass
 from hpctrain.planner.tasks import GridPlacements, GroupPlacement
 
@@ -368,6 +369,8 @@ def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> fl
     return max(1.0, using / min(cards, max(1.0, using * crossing)))
 
 
+#: sums that have a fixed order with shards
+_ORDERED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLREDUCE)
 #: memory bytes per element: to round it, and to read a rounded element (and add it to a sum)
 _ROUNDING_BYTES: Mapping[Wire, tuple[int, int]] = {"float32": (0, 0), "bfloat16": (28, 13), "float16": (68, 42)}
 #: memory bytes per element of a part: to add its residual, to select the largest elements and to remove them
@@ -386,6 +389,7 @@ class MessageCosts:
         levels: levels of the group's streams; None: one level.
         item_bytes: bytes of an element.
         rounding: rounding of the messages; None: no rounding.
+        shards: number of shards whose sums have a fixed order, so that owners add them up; None: MPI adds one sum per rank.
     """
 
     machine: Machine
@@ -393,6 +397,7 @@ class MessageCosts:
     levels: Levels | None
     item_bytes: int
     rounding: Rounding | None = None
+    shards: int | None = None
 
     def stages(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> tuple[CollectiveStage, ...]:
         """Return the stages of one operation.
@@ -403,6 +408,8 @@ class MessageCosts:
         """
         if compression is not None:
             return self._compressed(kind, n_bytes, compression)
+        if self.shards is not None and self.placement.ranks > 1 and kind in _ORDERED:
+            return self._ordered(kind, n_bytes, self.shards)
         wire = self._wire(kind)
         if wire == "float32" or self.placement.ranks == 1:
             return self._whole(kind, n_bytes)
@@ -442,6 +449,18 @@ class MessageCosts:
 
     def _whole(self, kind: OperationKind, n_bytes: float) -> tuple[CollectiveStage, ...]:
         return stages(self.machine, kind, n_bytes, self.placement, self.levels)
+
+    def _ordered(self, kind: OperationKind, n_bytes: float, shards: int) -> tuple[CollectiveStage, ...]:
+        """Return the stages of a sum whose parts travel to their owners, which add them up in a fixed order.
+
+        Several sums of a rank are copied to one message. An addition reads two elements and writes one.
+        """
+        ranks = self.placement.ranks
+        sums = sum(ShardsOfRank(0, ranks, shards).sums_of_ranks) / ranks
+        work_bytes = n_bytes * (3 * sums + (2 * sums if sums > 1 else 0))
+        exchanged = self._working(stages(self.machine, OperationKind.INPUTS, sums * n_bytes, self.placement), work_bytes)
+        gathers = kind is OperationKind.ALLREDUCE
+        return (*exchanged, *(self._whole(OperationKind.ALLGATHER, n_bytes) if gathers else ()))
 
     def _exchange(
         self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None

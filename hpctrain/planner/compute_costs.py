@@ -43,7 +43,10 @@ class ComputeCosts(Protocol):
         ...
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of the optimiser's update of `elements` elements, including the check for non-finite values."""
+        """Return the seconds of an update of `elements` elements with momentum and weight decay, and of the check of its result.
+
+        The check is for non-finite values. `PlannedJob.element_seconds` returns the time of the job's optimiser.
+        """
         ...
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:

@@ -163,11 +163,13 @@ def on_any_grid(task: SearchTask) -> PlannedRun:
 
 
 def run_search(task: SearchTask) -> PlannedSearch:
-    """Search for the best grid, plan and averager of a task.
+    """Search for the best grid, plan and averager of a task, on ranks with the configured number of threads.
 
     Raises:
-        ConfigError: no grid has work for each rank, or the job fits in memory with no plan.
+        ConfigError: no grid has work for each rank, the job fits in memory with no plan, or the threads exceed the cores of a
+            node.
     """
+    task = replace(task, machine=task.machine.with_threads(configured_threads(task.config)))
     planned = on_any_grid(task)
     costs = configured_costs(task.machine, planned, task.factors.get("compute", 1.0))
     machine = task.machine.scaled(**task.factors)
@@ -193,8 +195,8 @@ def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> Plann
 
     Raises:
         HpctrainError: the search fails for every number of ranks per node; the error is that of the machine's number.
-        ConfigError: ranks per node times configured threads exceed the cores of a node, or the given number differs from the
-            machine's, whose file has no `single_thread_rates`.
+        ConfigError: the given ranks per node times the configured threads exceed the cores of a node, or the given number
+            differs from the machine's, whose file has no `single_thread_rates`.
     """
     machine, reason = task.machine, _why_not_compared(task)
     if ranks_per_node is not None:
@@ -205,12 +207,13 @@ def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> Plann
     nodes, errors = machine.nodes_of(task.ranks), []
     layouts: list[NodeLayout] = []
     for number in ranks_per_node_choices(machine, configured_threads(task.config)):
-        layout_task = _on_layout(task, number, nodes * number)
-        if layouts and layout_task.ranks > task.config.batch:  # the machine's number is searched in any case
-            refusal = f"{layout_task.ranks:,} ranks exceed the batch of {task.config.batch:,} samples"
-            layouts.append(NodeLayout(layout_task, refusal=refusal))
-            continue
+        layout_task = task
         try:
+            layout_task = _on_layout(task, number, nodes * number)  # refuses the machine's number if it has too few cores
+            if layouts and layout_task.ranks > task.config.batch:  # the machine's number is searched in any case
+                refusal = f"{layout_task.ranks:,} ranks exceed the batch of {task.config.batch:,} samples"
+                layouts.append(NodeLayout(layout_task, refusal=refusal))
+                continue
             layouts.append(NodeLayout(layout_task, run_search(layout_task)))
         except HpctrainError as error:
             errors.append(error)
@@ -390,7 +393,7 @@ class SimulatedStudy:
         configs: configuration of each averager, by label.
         ranks: numbers of ranks.
         mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank, as in `bench scaling`.
-        machine: the machine, not scaled.
+        machine: the machine with the configured threads, not scaled.
         factors: keyword arguments of `Machine.scaled`.
         options: options of the simulation.
         image: (H, W, C) of the images; None as in `prepare`.

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from hpctrain.config.grid import overlap
 from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
@@ -127,7 +128,8 @@ class GridEstimates:
         self._job, self._machine, self._costs, self._space = job, machine, costs, space
         self._micro_batches, self._memory_factor = micro_batches, memory_factor
         self._grid = unsplit_plan(space, shape)
-        self._prices = SegmentCosts(job, machine, costs, self._grid, micro_batches)
+        self._parts = job.passes(Candidate(self._grid, micro_batches=micro_batches)).micro_batches
+        self._prices = SegmentCosts(job, machine, costs, self._grid, self._parts)
         self._segments = segments(self._prices.graph)
         self._edges = self._priced_edges()
         self._item_bytes = parameter_item_bytes(job)
@@ -230,13 +232,13 @@ class GridEstimates:
     def _averaging(self, choice: AveragerChoice) -> AveragingCosts:
         return AveragingCosts(
             self._machine,
-            self._costs,
+            self._job.element_seconds(self._costs, 1 << 20, squares=True),
             self._prices.placements,
             choice,
             total_bytes=self._total_bytes,
             batch=self._job.batch,
             item_bytes=self._item_bytes,
-            exchange=self._micro_batches == 1,
+            exchange=self._parts == 1 and self._job.shards is None,
         )
 
     def _criteria(self, cost: SegmentCost, choice: AveragerChoice, averaging: AveragingCosts) -> tuple[float, float, float]:
@@ -263,14 +265,18 @@ class GridEstimates:
                 by_name.update(dict.fromkeys((node.name for node in segment.nodes(self._prices.graph)), use))
             default, rules = patterns(by_name)
             plan = replace(plan, default=default, use=rules)
+        if plan.overlapped:  # a configuration must not name layers that cannot be computed in parts
+            plan = replace(plan, overlapped=frozenset(overlap(self._job.graph_of(1), plan).in_parts))
         return Candidate(plan, choice, self._micro_batches)
 
 
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
-    """Return a plan with this grid. If the grid splits layers and there is a fixed plan, it has the options of the fixed plan."""
+    """Return a plan with this grid. If the grid splits layers, it has the fixed uses, tiles and overlapped layers."""
     rows, cols = shape
-    if rows == 1 or space.fixed_plan is None:
+    if rows == 1:
         return ParallelPlan(rows, cols)
+    if space.fixed_plan is None:
+        return ParallelPlan(rows, cols, tiles=space.tiles, overlapped=space.overlapped)
     return replace(space.fixed_plan, rows=rows, cols=cols)
 
 

@@ -6,8 +6,9 @@ the host (`mirror_bytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 import numpy as np
 
@@ -17,13 +18,15 @@ from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import Slice
 from hpctrain.backend.specs import parameter_dtype
 from hpctrain.comm.link import LinkModel
-from hpctrain.core.intervals import Interval
+from hpctrain.core.intervals import Interval, ShardsOfRank
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.network import ALL, MODEL, Shard, local_spec
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain.planner.job import Candidate, Job
+
+_SUMS = (OperationKind.REDUCE_SCATTER, OperationKind.ALLREDUCE)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class GroupSchedule:
         schedule: the schedule; None for a strategy without one, which posts one allreduce of all gradients after backward.
         order: ranks of the group in the order of the schedule; None: by rank.
         rounding: rounding of the strategy's messages, with or without a schedule.
+        shards: number of shards whose sums have a fixed order; None: one sum per rank.
     """
 
     group: str
@@ -49,11 +53,12 @@ class GroupSchedule:
     schedule: CollectiveSchedule | None
     order: tuple[int, ...] | None = None
     rounding: Rounding | None = None
+    shards: int | None = None
 
     @property
     def exchanged(self) -> tuple[int, ...]:
         """Number of elements that each rank of the group exchanges in a step; an element with its position counts as two."""
-        return exchanged(self.schedule, self.elements, self.samples, self.order)
+        return exchanged(self.schedule, self.elements, self.samples, self.order, self.shards)
 
     def exchanged_bytes(self, item_bytes: int) -> tuple[int, ...]:
         """Return the bytes that each rank of the group exchanges in a step.
@@ -61,7 +66,7 @@ class GroupSchedule:
         Args:
             item_bytes: bytes of an element.
         """
-        return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes, self.rounding)
+        return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes, self.rounding, self.shards)
 
     def owned(self, piece: Slice) -> tuple[int, ...]:
         """Return the number of elements of a slice that each rank of the group owns."""
@@ -93,17 +98,40 @@ class GroupStrategy:
         order = None if levels is None else levels.order
         schedule = self.strategy.plan(link)
         elements, rounding = planned.layout.size, self.strategy.rounding
-        return GroupSchedule(self.group, self.split_ranks, planned.ranks, elements, self.samples, schedule, order, rounding)
+        return GroupSchedule(
+            self.group, self.split_ranks, planned.ranks, elements, self.samples, schedule, order, rounding, planned.shards
+        )
 
 
 def exchanged(
-    schedule: CollectiveSchedule | None, elements: int, samples: Sequence[int], order: Sequence[int] | None
+    schedule: CollectiveSchedule | None,
+    elements: int,
+    samples: Sequence[int],
+    order: Sequence[int] | None,
+    shards: int | None = None,
 ) -> tuple[int, ...]:
     """Return the number of elements that each rank of a group exchanges in a step; see `GroupSchedule`."""
     if schedule is None:
-        return tuple(2 * (elements - share) for share in counts_over(elements, len(samples)))
-    in_order = samples if order is None else [samples[rank] for rank in order]
-    return _by_rank(schedule.exchanged_by_rank(in_order), order)
+        of_one_sum = tuple(2 * (elements - share) for share in counts_over(elements, len(samples)))
+    else:
+        in_order = samples if order is None else [samples[rank] for rank in order]
+        of_one_sum = _by_rank(schedule.exchanged_by_rank(in_order), order)
+    return tuple(map(add, of_one_sum, _further_sums(schedule, elements, len(samples), shards)))
+
+
+def _further_sums(schedule: CollectiveSchedule | None, elements: int, ranks: int, shards: int | None) -> Iterable[int]:
+    """Return, by rank, the number of elements of the sums that a rank sends in addition to its first one.
+
+    A rank whose shards have no common node in the tree of the sums sends several sums.
+    """
+    if shards is None or ranks == 1:
+        return (0,) * ranks
+    slices = () if schedule is None else schedule.slices
+    summed = () if schedule is None else schedule.operations
+    parts = [slices[one.slice].counts(ranks) for one in summed if one.kind in _SUMS] or [counts_over(elements, ranks)]
+    others = [sum(map(sum, parts)) - owned for owned in map(sum, zip(*parts, strict=True))]
+    sums = ShardsOfRank(0, ranks, shards).sums_of_ranks
+    return ((number - 1) * count for number, count in zip(sums, others, strict=True))
 
 
 def exchanged_bytes(
@@ -113,21 +141,25 @@ def exchanged_bytes(
     order: Sequence[int] | None,
     item_bytes: int,
     rounding: Rounding | None = None,
+    shards: int | None = None,
 ) -> tuple[int, ...]:
     """Return the bytes that each rank of a group exchanges in a step.
 
     Args:
         item_bytes: bytes of an element.
         rounding: rounding of the messages, if there is no schedule.
+        shards: number of shards whose sums have a fixed order; None: one sum per rank.
     """
     if schedule is None:
-        full = tuple(item_bytes * count for count in exchanged(schedule, elements, samples, order))
+        full = tuple(item_bytes * count for count in exchanged(schedule, elements, samples, order, shards))
         if rounding is None:
             return full
         saved = rounding.saved_by_allreduce(elements, len(samples), item_bytes)
         return tuple(n_bytes - int(less) for n_bytes, less in zip(full, saved, strict=True))
     in_order = samples if order is None else [samples[rank] for rank in order]
-    return _by_rank(schedule.exchanged_bytes_by_rank(in_order, item_bytes), order)
+    of_one_sum = _by_rank(schedule.exchanged_bytes_by_rank(in_order, item_bytes), order)
+    further = _further_sums(schedule, elements, len(samples), shards)
+    return tuple(n_bytes + item_bytes * count for n_bytes, count in zip(of_one_sum, further, strict=True))
 
 
 def group_schedules(
@@ -157,7 +189,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
     Raises:
         ConfigError: the averager cannot run this job.
     """
-    plan, counts = candidate.plan, counts_over(job.batch, candidate.ranks, candidate.plan.rows)
+    plan, counts = candidate.plan, job.counts(candidate.ranks, candidate.plan.rows)
     strategies: list[GroupStrategy] = []
     for kind in _kinds(job, candidate.plan):
         several_groups = any(interval is not None for interval in kind.intervals)
@@ -170,12 +202,13 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
                     len(nodes),
                     nodes,
                     job.batch,
-                    candidate.micro_batches,
+                    job.passes(candidate).micro_batches,
                     norms_needed=job.norms_needed,
                     several_groups=several_groups,
                     momentum=job.momentum,
                     names=tuple(job.trained_specs),
                     on_host=job.kernels.arithmetic.on_host,
+                    shards=job.shards,
                 )
                 by_split_group = tuple(sum(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows))
                 samples = counts if name == ALL else by_split_group

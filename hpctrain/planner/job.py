@@ -11,9 +11,12 @@ from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.averaging.base import PlannedGroup, Strategy, StrategyCosts
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
+from hpctrain.data.sampler import counts
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.train.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class PlannedJob:
             the options or the group.
         momentum: momentum of the optimiser; 0 without momentum.
         state_arrays: number of elements of optimiser state and of averaged weights, per parameter element.
+        shards: number of shards of a step whose sums have a fixed order (docs/exact.md); None: the ranks divide the samples.
+        update_factor: time of the optimiser's update, without norms, relative to that of SGD with momentum and weight decay.
     """
 
     model: str
@@ -46,6 +51,36 @@ class PlannedJob:
     strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
     momentum: float = 0.0
     state_arrays: int = 1
+    update_factor: float = 1.0
+    shards: int | None = None
+
+    def counts(self, ranks: int, split_size: int = 1) -> tuple[int, ...]:
+        """Return the samples of a step by position.
+
+        Args:
+            ranks: number of ranks; with shards, a divisor of their number.
+            split_size: number of ranks that share samples, Pr.
+        """
+        return counts(self.batch, ranks, split_size, self.shards)
+
+    def passes(self, candidate: Candidate) -> Passes:
+        """Return the passes of each rank over its samples of a step."""
+        if self.shards is None:
+            return Passes(candidate.micro_batches)
+        return Passes.over(self.shards // candidate.ranks, candidate.micro_batches, self.shards)
+
+    def element_seconds(self, costs: ComputeCosts, elements: int, *, squares: bool) -> float:
+        """Return the mean seconds to update one of `elements` elements, and to check the result for non-finite values.
+
+        The number of elements matters, because the state of a small network fits in caches.
+
+        Args:
+            squares: whether to add the time of the squares for norms if the optimiser needs norms.
+        """
+        share = 1.0 + _UPDATE_SHARE * (self.update_factor - 1.0)
+        if squares and self.norms_needed is not NormsNeeded.NONE:
+            share += _SQUARES_SHARE
+        return share * costs.update_seconds(max(1, elements)) / max(1, elements)
 
     @cached_property
     def trained_specs(self) -> Mapping[str, ParameterSpec]:
@@ -53,6 +88,11 @@ class PlannedJob:
         trained = {name for node in self.graph_of(1).nodes if node.trains for name in node.parameters.values()}
         return {name: spec for name, spec in self.specs.items() if name in trained}
 
+
+# Shares of `ComputeCosts.update_seconds`, which counts six accesses to memory per element: five of the update and one of the
+# check of its result. The squares of weight and gradient, converted to float64, take as long as eight accesses (measured).
+_UPDATE_SHARE = 5 / 6
+_SQUARES_SHARE = 8 / 6
 
 Job = PlannedJob  # short name inside the planner; `Job` of `hpctrain.api` is a job that runs
 
@@ -79,7 +119,10 @@ class AveragerChoice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Plan, averager and number of micro-batches with which a job can run."""
+    """Plan, averager and number of micro-batches with which a job can run.
+
+    With shards, a rank computes its shards in at most as many passes as there are micro-batches.
+    """
 
     plan: ParallelPlan
     averager: AveragerChoice = AveragerChoice()

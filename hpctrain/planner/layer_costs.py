@@ -19,7 +19,6 @@ from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Tensor
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.intervals import shape_of
-from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.compile.plan import Action, PlannedStep
 from hpctrain.nn.compile.steps import Steps, make_steps
 from hpctrain.parallel import layout
@@ -117,7 +116,7 @@ class SegmentCosts:
 
     def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, plan: ParallelPlan, micro_batches: int = 1) -> None:
         self._job, self._machine, self._costs, self._micro_batches = job, machine, costs, micro_batches
-        counts = counts_over(job.batch, plan.rows * plan.cols, plan.rows)[: plan.rows]
+        counts = job.counts(plan.rows * plan.cols, plan.rows)[: plan.rows]
         of_pass = tuple(-(-count // micro_batches) for count in counts)
         self.graph = job.graph_of(sum(of_pass))
         self.placements = grid_placements(machine, plan.rows, plan.cols)

@@ -237,6 +237,21 @@ class Machine:
             origin=origin,
         )
 
+    def with_threads(self, threads: int | None) -> Machine:
+        """Return the machine whose ranks have this number of threads, or itself if their effect is unknown.
+
+        A node has as many ranks as before, or as many as its cores suffice for.
+
+        Args:
+            threads: number of threads of a rank; None: as before.
+
+        Raises:
+            ConfigError: a node has fewer cores than a rank has threads.
+        """
+        if threads is None or not self.single_thread_rates:
+            return self
+        return self.with_ranks_per_node(min(self.ranks_per_node, max(1, self.cores_per_node // threads)), threads)
+
     def _rate(self, kind: OperatorClass, ranks_per_node: int, threads: int) -> OperatorRate:
         """Return the rate of a rank with `threads` threads while `ranks_per_node` ranks of a node compute."""
         one, full = self.single_thread_rates[kind], self.rates[kind]

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.log import get_logger
 from hpctrain.launch.threads import usable_cores
-from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner import calibration, configured_search, machine_file
 from hpctrain.planner.calibration import MeasureRates, MeasureThreads, RankFacts, calibrate
 from hpctrain.planner.configured_search import SearchTask, on_any_grid
+from hpctrain.planner.estimates import unsplit_plan
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.machine import Machine, OperatorClass, OperatorRate
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
@@ -204,13 +205,9 @@ def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
     micro_batches = space.fixed_micro_batches or 1
     shapes = sorted(grid_shapes(space, job.graph_of(1), ranks, job.batch))
     for rows, cols in shapes:
-        fixed = space.fixed_plan
-        if fixed is not None:
-            tiles = fixed.tiles if fixed.rows == rows else None
-            yield Candidate(ParallelPlan(rows, cols, fixed.default, fixed.use, tiles), micro_batches=micro_batches)
-            continue
-        for use in (Parallelism.BATCH,) if rows == 1 else Parallelism:
-            yield Candidate(ParallelPlan(rows, cols, use), micro_batches=micro_batches)
+        plan = unsplit_plan(space, (rows, cols))
+        for use in (plan.default,) if rows == 1 or space.fixed_plan is not None else Parallelism:
+            yield Candidate(replace(plan, default=use), micro_batches=micro_batches)
 
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -19,7 +19,7 @@ from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.backend.specs import TensorSpec, item_bytes, parameter_dtype
-from hpctrain.comm.groups import check_grid, coordinates
+from hpctrain.comm.groups import check_grid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config import grid
 from hpctrain.config.grid import model_options
@@ -29,7 +29,6 @@ from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.pipeline import Pipeline, leaves_resize
 from hpctrain.data.sampler import counts
-from hpctrain.data.sampler import counts as counts_over
 from hpctrain.models import catalogue
 from hpctrain.nn.initialise import constant
 from hpctrain.nn.layers import Layer
@@ -42,6 +41,7 @@ from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner import group_schedules as schedules
 from hpctrain.planner.group_schedules import GroupSchedule, mirror_bytes
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.train.passes import ranks_fault, split_fault
 
 Image = tuple[int, int, int]
 
@@ -80,7 +80,9 @@ def _job(
     batch: int,
     optimizer: Optimizer,
     averages: bool,
+    shards: int | None,
 ) -> Job:
+    state = state_arrays(optimizer, averages=False)
     return Job(
         model,
         graph_of,
@@ -92,8 +94,31 @@ def _job(
         optimizer.norms_needed,
         make_strategy,
         optimizer.momentum,
-        state_arrays(optimizer, averages=averages),
+        state + int(averages),
+        update_factor(optimizer, state, averages=averages),
+        shards,
     )
+
+
+# Time of a pass over an element in a cache, in accesses to memory (measured on one thread, see docs/planner.md).
+_PASS_ACCESSES = 2.0
+# Accesses and passes of an update with momentum and weight decay: reads of weight, gradient and momentum, and two writes.
+_REFERENCE_ACCESSES = 5 + _PASS_ACCESSES * 3
+
+
+def update_factor(optimizer: Optimizer, state: int, *, averages: bool = False) -> float:
+    """Return the time of an optimiser's update, without norms, relative to that of SGD with momentum and weight decay.
+
+    An update reads the weight and the gradient, writes the weight, and reads and writes each array of the state. If the optimiser
+    prepares norms, it also writes the gradient, and reads it and the weight once more. An average of the weights takes one more
+    pass with three accesses.
+
+    Args:
+        state: number of arrays of the optimiser's state.
+        averages: whether an average of the weights is kept.
+    """
+    accesses = 3 + 2 * state + 3 * optimizer.prepares_norms + 3 * averages
+    return (accesses + _PASS_ACCESSES * (optimizer.passes + averages)) / _REFERENCE_ACCESSES
 
 
 def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
@@ -119,6 +144,7 @@ def of_network(
     batch: int,
     optimizer: Optimizer,
     averages: bool = False,
+    shards: int | None = None,
 ) -> Job:
     """Return the job that trains a network written in Python.
 
@@ -130,6 +156,7 @@ def of_network(
         batch: samples of a step over all ranks.
         optimizer: optimiser that is not in use by a replica.
         averages: whether an average of the weights is kept.
+        shards: number of shards whose sums have a fixed order; None: the order depends on the ranks.
 
     Raises:
         ShapeError: the layers do not fit each other or the images.
@@ -140,14 +167,14 @@ def of_network(
         return builder.build(model.lower(builder, 0, ""))
 
     specs, _ = declared(model, graph_of(1))
-    return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages)
+    return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages, shards)
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     """Return the configured plan on `ranks` ranks; None: on the configured grid.
 
     Raises:
-        ConfigError: grid.cols is unknown, or the ranks cannot share the batch.
+        ConfigError: grid.cols is unknown, or the ranks cannot share the batch or the shards.
         ShapeError: the grid does not multiply to the number of ranks; the message contains the nearest grid that does.
     """
     if config.automatic:
@@ -162,6 +189,10 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     if cols is None:
         raise ConfigError("grid.cols is null, so the number of ranks is unknown; give --ranks, or set grid.cols.")
     grid.check_batch(config.batch, config.grid.rows, cols)
+    shards, rows = config.exact.shards, config.grid.rows
+    fault = None if shards is None else split_fault(rows) or ranks_fault(shards, rows * cols)
+    if fault is not None:
+        raise ConfigError(fault)
     return grid.parallel_plan(config, cols)
 
 
@@ -200,11 +231,11 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
     if plan.rows == 1:  # no layer is split
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)
-    counts = counts_over(config.batch, plan.rows * plan.cols, plan.rows)
     optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
     averages = config.ema.decay is not None
-    job = _job(config.model.name, graph_of, specs, backend.kernels, image, config.batch, optimizer, averages)
-    return PlannedRun(config, job, plan, counts, assumption)
+    shards = config.exact.shards
+    job = _job(config.model.name, graph_of, specs, backend.kernels, image, config.batch, optimizer, averages, shards)
+    return PlannedRun(config, job, plan, job.counts(plan.rows * plan.cols, plan.rows), assumption)
 
 
 def _header(config: Config) -> tuple[Image, int]:
@@ -236,10 +267,22 @@ def _assumption(config: Config, image: Image, classes: int) -> str:
     )
 
 
-def description(task: PlannedRun) -> PlanReport:
-    """Return a report of the owners of parameters and activations, the exchanged bytes and the memory."""
+def description(task: PlannedRun, reported: Sequence[int] | None = None) -> PlanReport:
+    """Return a report of the owners of parameters and activations, the exchanged bytes and the memory.
+
+    Args:
+        reported: indices c of the split groups whose positions the report contains, in order; None: all.
+    """
     shapes = {name: spec.shape for name, spec in task.job.specs.items()}
-    return report_plan(task.job.graph_of, task.plan, micro_counts(task), shapes, task.job.kernels)
+    return report_plan(task.job.graph_of, task.plan, micro_counts(task), shapes, task.job.kernels, reported)
+
+
+def equal_split_groups(task: PlannedRun) -> tuple[tuple[int, ...], ...]:
+    """Return the indices c of the split groups, in classes of groups with equal samples, which have equal reports."""
+    rows, classes = task.plan.rows, dict[tuple[int, ...], list[int]]()
+    for c in range(task.plan.cols):
+        classes.setdefault(task.counts[c * rows : (c + 1) * rows], []).append(c)
+    return tuple(map(tuple, classes.values()))
 
 
 def micro_counts(task: PlannedRun) -> tuple[int, ...]:
@@ -264,17 +307,6 @@ def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple
     """Return the bytes that each position exchanges in a step to average gradients, without norms."""
     item_bytes = dtypes.item_bytes(dtypes.parameter_dtype(task.config.dtype))
     return schedules.averaging_bytes(planned, task.plan.rows, len(task.counts), item_bytes)
-
-
-def rank_map(plan: ParallelPlan, ranks_per_node: int | None) -> tuple[tuple[int, int, int], ...]:
-    """Return (r, c, node) by world rank, with consecutive ranks on the same node.
-
-    Args:
-        ranks_per_node: number of ranks per node; None: all ranks on one node.
-    """
-    size = plan.rows * plan.cols
-    node_of = tuple(rank // (ranks_per_node or size) for rank in range(size))
-    return tuple((r, c, node) for (r, c), node in zip(coordinates(node_of, plan.rows), node_of, strict=True))
 
 
 @dataclass(frozen=True)

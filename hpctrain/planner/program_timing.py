@@ -21,7 +21,6 @@ from hpctrain.backend.specs import SoftmaxCrossEntropySpec, parameter_dtype
 from hpctrain.comm.base import Handle, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.core.intervals import even
-from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan
 from hpctrain.nn.initialise import first_value
@@ -360,10 +359,11 @@ def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
     """Yield the distinct programs of ranks: of the first, middle and last rank of each kind of split group, largest first."""
     plan = candidate.plan
-    positions = counts_over(job.batch, candidate.ranks, plan.rows)
-    largest = [even(count, candidate.micro_batches)[0] for count in positions]
+    parts = job.passes(candidate).micro_batches
+    positions = job.counts(candidate.ranks, plan.rows)
+    largest = [even(count, parts)[0] for count in positions]
     groups = dict.fromkeys(tuple(largest[first : first + plan.rows]) for first in range(0, len(largest), plan.rows))
-    exchanged = job.batch if candidate.ranks > 1 and candidate.micro_batches == 1 else 0
+    exchanged = job.batch if candidate.ranks > 1 and parts == 1 and job.shards is None else 0
     for counts in groups:
         graph = job.graph_of(sum(counts))
         if plan.rows == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -50,6 +50,7 @@ class StepFacts:
         exchanging: weight of the layer, by parameter of a layer that exchanges inputs and errors.
         merging: number of ranks that merge batch statistics, by name of the group.
         message_bytes: bytes of the step's message.
+        accumulated: parameters whose gradients are added to those of earlier steps.
     """
 
     groups: Mapping[str, str]
@@ -57,25 +58,40 @@ class StepFacts:
     exchanging: Mapping[str, str]
     merging: Mapping[str, int]
     message_bytes: int
+    accumulated: Collection[str] = ()
 
 
-def rank_tasks(plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeCosts) -> tuple[Task, ...]:
+def rank_tasks(
+    plans: Sequence[ExecutionPlan], facts: StepFacts, costs: ComputeCosts, additions: Sequence[int], together: int = 1
+) -> tuple[Task, ...]:
     """Return all tasks of a step.
 
     Args:
-        plans: execution plan of each micro-batch, in order.
+        plans: execution plan of each micro-batch or shard, in order.
+        additions: additions per element of gradients after each of them.
+        together: number of consecutive shards whose operators run side by side in one pass.
     """
-    several = len(plans) > 1
-    elements = sum(facts.sizes.values())
-    sums = Compute(HOOKS, Category.AVERAGING, _SUM_OF_UPDATE * costs.update_seconds(elements), polls=False)
+    sum_seconds = _SUM_OF_UPDATE * costs.update_seconds(sum(facts.sizes.values()))
     numbers = count()
     tasks: list[Task] = []
-    for position, plan in enumerate(plans):
-        last = position == len(plans) - 1
-        tasks += _PassTasks(plan, facts, costs, numbers, announces=last, adds=several and last).tasks()
-        if not last:
-            tasks.append(sums)
+    passes = [tuple(pair) for pair in _passes(list(zip(plans, additions, strict=True)), together)]
+    for position, of_pass in enumerate(passes):
+        of_plans, last, adds = [plan for plan, _ in of_pass], position == len(passes) - 1, sum(many for _, many in of_pass)
+        tasks += _PassTasks(of_plans, facts, costs, numbers, announces=last, additions=adds if last else 0).tasks()
+        if adds and not last:
+            tasks.append(Compute(HOOKS, Category.AVERAGING, adds * sum_seconds, polls=False))
     return (*tasks, EndBackward(), StepMessage(facts.message_bytes))
+
+
+def _passes(parts: Sequence[tuple[ExecutionPlan, int]], together: int) -> Iterator[Sequence[tuple[ExecutionPlan, int]]]:
+    """Yield the parts of each pass. Parts whose plans differ run one after another, as in a run."""
+    for first in range(0, len(parts), together):
+        of_pass = parts[first : first + together]
+        actions = of_pass[0][0].forward, of_pass[0][0].backward
+        if all((plan.forward, plan.backward) == actions for plan, _ in of_pass):
+            yield of_pass
+        else:
+            yield from ([part] for part in of_pass)
 
 
 def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, batch: int) -> dict[str, float]:
@@ -95,26 +111,34 @@ def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, 
 
 
 class _PassTasks:
-    """Tasks of one micro-batch.
+    """Tasks of one micro-batch, or of several shards whose operators run side by side.
 
     Args:
+        plans: plans with equal actions.
         numbers: iterator over the numbers of exchanges, shared by all passes of the step.
-        announces: whether gradients are final after this micro-batch.
-        adds: whether gradients are added to those of earlier micro-batches.
+        announces: whether gradients are final after this pass.
+        additions: number of additions of each gradient before it is announced.
     """
 
     def __init__(
-        self, plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, numbers: Iterator[int], *, announces: bool, adds: bool
+        self,
+        plans: Sequence[ExecutionPlan],
+        facts: StepFacts,
+        costs: ComputeCosts,
+        numbers: Iterator[int],
+        *,
+        announces: bool,
+        additions: int,
     ) -> None:
-        self._plan, self._facts, self._costs = plan, facts, costs
-        self._numbers, self._announces, self._adds = numbers, announces, adds
+        self._plans, self._plan, self._facts, self._costs = plans, plans[0], facts, costs
+        self._numbers, self._announces, self._additions = numbers, announces, additions
         self._begun: dict[int, int] = {}  # numbers of exchanges in flight, by step
         self._held_seconds = 0.0  # seconds of work that traces count with the next operator
         self._tasks: list[Task] = []
 
     def tasks(self) -> list[Task]:
         """Return all tasks, beginning with the copy of the input."""
-        input_bytes, operators = self._plan.tensors[0].bytes, len(self._plan.steps)
+        input_bytes, operators = sum(plan.tensors[0].bytes for plan in self._plans), len(self._plan.steps)
         rest = self._costs.step_seconds(0, operators)
         copy = self._costs.step_seconds(input_bytes, operators) - rest
         self._tasks.append(Compute("input copy", Category.WORK, copy, polls=False))
@@ -171,8 +195,9 @@ class _PassTasks:
             return
         for name in reversed(names):
             size = self._facts.sizes[name]
-            if self._adds and size:
-                seconds = _SUM_OF_UPDATE * self._costs.update_seconds(size)
+            additions = self._additions + (name in self._facts.accumulated)
+            if additions and size:
+                seconds = additions * _SUM_OF_UPDATE * self._costs.update_seconds(size)
                 self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))
             self._tasks += self._announced(EventKind.GRADIENT, (name,))
 
@@ -255,7 +280,7 @@ class _PassTasks:
         return () if step.node is None or step.node.frozen else tuple(step.node.parameters.values())
 
     def _seconds(self, k: int, action: Action) -> float:
-        return self._costs.seconds(self._plan.steps[k], action, self._plan.memory[k])
+        return sum(self._costs.seconds(plan.steps[k], action, plan.memory[k]) for plan in self._plans)
 
     def _compute(self, step: PlannedStep, action: Action, seconds: float, *, polls: bool = True) -> None:
         held, self._held_seconds = self._held_seconds, 0.0

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hpctrain.averaging.base import Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, OperationKind
+from hpctrain.averaging.group_sums import waiting_sums
 from hpctrain.averaging.link_simulation import Times, upper_medians
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.slicing import layer_slices
@@ -25,8 +26,7 @@ from hpctrain.backend.graph import Graph
 from hpctrain.backend.specs import BatchNormSpec, item_bytes, parameter_dtype
 from hpctrain.comm.groups import Levels
 from hpctrain.comm.link import LinkModel
-from hpctrain.core.intervals import even
-from hpctrain.data.sampler import counts as counts_over
+from hpctrain.core.intervals import ShardsOfRank, even
 from hpctrain.nn.network import ALL, MODEL
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.parallel.partition_graph import partition_graph
@@ -51,10 +51,13 @@ from hpctrain.planner.tasks import (
     NeedsParameters,
     Prediction,
     RankClass,
+    SimulatedStep,
     SimulationOptions,
     StepProgram,
     Task,
 )
+from hpctrain.trace.time_table import merge
+from hpctrain.train.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class AlikeRanks:
         ranks: number of ranks.
         split_rank: r of the first rank.
         samples: samples of a rank.
-        micro_batches: graph of each micro-batch of a step.
+        micro_batches: graph of each micro-batch or shard of a step.
+        additions: additions per element of gradients after each of them.
         groups: key of the averaging, by parameter group.
     """
 
@@ -75,6 +79,7 @@ class AlikeRanks:
     split_rank: int
     samples: int
     micro_batches: tuple[LocalGraph, ...]
+    additions: tuple[int, ...]
     groups: Mapping[str, str]
 
     @property
@@ -96,15 +101,15 @@ def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrate
     rows = candidate.plan.rows
     groups_of = _groups_of(strategies, rows)
     classes: dict[tuple[object, ...], AlikeRanks] = {}
-    for share, column, many in _shares(job.batch, candidate):
+    for share, additions, column, many in _shares(job, candidate):
         by_micro_batch = list(_graphs(job, candidate, share))
         for row, samples in enumerate(share):
             graphs = tuple(graphs[row] for graphs in by_micro_batch)
-            key = samples, graphs, tuple(groups_of[row].items())
+            key = samples, graphs, additions, tuple(groups_of[row].items())
             before = classes.get(key)
             first = column * rows + row if before is None else before.first
             split_rank, ranks = (row, many) if before is None else (before.split_rank, before.ranks + many)
-            classes[key] = AlikeRanks(first, ranks, split_rank, samples, graphs, groups_of[row])
+            classes[key] = AlikeRanks(first, ranks, split_rank, samples, graphs, additions, groups_of[row])
     return sorted(classes.values(), key=lambda one: one.first)
 
 
@@ -118,19 +123,28 @@ def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str,
     return groups
 
 
-def _shares(batch: int, candidate: Candidate) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yield (samples of a split group's ranks, index of the first such group, number of such groups), for at most two sizes."""
-    rows, cols = candidate.plan.rows, candidate.plan.cols
-    of_groups = counts_over(batch, cols)
-    for samples, many in Counter(of_groups).items():
-        yield even(samples, rows), of_groups.index(samples), many
+def _shares(job: Job, candidate: Candidate) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
+    """Yield the distinct split groups: samples of their ranks, additions after each part, index of the first, number of groups.
+
+    Without shards there are at most two.
+    """
+    cols, passes = candidate.plan.cols, job.passes(candidate)
+    parts = passes.micro_batches
+    additions = [tuple(int(parts > 1) for _ in range(parts))] * cols
+    if passes.shards is not None:
+        trees = (ShardsOfRank(rank, cols, passes.shards).additions for rank in range(cols))
+        additions = [tuple(sum(one.last == place for one in tree) for place in range(parts)) for tree in trees]
+    of_groups = list(zip(job.counts(cols), additions, strict=True))
+    for (samples, of_parts), many in Counter(of_groups).items():
+        yield even(samples, candidate.plan.rows), of_parts, of_groups.index((samples, of_parts)), many
 
 
 def _graphs(job: Job, candidate: Candidate, share: Sequence[int]) -> Iterator[list[LocalGraph]]:
-    """Yield the graphs of a split group's ranks for each micro-batch; micro-batches with the same samples share the graphs."""
+    """Yield the graphs of a split group's ranks for each micro-batch or shard; those with the same samples share the graphs."""
     known: dict[tuple[int, ...], list[LocalGraph]] = {}
-    sizes = [even(count, candidate.micro_batches) for count in share]
-    for number in range(candidate.micro_batches):
+    parts = job.passes(candidate).micro_batches
+    sizes = [even(count, parts) for count in share]
+    for number in range(parts):
         counts = tuple(size[number] for size in sizes)
         if counts not in known:
             known[counts] = _graphs_of(job, candidate, counts)
@@ -156,7 +170,7 @@ class RankMemory:
         activations: arena of a step, including gradients of activations.
         messages: buffers of the split group.
         parameters: values of parameters.
-        gradients: gradients of parameters, and their sums over micro-batches.
+        gradients: gradients of parameters, and their sums over micro-batches or shards.
         averaging: receive buffers of sums.
         state: state of the optimiser and averaged weights, for the elements that the rank owns.
         images: batch of the step and the next batch.
@@ -181,17 +195,24 @@ def rank_memory(
     samples: int,
     sizes: Mapping[str, int],
     schedules: Sequence[CollectiveSchedule | None],
+    passes: Passes | None = None,
 ) -> RankMemory:
     """Return the memory of a rank.
 
     Args:
         job: the job.
-        graphs: graph of each micro-batch; they share one arena.
+        graphs: graph of each micro-batch or shard; those of different passes share one arena.
         samples: samples of the rank in a step.
         sizes: number of elements of each parameter that the rank holds.
         schedules: schedules of the rank's parameter groups.
+        passes: passes of the rank; None: one for each graph.
     """
-    plans = [training_plan(local, job.kernels) for local in dict.fromkeys(graphs)]
+    arenas = [training_plan(local, job.kernels).arena_bytes for local in graphs]
+    together = 1 if passes is None else passes.together
+    sums = int(len(graphs) > 1)
+    if passes is not None and passes.shards is not None:
+        shards = ShardsOfRank(0, passes.shards // passes.micro_batches, passes.shards)
+        sums = 1 + max(waiting_sums(shards).values(), default=-1)
     item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
     elements = sum(sizes.values())
     sharded = [
@@ -202,10 +223,10 @@ def rank_memory(
     owned = sum(_owned(schedule, sizes) for schedule in sharded) if sharded else elements
     arriving = sum(_arriving(schedule, job.batch, samples) for schedule in sharded if schedule.ranks > 1)
     return RankMemory(
-        activations=max(plan.arena_bytes for plan in plans),
+        activations=max(sum(arenas[first : first + together]) for first in range(0, len(arenas), together)),
         messages=max(message_words(local) for local in graphs) * item,
         parameters=elements * of_parameters,
-        gradients=elements * of_parameters * (2 if len(graphs) > 1 else 1),
+        gradients=elements * of_parameters * (1 + sums),
         averaging=arriving * of_parameters,
         state=owned * of_parameters * job.state_arrays,
         images=_BATCHES * samples * math.prod(job.image_shape) * item,
@@ -310,7 +331,7 @@ class _Builder:
     """Builder of the program of one candidate."""
 
     def __init__(self, job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> None:
-        self._job, self._machine, self._costs = job, machine, costs
+        self._job, self._machine, self._costs, self._passes = job, machine, costs, job.passes(candidate)
         self._placements = grid_placements(machine, candidate.plan.rows, candidate.plan.cols)
         strategies = group_strategies(job, candidate, machine.ranks_per_node)
         self._strategies = dict(zip(group_keys(strategies), strategies, strict=True))
@@ -320,7 +341,11 @@ class _Builder:
     def program(self) -> StepProgram:
         facts = [self._facts(alike) for alike in self._classes]
         plans = [[training_plan(local, self._job.kernels) for local in alike.micro_batches] for alike in self._classes]
-        tasks = [rank_tasks(of_class, known, self._costs) for of_class, known in zip(plans, facts, strict=True)]
+        together = self._passes.together
+        tasks = [
+            rank_tasks(of_class, known, self._costs, alike.additions, together)
+            for alike, of_class, known in zip(self._classes, plans, facts, strict=True)
+        ]
         groups = {key: self._averaged(key, tasks) for key in self._strategies}
         classes = tuple(
             RankClass(
@@ -329,7 +354,7 @@ class _Builder:
                 alike.split_rank,
                 alike.samples,
                 of_class,
-                dict.fromkeys(alike.groups.values(), self._update_seconds(known)),
+                {key: self._update_seconds(known, groups[key]) for key in alike.groups.values()},
                 product_seconds(of_plans[0], known, self._costs, self._job.batch),
                 self._memory(alike, known, groups),
             )
@@ -341,27 +366,30 @@ class _Builder:
         groups: dict[str, str] = {}
         sizes: dict[str, int] = {}
         exchanging: dict[str, str] = {}
+        accumulated: set[str] = set()
         for key in alike.groups.values():
             strategy = self._strategies[key].strategy
+            accumulated.update(strategy.accumulated)
             for segment in strategy.group.layout.segments:
                 groups[segment.parameter], sizes[segment.parameter] = key, segment.size
             if isinstance(strategy, ReduceScatterStrategy):
                 for weight, biases in strategy.exchanging.items():
                     exchanging |= dict.fromkeys((weight, *biases), weight)
         merging = {ranks: self._placements.of(ranks).ranks for ranks in ("all", "split", "data")}
-        return StepFacts(groups, sizes, exchanging, merging, self._message_bytes)
+        return StepFacts(groups, sizes, exchanging, merging, self._message_bytes, accumulated)
 
-    def _update_seconds(self, known: StepFacts) -> float:
+    def _update_seconds(self, known: StepFacts, averaged: AveragedGroup) -> float:
         """Return the seconds of an element's update, averaged over the rank's elements.
 
-        The number of elements matters, because the state of a small network fits in caches.
+        They include the squares for norms, unless operations of the schedule send the norms: the squares then precede them.
         """
-        elements = max(1, sum(known.sizes.values()))
-        return self._costs.update_seconds(elements) / elements
+        operations = () if averaged.schedule is None else averaged.schedule.operations
+        squares = not any(operation.kind is OperationKind.NORMS for operation in operations)
+        return self._job.element_seconds(self._costs, sum(known.sizes.values()), squares=squares)
 
     def _memory(self, alike: AlikeRanks, facts: StepFacts, averaged: Mapping[str, AveragedGroup]) -> int:
         schedules = [averaged[key].schedule for key in alike.groups.values()]
-        return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules).total
+        return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules, self._passes).total
 
     def _averaged(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> AveragedGroup:
         """Return a group with its schedule.
@@ -385,6 +413,8 @@ class _Builder:
             samples=of_group.samples,
             levels=strategy.levels,
             rounding=strategy.rounding,
+            shards=self._job.shards,
+            cycle=() if schedule is None else strategy.cycle(schedule),
         )
 
     def _times(self, key: str, strategy: Strategy, tasks: Sequence[tuple[Task, ...]]) -> Times:
@@ -429,7 +459,8 @@ def split_bytes(program: StepProgram) -> int:
 def _averaging_bytes(group: AveragedGroup, program: StepProgram) -> int:
     ranks = sum(of_class.ranks for of_class in program.classes if of_class.name in group.members)
     order = None if group.levels is None else group.levels.order
-    of_group = sum(group_bytes(group.schedule, group.elements, group.samples, order, group.item_bytes, group.rounding))
+    sizes = group.elements, group.samples, order, group.item_bytes, group.rounding, group.shards
+    of_group = sum(group_bytes(group.schedule, *sizes))
     return of_group * (ranks // group.placement.ranks)
 
 
@@ -441,10 +472,32 @@ def predict(
 ) -> Prediction:
     """Predict a candidate's step by simulation, the maximum memory of a rank, and the exchanged bytes.
 
+    If the steps of a cycle differ, the times and bytes are means over a cycle, and the events are those of the last kind of step.
+
     Raises:
         HpctrainError: the candidate cannot run this job.
     """
     program = step_program(job, candidate, machine, costs)
-    step = simulate(program, machine, options)
+    steps = [(many, simulate(one, machine, options), exchanged_bytes(one)) for many, one in kinds_of_steps(program)]
+    weights = [many for many, _, _ in steps]
+    seconds = sum(many * step.seconds for many, step, _ in steps) / sum(weights)
+    n_bytes = sum(many * of_step for many, _, of_step in steps) / sum(weights)
+    table = merge([step.table for _, step, _ in steps], {}, weights) if len(steps) > 1 else steps[0][1].table
     memory = max(of_class.memory_bytes for of_class in program.classes)
-    return Prediction(step, memory, exchanged_bytes(program), costs.measured_share())
+    return Prediction(SimulatedStep(seconds, table, steps[-1][1].events), memory, round(n_bytes), costs.measured_share())
+
+
+def kinds_of_steps(program: StepProgram) -> list[tuple[int, StepProgram]]:
+    """Return the program of each kind of step, with the number of such steps in a cycle."""
+    cycles = [group.cycle for group in program.groups.values() if len(group.cycle) > 1]
+    if not cycles:
+        return [(1, program)]
+    assert all([many for many, _ in cycle] == [many for many, _ in cycles[0]] for cycle in cycles), "cycles differ"
+    kinds = []
+    for number, (many, _) in enumerate(cycles[0]):
+        groups = {
+            key: replace(group, schedule=group.cycle[number][1], cycle=()) if len(group.cycle) > 1 else group
+            for key, group in program.groups.items()
+        }
+        kinds.append((many, replace(program, groups=groups)))
+    return kinds

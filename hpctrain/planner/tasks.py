@@ -190,6 +190,8 @@ class AveragedGroup:
         samples: samples of the step, by rank of the group.
         levels: levels of the sums; None: one level.
         rounding: rounding of the messages; None: no rounding.
+        shards: number of shards whose sums have a fixed order; None: one sum per rank.
+        cycle: schedule of each kind of step, with the number of such steps in a cycle; empty: all steps have `schedule`.
     """
 
     name: str
@@ -201,6 +203,8 @@ class AveragedGroup:
     samples: tuple[int, ...]
     levels: Levels | None = None
     rounding: Rounding | None = None
+    shards: int | None = None
+    cycle: tuple[tuple[int, CollectiveSchedule], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Result of the last simulated step.
+    """Result of the last simulated step, or means over the kinds of steps of a cycle.
 
     Attributes:
         seconds: time of the slowest class.
@@ -263,7 +267,7 @@ class Prediction:
     Attributes:
         step: simulated step.
         memory_bytes: maximum memory of a rank.
-        exchanged_bytes: bytes that all ranks exchange in a step.
+        exchanged_bytes: bytes that all ranks exchange in a step, in the mean.
         measured_share: share of the compute seconds that comes from measured times; the rest comes from rates.
     """
 

@@ -82,7 +82,7 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
     if machine is None:
         used = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
     else:
-        used = started.on_root(lambda: machine_file.read(machine))
+        used = started.on_root(lambda: machine_file.read(machine).with_threads(started.threads))
     rates = RateCosts(used, job.dtype)
     costs: ComputeCosts = rates
     if job.kernels.arithmetic.on_host:

@@ -5,6 +5,7 @@ This module loads the planner.
 
 from __future__ import annotations
 
+from hpctrain.averaging.strategies.lazy import LazyAverager
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import parallel_plan
 from hpctrain.core.errors import BackendError, HpctrainError
@@ -98,13 +99,19 @@ class StepPrediction:
             dtype=self._setup.backend.dtype,
             batch=config.batch,
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
+            averages=config.ema.decay is not None,
+            shards=config.exact.shards,
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)
-        averager = AveragerChoice(config.averager.name, config.averager.options)
-        candidate = Candidate(plan, averager, self._setup.replica.passes.micro_batches)
+        options, averagers = dict(config.averager.options), self._setup.replica.averagers.values()
+        for of_group in averagers:
+            if isinstance(of_group, LazyAverager):
+                options["max_interval"] = of_group.interval
+        averager = AveragerChoice(config.averager.name, options)
+        candidate = Candidate(plan, averager, config.micro_batches)
         costs: ComputeCosts = RateCosts(machine, config.dtype)
         times = self._times()
         if times is not None:
             costs = SampledCosts(self._plan(), times, costs)
-        options = SimulationOptions(progress=self._mode)
-        return predicted_step_of(predict(job, candidate, machine, costs, options), machine)
+        simulation = SimulationOptions(progress=self._mode)
+        return predicted_step_of(predict(job, candidate, machine, costs, simulation), machine)

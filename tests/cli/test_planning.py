@@ -60,7 +60,7 @@ def test_what_overlap_comes_to_is_said_and_what_it_cannot_serve_is_refused() -> 
 
 def test_a_split_group_that_leaves_its_node_is_pointed_out() -> None:
     result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
-    assert "  c = 1: 3 4 5   nodes 0, 1: this split group spans nodes" in result.output.splitlines()
+    assert "  c = 1: 3-5   nodes 0-1: this split group spans nodes" in result.output.splitlines()
 
 
 @pytest.mark.slow

@@ -22,12 +22,11 @@ from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, moved, moved_back
 from hpctrain.planner.averaging_costs import AveragedParts, AveragingCosts, LinearSize
 from hpctrain.planner.collective_costs import CollectiveStage, Kind, MessageCosts, grid_placements, stages, unhindered_seconds
-from hpctrain.planner.compute_costs import RateCosts
 from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.machine import Link, LinkSegment, Machine
 from hpctrain.planner.operator_work import is_move, move_traffic
 from hpctrain.planner.tasks import GroupPlacement
-from tests.support.simulated import NoCompute, machine_of
+from tests.support.simulated import machine_of
 
 ALPHA, BETA = 3e-6, 1 / 5e9
 LONG = 1 << 20
@@ -360,9 +359,7 @@ ELEMENTS = 1 << 20
 
 def costs_of(choice: AveragerChoice, rows: int, cols: int, batch: int = 64, machine: Machine = EVEN_MACHINE) -> AveragingCosts:
     placements = grid_placements(machine, rows, cols)
-    return AveragingCosts(
-        machine, NoCompute(), placements, choice, total_bytes=4 * ELEMENTS, batch=batch, item_bytes=4, exchange=True
-    )
+    return AveragingCosts(machine, 0.0, placements, choice, total_bytes=4 * ELEMENTS, batch=batch, item_bytes=4, exchange=True)
 
 
 def test_blocking_takes_one_allreduce_of_everything() -> None:
@@ -393,7 +390,7 @@ def test_the_exchange_is_taken_where_it_moves_less() -> None:
 def test_owners_update_a_part_only() -> None:
     placements, sizes = grid_placements(EVEN_MACHINE, 1, 8), {"total_bytes": 4 * ELEMENTS, "batch": 8, "item_bytes": 4}
     sharded, bucketed = (
-        AveragingCosts(EVEN_MACHINE, RateCosts(EVEN_MACHINE), placements, AveragerChoice(name), **sizes, exchange=False)
+        AveragingCosts(EVEN_MACHINE, 1e-9, placements, AveragerChoice(name), **sizes, exchange=False)
         .seconds(AveragedParts(ELEMENTS), split=False)
         .program
         for name in ("sharded", "bucketed")

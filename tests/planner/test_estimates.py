@@ -343,7 +343,9 @@ def test_a_fixed_plan_keeps_its_uses_on_every_grid() -> None:
     fixed = ParallelPlan(2, 1, Parallelism.DOMAIN, {"fc*": Parallelism.MODEL}, overlapped=frozenset({"conv2"}))
     space = SearchSpace(fixed_plan=fixed)
     (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (4, 1)).best(AVERAGERS[0])
-    assert estimate.candidate.plan == replace(fixed, rows=4, cols=1)
+    assert estimate.candidate.plan == replace(fixed, rows=4, cols=1, overlapped=frozenset())  # too few rows for an interior
+    (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (2, 2)).best(AVERAGERS[0])
+    assert estimate.candidate.plan == replace(fixed, rows=2, cols=2)
     assert unsplit_plan(space, (1, 4)) == ParallelPlan(1, 4)
     free = GridEstimates(job, machine, RateCosts(machine), SearchSpace(), (4, 1)).best(AVERAGERS[0])[0]
     assert free.seconds <= estimate.seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from hpctrain.averaging.collective_schedule import EventKind
+from hpctrain.averaging.strategies import lazy
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.comm.link import LinkModel
+from hpctrain.core.intervals import ShardsOfRank
 from hpctrain.data.sampler import counts
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
@@ -32,18 +34,21 @@ from hpctrain.planner.step_program import (
     RankMemory,
     alike_ranks,
     exchanged_bytes,
+    predict,
     rank_memory,
     statistics_size,
     step_program,
 )
 from hpctrain.planner.tasks import BeginExchange, Compute, EndExchange, Happens, Merge, RankClass, StepMessage, StepProgram
 from hpctrain.trace.tracer import HOOKS
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.parallel.test_plan_reporter_random import draw_task
 from tests.support import nets
-from tests.support.planned import candidate_of, events_of, job_of, machine, observe
+from tests.support.planned import UNCOUNTED, Event, candidate_of, events_of, job_of, machine, observe
 from tests.support.sampling import amount
-from tests.support.training import Task, replica_of
+from tests.support.training import Task, batches, replica_of
 
 B, M, D = Parallelism
 
@@ -96,7 +101,8 @@ def memories(
         groups = [of_group for of_group in strategies if alike.split_rank in of_group.split_ranks]
         sizes = {one.parameter: one.size for of_group in groups for one in of_group.planned.layout.segments}
         schedules = [of_group.strategy.plan(LinkModel(0.0, 0.0)) for of_group in groups]
-        found.append((alike, rank_memory(job, alike.micro_batches, alike.samples, sizes, schedules)))
+        passes = job.passes(candidate)
+        found.append((alike, rank_memory(job, alike.micro_batches, alike.samples, sizes, schedules, passes)))
     return found
 
 
@@ -208,6 +214,94 @@ def test_ranks_do_what_the_tasks_say_in_their_order(rows: int, cols: int) -> Non
             expected[tuple(events_of(ranks.tasks))] += ranks.ranks
         assert Counter(tuple(of_rank.events) for of_rank in observed) == expected, where
         assert exchanged_bytes(program) == sum(of_rank.exchanged_bytes for of_rank in observed), where
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "micro_batches"), [(2, 2, 1), (2, 8, 1), (3, 12, 1), (3, 9, 1), (4, 24, 3), (2, 6, 2), (1, 4, 1)]
+)
+@pytest.mark.parametrize(("averager", "options"), [*AVERAGERS[:1], *AVERAGERS[2:5]], ids=lambda value: str(value))
+def test_shards_run_side_by_side_and_send_all_their_sums(
+    averager: str, options: dict[str, object], ranks: int, shards: int, micro_batches: int
+) -> None:
+    """Would find a program that ignores `exact`: its messages, additions, passes and samples of a rank, and its memory."""
+    task = replace(task_of(1, ranks, micro_batches=micro_batches), batch=25, samples=25, exact_shards=shards)
+    program = program_of(task, averager, options, None)
+    observed = observe(task, averager, options)
+
+    def distinct(events: Sequence[Event]) -> tuple[Event, ...]:
+        """The shards of a pass ask for the same parameters; the step's message has a tree of its own, simulated as a sum."""
+        return tuple(event for event in dict.fromkeys(events) if event[0] != "message")
+
+    expected = Counter[tuple[Event, ...]]()
+    for of_class in program.classes:
+        expected[distinct(events_of(of_class.tasks))] += of_class.ranks
+    assert Counter(distinct(of_rank.events) for of_rank in observed) == expected
+    assert exchanged_bytes(program) == sum(of_rank.exchanged_bytes for of_rank in observed)
+
+    def bytes_and_samples(comm):  # type: ignore[no-untyped-def]
+        replica = replica_of(task, comm, virtual_engine(comm), Sharded, nominal_batch=task.batch)
+        (averager,) = replica.averagers.values()
+        return len(averager.gradients._buffers), replica.passes  # type: ignore[union-attr]
+
+    buffers, passes = run_virtual(ranks, bytes_and_samples)[0]
+    ((alike, memory), *_) = memories(task)
+    assert memory.gradients == (1 + buffers) * memory.parameters
+    assert job_of(task).passes(candidate_of(task, averager, options)) == passes
+    assert sum(alike.additions) == shards // ranks - len(ShardsOfRank(0, ranks, shards).sums)
+
+
+def test_additions_and_smaller_parts_make_an_exact_step_longer() -> None:
+    """Would find shards that cost nothing: in a step of one rank, additions are the only averaging before the update."""
+    seconds = []
+    for shards in (None, 2, 8):
+        task = replace(task_of(1, 1), batch=24, samples=24, exact_shards=shards)
+        (of_class,) = program_of(task, "sharded", {}, None).classes
+        computing = [one for one in of_class.tasks if isinstance(one, Compute)]
+        sums = sum(one.seconds for one in computing if one.row == HOOKS)
+        seconds.append((sums, sum(one.seconds for one in computing) - sums))
+    (no_sums, whole), (one, halves), (seven, eighths) = seconds
+    assert no_sums == 0.0
+    assert one > 0.0
+    assert seven == pytest.approx(7 * one)
+    assert whole < halves < eighths
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("optimizer", [Sgd, Lamb])
+def test_a_cycle_of_lazy_has_the_bytes_of_its_steps(
+    rows: int, cols: int, optimizer: Callable[[], Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would find a lazy averager that is predicted as if it sent all layers in each step, or never checked its interval."""
+    monkeypatch.setattr(lazy, "next_interval", lambda *numbers: numbers[-1])  # the interval grows at once and remains
+    use = Parallelism.MODEL if rows > 1 else Parallelism.BATCH
+    task = replace(task_of(rows, cols, use), optimizer=optimizer, samples=11 * 11, steps=11)
+    options: dict[str, object] = {"layers": 2, "max_interval": 3, "check_every": 2, "bucket_bytes": 200, "replan": False}
+
+    def counted(comm: ThreadCommunicator) -> int:
+        counters = Counters()
+        on_wire = CountingCommunicator(comm, counters)
+        replica = replica_of(task, on_wire, virtual_engine(comm), lazy.Lazy, nominal_batch=task.batch, **options)
+        sent = []
+        for batch in batches(task, replica.groups.position, comm.size, replica.tiles):
+            replica.step(batch, task.lr)
+            replica.drain()
+            replica.settle()
+            sent.append(averaging_only(counters))
+        return sent[10] - sent[4]  # without, without, with front layers; without, without, with a check of the interval
+
+    def averaging_only(counters: Counters) -> int:
+        counts = counters.snapshot()
+        names = [key for key in counts if key[0] not in UNCOUNTED and not key[0].endswith("interval")]
+        return sum(counts[key].exchanged_bytes for key in names)
+
+    of_cycle = sum(run_virtual(rows * cols, counted))
+    nodes = machine(rows * cols)
+    predicted = predict(job_of(task), candidate_of(task, "lazy", options), nodes, RateCosts(nodes))
+    assert predicted.exchanged_bytes == round(of_cycle / 6)
+    whole = predict(job_of(task), candidate_of(task, "lazy", {**options, "max_interval": 1}), nodes, RateCosts(nodes))
+    if cols * rows > 1:
+        assert predicted.exchanged_bytes < whole.exchanged_bytes
+        assert predicted.step.seconds < whole.step.seconds
 
 
 @pytest.mark.slow

@@ -53,11 +53,13 @@ from hpctrain.planner.configured_search import (
     overrides,
     plot,
     ranks_per_node_choices,
+    run_search,
     search_layouts,
     with_candidate,
     write_trace,
     written,
 )
+from hpctrain.planner.estimates import GridEstimates
 from hpctrain.planner.group_schedules import group_strategies
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
@@ -74,6 +76,7 @@ from hpctrain.planner.planned_run import (
 from hpctrain.planner.program_timing import processor_model
 from hpctrain.planner.search import UNCERTAIN_SHARE, search
 from hpctrain.planner.search_space import SearchSpace, configured_space
+from hpctrain.planner.step_program import predict, step_program
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.train.replica import Replica
@@ -204,6 +207,38 @@ def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
 def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tuple[str, ...], arrays: int) -> None:
     config, _ = load(CIFAR, ["batch=12", "backend=numpy", *overrides])
     assert prepare(config, 2, (32, 32, 3), 10).job.state_arrays == arrays
+
+
+@pytest.mark.parametrize("averager", ["blocking", "bucketed", "priority", "sharded"])
+@pytest.mark.parametrize(
+    ("optimizer", "decay", "accesses", "passes", "norms"),
+    [
+        ("{name: sgd, lr: 0.1, momentum: 0.0}", "null", 3, 2, False),
+        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4}", "null", 5, 3, False),
+        ("{name: sgd, lr: 0.1, nesterov: true, weight_decay: 1.0e-4}", "null", 5, 5, False),
+        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4, clip_norm: 1.0}", "null", 5, 3, True),
+        ("{name: lars, lr: 0.1, weight_decay: 1.0e-4}", "null", 5, 3, True),
+        ("{name: adamw, lr: 0.1}", "null", 7, 6, False),
+        ("{name: lamb, lr: 0.1}", "null", 10, 8, True),
+        ("{name: adamw, lr: 0.1}", "0.9", 10, 7, False),
+    ],
+)
+def test_the_step_contains_the_memory_traffic_of_its_optimiser(
+    averager: str, optimizer: str, decay: str, accesses: int, passes: int, norms: bool
+) -> None:
+    """Would find a planner for which all optimisers cost as much as SGD, and norms that only one kind of averager pays for."""
+    config, _ = load(CIFAR, ["batch=12", "backend=numpy", f"averager={averager}", f"optimizer={optimizer}", f"ema.decay={decay}"])
+    job = prepare(config, 1, (32, 32, 3), 10).job
+    machine = machine_of(ranks_per_node=1, flops_per_second=1e12)
+    updates = 0.0
+    for alike in step_program(job, Candidate(ParallelPlan(1, 1), AveragerChoice(averager)), machine, RateCosts(machine)).classes:
+        updates += sum(alike.update_seconds.values())
+    of_update = 1 + 5 * (accesses + 2 * passes) / 11  # in accesses, with the check of the result
+    in_operation = averager in ("priority", "sharded")  # whose norms are an operation of their own
+    expected = of_update + 8 * (norms and not in_operation)
+    assert updates == pytest.approx(expected * 4 / 1e12)
+    with_norms = job.element_seconds(RateCosts(machine), 1000, squares=True)
+    assert with_norms == pytest.approx((of_update + 8 * norms) * 4 / 1e12)
 
 
 LINK = Link((LinkSegment(0, 1e-5, 1e-8),))
@@ -413,11 +448,27 @@ def test_configured_threads_and_the_batch_limit_the_ranks_per_node() -> None:
     assert [one.refusal for one in outcome.layouts] == ["", "", "4 ranks exceed the batch of 3 samples"]
     fixed = search_layouts(layout_task(machine, 6, "threads=2"), 3)
     assert [(one.ranks_per_node, one.threads, one.task.ranks) for one in fixed.layouts] == [(3, 2, 6)]
+    wide = search_layouts(layout_task(machine, 2, "threads=5"))  # 2 ranks of 5 threads exceed the 8 cores, 1 rank does not
+    assert "too few for 2 ranks per node with 5 threads" in wide.layouts[0].refusal
+    assert (wide.task.ranks, wide.note) == (1, "The fastest choice is 1 rank per node with 5 threads per rank.")
     smaller = search_layouts(layout_task(machine, 2, "batch=1"))  # the machine's number is impossible, another one is not
     assert "batch" in smaller.layouts[0].refusal
     assert (smaller.task.ranks, smaller.note) == (1, "The fastest choice is 1 rank per node with 8 threads per rank.")
     with pytest.raises(ConfigError, match="batch is 3, "):
         search_layouts(layout_task(machine, 12, "batch=3"))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_search_that_compares_no_layouts_has_the_configured_threads(threads: int) -> None:
+    """Would find the times of one thread per core for a rank with fewer or more threads, as in `plan simulate` before."""
+    machine = nodes_of_cores(8, 4, scales=True)
+    outcome = run_search(layout_task(machine, 3, f"threads={threads}"))
+    assert outcome.task.machine.ranks_per_node == min(4, 8 // threads)
+    usual = run_search(layout_task(machine, 3))
+    on_layout = outcome.result.best.prediction.step.table.total.compute_seconds
+    assert on_layout == pytest.approx(usual.result.best.prediction.step.table.total.compute_seconds * 2 / threads, rel=0.2)
+    unknown = replace(machine, single_thread_rates={})
+    assert run_search(layout_task(unknown, 3, f"threads={threads}")).task.machine == unknown
 
 
 def test_another_machine_cannot_be_measured_here() -> None:
@@ -474,6 +525,52 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
     assert (space.fixed_averager, space.fixed_micro_batches) == (AveragerChoice("bucketed", {"bucket_bytes": 4096}), 2)
     assert space.fixed_plan is not None
     assert space.fixed_plan.use_of("stage1.conv") is Parallelism.DOMAIN
+
+
+@pytest.mark.parametrize("plan", ["kept", "open"])
+@pytest.mark.parametrize(
+    ("options", "tiles", "overlapped"),
+    [(("grid.tiles=[2,2]",), (2, 2), frozenset()), (("grid.overlap=['stage*.conv']",), None, frozenset({"stage2.conv"}))],
+)
+def test_a_kept_grid_keeps_its_tiles_and_overlapped_layers(
+    options: tuple[str, ...], tiles: tuple[int, int] | None, overlapped: frozenset[str], plan: str
+) -> None:
+    """Would find a search that drops keys of a kept grid, keeps those of an open one, or names layers that a run would refuse."""
+    words = ("grid.rows=4", "grid.cols=1", "plan.default=domain", *options)
+    kept = grid_task(*words, keep=("grid", "averager", "micro_batches", *(("plan",) if plan == "kept" else ())))
+    space, job = space_of(kept), on_any_grid(kept).job
+    for choice in (AveragerChoice(), AveragerChoice("blocking")):
+        for estimate in GridEstimates(job, MACHINE, RateCosts(MACHINE), space, (4, 1)).best(choice):
+            found = estimate.candidate.plan
+            assert found.tiles == tiles
+            if plan == "kept":
+                assert overlapped == found.overlapped
+            config = with_candidate(kept.config, estimate.candidate)
+            prepare(config, 4, IMAGE, 10)  # refuses names without effect
+            assert config.grid.tiles == tiles
+    domain = GridEstimates(job, MACHINE, RateCosts(MACHINE), space, (4, 1))
+    uses = [None if plan == "kept" else Parallelism.DOMAIN] * domain.segment_count
+    assert overlapped <= domain.of_uses(AveragerChoice(), uses).candidate.plan.overlapped
+    opened = space_of(grid_task(*words, keep=("plan",)))
+    assert opened.fixed_plan is not None
+    assert (opened.fixed_plan.tiles, opened.fixed_plan.overlapped) == (None, frozenset())
+
+
+@pytest.mark.parametrize(("rows", "per_node"), [(2, 1), (4, 2)])
+def test_an_interior_hides_its_halo(rows: int, per_node: int) -> None:
+    """Would find a program in which overlapped halos are exchanged before the interior is computed."""
+    link = Link((LinkSegment(0, 2e-3, 1e-9),))
+    slow = Machine("slow", 4, per_node, 1.0, 1 << 34, link, link, 1, dict.fromkeys(OperatorClass, OperatorRate(1e9, 1e9, 1e-6)))
+    words = (f"grid.rows={rows}", "grid.cols=1", "plan.default=domain", "batch=4", "model.width=2.0")
+    exposed = {}
+    for overlap in ("[]", "['stage2.conv']"):
+        config, _ = load(GRID, ("backend=numpy", *words, f"grid.overlap={overlap}"))
+        task = prepare(config, rows, IMAGE, 10)
+        exposed[overlap] = predict(task.job, task.candidate, slow, RateCosts(slow))
+    before, after = exposed.values()
+    assert after.step.exposed_seconds < before.step.exposed_seconds - 1e-4
+    assert after.step.seconds < before.step.seconds
+    assert after.exchanged_bytes == before.exchanged_bytes
 
 
 @pytest.mark.parametrize(("keep", "grid"), [((), (1, 4)), (("grid",), (2, 2))])

@@ -17,7 +17,7 @@ from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.planned_run import state_arrays
+from hpctrain.planner.planned_run import state_arrays, update_factor
 from hpctrain.planner.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
 from hpctrain.train.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -27,7 +27,7 @@ from tests.support import training
 from tests.support.averaging import Forwarding
 
 _STATISTICS = {"statistics": "all", "split statistics": "split", "data statistics": "data"}
-_UNCOUNTED = ("messages", "samples norms", "data norms")
+UNCOUNTED = ("messages", "messages sums", "samples norms", "data norms")
 #: (kind, what or whose, bytes or "")
 Event = tuple[str, str, int]
 
@@ -60,6 +60,8 @@ def job_of(task: training.Task) -> Job:
         optimizer.norms_needed,
         make_strategy,
         state_arrays=state_arrays(optimizer, averages=task.ema is not None),
+        update_factor=update_factor(optimizer, state_arrays(optimizer, averages=False)),
+        shards=task.exact_shards,
     )
 
 
@@ -122,7 +124,7 @@ def _one_step(task: training.Task, replica: Replica, ranks: int, counters: _Reco
     replica.drain()
     replica.settle()
     counts = counters.since(before)
-    observed.exchanged_bytes = sum(counts[name, kind].exchanged_bytes for name, kind in counts if name not in _UNCOUNTED)
+    observed.exchanged_bytes = sum(counts[name, kind].exchanged_bytes for name, kind in counts if name not in UNCOUNTED)
 
 
 class _Recorder(Counters):

@@ -30,6 +30,8 @@ from hpctrain.planner.simulation.transfers import StageTransfer
 from hpctrain.planner.tasks import AveragedGroup, GroupPlacement
 
 _SQUARES_BYTES = 16  # per parameter: two numbers of 8 bytes
+# Squares of weight and gradient, which are converted to float64, take as long as this number of accesses per element (measured).
+_SQUARE_ACCESSES = 8
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,8 @@ def group_tasks(
 
 def _all_gradients(group: AveragedGroup, machine: Machine, element_seconds: float) -> OperationTask:
     n_bytes = group.elements * group.item_bytes
-    stages = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding).stages(
-        OperationKind.ALLREDUCE, n_bytes
-    )
+    costs = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding, group.shards)
+    stages = costs.stages(OperationKind.ALLREDUCE, n_bytes)
     update = group.elements * element_seconds
     return OperationTask("all gradients", Stream.GRADIENTS, stages, (), (), (), update_seconds=update, parameter=group.name)
 
@@ -139,7 +140,7 @@ class _Pricing:
         product_seconds: Mapping[str, float],
     ) -> None:
         self._group, self._schedule = group, schedule
-        self._costs = MessageCosts(machine, group.placement, group.levels, group.item_bytes, group.rounding)
+        self._costs = MessageCosts(machine, group.placement, group.levels, group.item_bytes, group.rounding, group.shards)
         # The stream of norms does not use the order of the levels.
         self._norms_costs = MessageCosts(machine, group.placement, None, group.item_bytes)
         self._element_seconds, self._product_seconds = element_seconds, product_seconds
@@ -213,7 +214,7 @@ class _Pricing:
 
     def _square_seconds(self, piece: Slice) -> float:
         """Return the time to square owned parameters and gradients."""
-        return self._costs.memory_seconds(2 * self._updated(piece) * self._group.item_bytes)
+        return self._costs.memory_seconds(_SQUARE_ACCESSES * self._updated(piece) * self._group.item_bytes)
 
 
 @dataclass(frozen=True)

@@ -196,8 +196,8 @@ class StepTasks:
 def simulate(program: StepProgram, machine: Machine, options: SimulationOptions | None = None) -> SimulatedStep:
     """Simulate several steps of a program, and return the last one.
 
-    One process represents all ranks with equal surroundings, so the cost hardly depends on the number of ranks. Lazy averaging is
-    simulated in its initial state, in which all layers are averaged in every step.
+    One process represents all ranks with equal surroundings, so the cost hardly depends on the number of ranks. All steps post
+    the operations of the groups' schedules.
 
     Args:
         options: options; None: the defaults.

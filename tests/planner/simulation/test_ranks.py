@@ -259,9 +259,9 @@ def test_norms_of_some_slices_are_prepared_and_sent_by_themselves() -> None:
     schedule = replace(schedule, operations=(*reductions, *norms, *gathers))
     rate = {OperatorClass.MEMORY: OperatorRate(1.0, 100.0, 0.0)}
     late, front, *behind = group_tasks(_group(schedule), replace(MACHINE, rates=rate), 0.0).operations[len(reductions) :]
-    # The first rank owns 5, 11 and 16 elements: sums are copied (read and written), parameters and gradients are read.
-    assert late.prepare_seconds == pytest.approx((2 + 2) * (11 + 16) * ITEM_BYTES / 100)
-    assert front.prepare_seconds == pytest.approx((2 + 2) * 5 * ITEM_BYTES / 100)
+    # The first rank owns 5, 11 and 16 elements: sums are copied (read and written), and squares take eight accesses.
+    assert late.prepare_seconds == pytest.approx((2 + 8) * (11 + 16) * ITEM_BYTES / 100)
+    assert front.prepare_seconds == pytest.approx((2 + 8) * 5 * ITEM_BYTES / 100)
     for task, parameters in ((late, 2), (front, 1)):
         assert task.stages == collective_costs.stages(MACHINE, OperationKind.NORMS, 16 * parameters, placement(2))
         assert task.stream is Stream.NORMS
