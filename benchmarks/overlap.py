@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "sharded": ("sharded", {"fc_exchange": "never"}),
     "sharded-auto": ("sharded", {"fc_exchange": "auto"}),
     "sharded-auto-measured": ("sharded", {"fc_exchange": "auto", "sizes": "measured"}),
+    "priority-auto": ("priority", {"fc_exchange": "auto"}),
     "sharded-measured": ("sharded", {"fc_exchange": "never", "sizes": "measured"}),  # sizes of slices, not by rule
     "sharded-one-level": ("sharded", {"fc_exchange": "never", "two_level": False}),  # where hosts have several ranks
     "priority": ("priority", {"fc_exchange": "never"}),
@@ -165,7 +166,7 @@ def write_settings(chosen: argparse.Namespace, directory: Path, peers: int) -> t
     values = {
         "shape": chosen.shape.as_dict(),
         "kernels": chosen.kernels,
-        "variants": {name: VARIANTS[name] for name in chosen.variants},
+        "variants": {name: VARIANTS[name.partition("@")[0]] for name in chosen.variants},
         "rounds": chosen.rounds,
         "out": str(out),
         "steps": chosen.steps,
@@ -185,7 +186,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shared-memory", action="store_true", help="on this machine, without links")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--variants", help="by default all that differ on these hosts")
+    parser.add_argument(
+        "--variants",
+        help="by default all that differ on these hosts; NAME@MODE: with that progress, NAME@test+1: one call a test",
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=6, help="untimed steps of strategies that order messages by times")
     parser.add_argument("--nice", type=int, default=0, help="of all processes; below 0 ahead of others on this machine")
@@ -216,12 +220,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def choose_variants(parser: argparse.ArgumentParser, asked: list[str]) -> list[str]:
     """The variants asked for, with those that all others are compared with."""
     for name in asked:
-        if name not in VARIANTS:
+        if name.partition("@")[0] not in VARIANTS:
             parser.error(f"there is no variant {name}; there are {', '.join(VARIANTS)}")
-    wanted = [name for name in VARIANTS if name in asked or name in _NEEDED]
+    wanted = [*_NEEDED, *(name for name in asked if name not in _NEEDED)]
     known = AVERAGERS.names()
     for name in wanted:
-        choice = VARIANTS[name]
+        choice = VARIANTS[name.partition("@")[0]]
         if choice is not None and choice[0] not in known:
             parser.error(f"variant {name} needs the averager {choice[0]}; there are {', '.join(known)}")
     return wanted

@@ -38,6 +38,7 @@ from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 
 PEER_KINDS = ("ddp", "compute-only")
 _LR = 1e-4
+_MOST_CALLS = mpi._MOST_CALLS
 _LINK_BYTES = 64 << 20  # of the message that measures the link
 _LINK_TRIALS = 3
 _POLL_SECONDS = 300e-6  # between two looks at a bare operation: what it costs the core, without the price of spinning
@@ -81,12 +82,13 @@ class Settings:
 
 @dataclass
 class Variant:
-    """One strategy, ready to step."""
+    """One strategy, ready to step. calls: maximum number of MPI calls of a test; 0: as usual."""
 
     replica: Replica
     counters: Counters
     mode: ProgressMode
     warmup: int
+    calls: int = 0
 
 
 class Rank:
@@ -109,7 +111,7 @@ class Rank:
         self._own_part = np.zeros(self.network.groups["all"].size, np.float32)
         self.say("progress mode")
         self.mode, self.mode_reason = self._progress_mode()
-        self.variants = {name: self._variant(choice) for name, choice in settings.variants.items()}
+        self.variants = {name: self._variant(name, choice) for name, choice in settings.variants.items()}
         self.peer = Peer(settings.peers[self.world.rank]) if settings.peers else None
 
     def _split(self, name: str) -> Communicator:
@@ -130,29 +132,31 @@ class Rank:
         assert hiding is not None, "every exchange is worth a measurement"
         return comm.broadcast_object(progress_mode.choose(hiding)), str(hiding)
 
-    def _variant(self, choice: tuple[str, dict[str, Any]] | None) -> Variant:
+    def _variant(self, name: str, choice: tuple[str, dict[str, Any]] | None) -> Variant:
         counters = Counters()
         groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), 1, self.world.size))
         if choice is None:  # one rank's blocking averaging is the local update, whole
             choice, groups = ("blocking", {}), groups.alone()
-        name, options = choice
+        averager, options = choice
         passes = options.get("passes", {})  # of the replica
         options = {key: value for key, value in options.items() if key != "passes"}
         replica = Replica(
             self.network,
             groups=groups,
             progress=self.progress,
-            strategy=partial(make_strategy, name, options),
+            strategy=partial(make_strategy, averager, options),
             optimizer=partial(Sgd, momentum=0.9),
             nominal_batch=self.batch.global_count,
             **passes,
         )
         replica.agree()
         # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
-        mode = ProgressMode.NONE if choice[0] == "blocking" else self.mode
+        mode = ProgressMode.NONE if averager == "blocking" else self.mode
+        asked, _, calls = name.partition("@")[2].partition("+")
+        mode = ProgressMode(asked) if asked else mode
         # Orders that follow from measurements need their steps; for all others two make connections and buffers.
         warmup = self.settings.warmup if hasattr(replica.strategies["all"].options, "replan") else 2
-        return Variant(replica, counters, mode, warmup)
+        return Variant(replica, counters, mode, warmup, int(calls or 0))
 
     def barrier(self) -> None:
         self.progress.wait(self.progress.queue(self.bare_comm).post(self.bare_comm.ibarrier, "barrier"))
@@ -164,7 +168,7 @@ class Rank:
         forward is paid for; bytes are those of the whole turn.
         """
         settings = self.settings
-        progress_mode.apply(self.progress, variant.mode)
+        self._apply(variant)
         self.barrier()
         sent, counted = sent_bytes(), variant.counters.snapshot()
         for _ in range(settings.lead):
@@ -186,6 +190,10 @@ class Rank:
             "payload_bytes": exchanged / steps,
         }
 
+    def _apply(self, variant: Variant) -> None:
+        progress_mode.apply(self.progress, variant.mode)
+        mpi._MOST_CALLS = variant.calls or _MOST_CALLS
+
     def _settle(self, variant: Variant) -> None:
         variant.replica.drain()
         variant.replica.settle()
@@ -194,7 +202,7 @@ class Rank:
 
     def warm_up(self, variant: Variant) -> None:
         """Steps that are not measured: set-up, and whatever a strategy measures by itself."""
-        progress_mode.apply(self.progress, variant.mode)
+        self._apply(variant)
         for _ in range(variant.warmup):
             self._step(variant)
         self._settle(variant)

@@ -13,8 +13,6 @@ SHARED_MEMORY = "shared memory"  # in place of a rate
 Rounds = dict[str, list[dict[str, float]]]
 _PEER = "peer ddp"
 _PEER_ALONE = "peer compute-only"
-#: strategies that may exchange a linear layer's factors in place of its gradients; all others always send gradients
-_FACTORED = ("sharded-auto",)
 
 
 class Analysis:
@@ -34,6 +32,8 @@ class Analysis:
         self._wire_bytes: dict[str, int] = facts.get("wire_bytes", self.payload)
         self.cheapest = min(self.payload, key=lambda kind: self.payload[kind])
         self.names = [name for name in self._rounds if not name.startswith(("bare ", "peer "))]
+        variants = run["settings"]["variants"]
+        self._exchanging = {name for name, choice in variants.items() if choice and choice[1].get("fc_exchange") == "auto"}
         self.has_peer = _PEER in self._rounds
         self._shaped = run["rate"] != SHARED_MEMORY  # memory has no wire to hide
 
@@ -51,7 +51,7 @@ class Analysis:
 
     def kind(self, name: str) -> str:
         """The payload that a strategy sends."""
-        return "factors" if name in _FACTORED else "gradients"
+        return "factors" if name in self._exchanging else "gradients"
 
     def limit(self, kind: str) -> Interval:
         """Seconds."""
@@ -129,7 +129,7 @@ _COLUMNS: dict[str, str] = {
     "over_ddp": "over DDP",
     "exposed_over_ddp": "exposed / DDP's",
 }
-_ROW = "{:<14}" + " {:>22}" * len(_COLUMNS) + " {:>8}"
+_ROW = "{:<22}" + " {:>22}" * len(_COLUMNS) + " {:>8}"
 
 
 def report(result: dict[str, Any], say: Callable[[str], None] = print) -> None:

@@ -69,8 +69,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="traced steps of a turn, after one that is not")
     parser.add_argument("--pixels", type=int)
     parser.add_argument("--batch", type=int, help="images per rank")
-    parser.add_argument("--poll-share", type=float, default=0.0, help="of an operator's time, for polls after it; 0: one poll")
-    parser.add_argument("--sleeps-at-once", action="store_true", help="waits sleep between polls from their first one on")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--report", type=Path, nargs="+", help="print the report of earlier runs' JSON; runs nothing")
@@ -94,7 +92,6 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         settings, out = directory / "settings.json", directory / "result.json"
         values = {"shape": shape.as_dict(), "averager": chosen.averager, "options": json.loads(chosen.options)}
         values |= {"modes": chosen.modes, "rounds": chosen.rounds, "steps": chosen.steps, "out": str(out)}
-        values |= {"poll_share": chosen.poll_share, "sleeps_at_once": chosen.sleeps_at_once}
         settings.write_text(json.dumps(values))
         command = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.posting_ranks", str(settings)]
         if chosen.shared_memory:
@@ -111,7 +108,6 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(out.read_text())
     link = f"shared memory, {chosen.cores} cores a rank" if chosen.shared_memory else f"{chosen.rate} between hosts of one core"
     result |= {"shape": shape.as_dict(), "averager": chosen.averager, "link": link, "machine": machine_facts()}
-    result |= {"poll_share": chosen.poll_share, "sleeps_at_once": chosen.sleeps_at_once}
     path = chosen.out or _ROOT / "benchmarks/results" / f"posting-{chosen.model}.json"
     write_json(path, result)
     print(f"written: {path}", flush=True)

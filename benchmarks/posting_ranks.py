@@ -20,7 +20,6 @@ from hpctrain.comm import mpi, progress_mode
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.comm.waiting import SLEEPS_AT_ONCE, FurtherPolls
 from hpctrain.data.loader import LoaderRank
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
@@ -37,10 +36,7 @@ _WARM_UP_STEPS = 6
 
 @dataclass(frozen=True)
 class Settings:
-    """The request of `posting.py`. steps: traced ones of a turn, after one that is not. out: JSON, written by rank 0.
-
-    poll_share: of an operator's time that polls after it may take; 0: there is one. sleeps_at_once: waits do not poll for long.
-    """
+    """The request of `posting.py`. steps: traced ones of a turn, after one that is not. out: JSON, written by rank 0."""
 
     shape: dict[str, Any]
     averager: str
@@ -49,8 +45,6 @@ class Settings:
     rounds: int
     steps: int
     out: str
-    poll_share: float = 0.0
-    sleeps_at_once: bool = False
     deadline_seconds: float = 300.0
 
 
@@ -91,10 +85,6 @@ class _Turns:
         self._progress = ProgressEngine(
             rank=self.world.rank, deadline_seconds=settings.deadline_seconds, abort=self.world.abort, trace=self._trace
         )
-        if settings.poll_share:
-            self._progress.further_polls = FurtherPolls(settings.poll_share)
-        if settings.sleeps_at_once:
-            self._progress.wait_policy = SLEEPS_AT_ONCE
         model, image_shape = catalogue.build(shape.family, shape.options), (shape.pixels, shape.pixels, 3)
         place: LoaderRank = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
         self._batch = made_up_batch(shape, place)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -281,8 +281,17 @@ def not_empty(array: Array) -> Array:
 _DTYPES = {char: np.dtype(char).name for char in "fdilqBH"}
 
 
+# Maximum number of MPI calls of one test. With TCP, each call moves at most 64 KiB of each message.
+_MOST_CALLS = 64
+# A call that moves data takes a system call and a copy, at least this many times as long as the shortest call.
+_MOVING = 4
+
+
 class MpiHandle:
     """A posted MPI operation. It holds its buffers until it is complete.
+
+    A test calls MPI repeatedly while the calls move data, which their duration shows. A transport with small buffers would
+    otherwise idle during the next operator, because a call moves only what is in the buffers.
 
     Args:
         request: MPI request of mpi4py.
@@ -292,6 +301,7 @@ class MpiHandle:
     """
 
     __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
+    _shortest_ns: ClassVar[int] = 1 << 62
 
     def __init__(self, request: Any, operation: str, buffer: Array | None = None, lost: LostRanks | None = None) -> None:
         self._request, self._lost = request, lost
@@ -304,13 +314,24 @@ class MpiHandle:
     def test(self) -> bool:
         if self._lost is not None:
             return self._test_with_losses(self._lost)
-        complete: bool = self._request.Test()
-        return complete
+        return self._complete()
+
+    def _complete(self) -> bool:
+        """Drive messages while MPI moves data, and return whether the operation is complete."""
+        now = time.perf_counter_ns()
+        for _ in range(_MOST_CALLS):
+            if self._request.Test():
+                return True
+            begin, now = now, time.perf_counter_ns()
+            if now - begin <= _MOVING * MpiHandle._shortest_ns:
+                MpiHandle._shortest_ns = min(MpiHandle._shortest_ns, now - begin)
+                break
+        return False
 
     def _test_with_losses(self, lost: LostRanks) -> bool:
         """Test the operation if MPI continues after the loss of a rank."""
         try:
-            complete: bool = self._request.Test()
+            complete = self._complete()
         except lost.error as error:
             lost.ended(self)
             lost.check(error)

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO, cast
 
 from hpctrain.comm.base import Communicator, Handle, LateHandle
-from hpctrain.comm.waiting import FurtherPolls, ProgressThread, WaitPolicy
+from hpctrain.comm.waiting import ProgressThread, WaitPolicy
 from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.flight.recorder import FlightNotes, FlightRecorder
 from hpctrain.launch import process_end
@@ -309,11 +309,6 @@ class PostingQueue:
         """Whether no operation is waiting or in flight."""
         return not self._waiting and not self._in_flight
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether any operation is in flight."""
-        return bool(self._in_flight)
-
     def due(self) -> bool:
         """Return whether the queue has an operation in flight to test, or a head whose dependencies are complete."""
         return True if self._in_flight else bool(self._waiting) and self._waiting[0].ready()
@@ -437,7 +432,6 @@ class ProgressEngine:
         waited_seconds: total time of all waits so far, which is exposed communication.
         account: account of the time spent on messages.
         wait_policy: rules for polling, yielding and sleeping in waits.
-        further_polls: limit of the polls after an operator; None: one poll after each.
         polls_between_operators: whether `operator_done` polls.
         notes: notes for the flight record.
         explain: function that returns lines about other ranks, to print at a deadline.
@@ -461,7 +455,6 @@ class ProgressEngine:
         self.deadline_seconds = deadline_seconds
         self.waited_seconds = 0.0
         self.polls_between_operators = True
-        self.further_polls: FurtherPolls | None = None
         self.wait_policy = WaitPolicy()
         self.trace, self.flight, self.notes = trace, flight, FlightNotes(flight)
         self.explain: Callable[[], Sequence[str]] = lambda: ()
@@ -534,17 +527,8 @@ class ProgressEngine:
         """Drive messages between two operators if `polls_between_operators` is set, and note that this rank is alive."""
         if self.flight is not None:
             self.flight.beats += 1
-        if not self.polls_between_operators:
-            return
-        policy = self.further_polls
-        if policy is None:
+        if self.polls_between_operators:
             self.poll()
-            return
-        policy.begin(self._clock())
-        self.poll()
-        while policy.another(self._clock()) and any(queue.in_flight for queue in self._queues.values()):
-            self.poll()
-        policy.end(self._clock())
 
     def start_thread(self, *, posts: bool = False) -> None:
         """Start a second thread that works inside `computing`.

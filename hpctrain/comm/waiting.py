@@ -1,8 +1,8 @@
 """Rules for waits and polls, a thread that drives messages, and a deadline for phases without polls.
 
-`WaitPolicy` defines when a wait sleeps between polls. `FurtherPolls` limits the polls after an operator. `ProgressThread` passes
-over the queues while kernels run. All three are used by `progress.py`. `guard` sets a deadline for phases without polls, such as
-the start of MPI or opening a file on a network file system.
+`WaitPolicy` defines when a wait sleeps between polls. `ProgressThread` passes over the queues while kernels run. Both are
+used by `progress.py`. `guard` sets a deadline for phases without polls, such as the start of MPI or opening a file on a network
+file system.
 """
 
 from __future__ import annotations
@@ -52,44 +52,8 @@ class WaitPolicy:
         return max(self.sleep_seconds, min(self.growing_share * waited_seconds, self.longest_seconds))
 
 
-#: policy for ranks that share a core, because a polling rank takes it from the rank that it waits for
-SLEEPS_AT_ONCE = WaitPolicy(offering_seconds=0.0)
-
 #: policy for start-up with more ranks than cores on a node; if 63 ranks poll every 50 us, the rank that they wait for is slow
 MORE_RANKS_THAN_CORES = WaitPolicy(growing_share=0.02)
-
-
-class FurtherPolls:
-    """Limit of the number of polls after an operator, by a share of the operator's time.
-
-    A message that moves in many small pieces, as over TCP, advances by one piece per poll. A poll is expected to take as long as
-    the previous one. Each operator is followed by at least one poll, and by a second one only if it lasted `1 / share` times as
-    long as both polls.
-
-    Args:
-        share: share of an operator's time that all polls after it may take, in [0, 1].
-    """
-
-    def __init__(self, share: float) -> None:
-        assert 0 <= share <= 1
-        self._share = share
-        self._ended_seconds: float | None = None
-        self._begin_seconds = self._latest_seconds = self._allowed_seconds = 0.0
-
-    def begin(self, now: float) -> None:
-        """Note that an operator ends at time `now`, on any clock, and that the first poll begins."""
-        operator_seconds = 0.0 if self._ended_seconds is None else now - self._ended_seconds
-        self._allowed_seconds = self._share * operator_seconds
-        self._begin_seconds = self._latest_seconds = now
-
-    def another(self, now: float) -> bool:
-        """Return whether one more poll may begin, given that the last one has ended at time `now`."""
-        poll_seconds, self._latest_seconds = now - self._latest_seconds, now
-        return now - self._begin_seconds + poll_seconds <= self._allowed_seconds
-
-    def end(self, now: float) -> None:
-        """Note that the last poll has ended at time `now` and the next operator begins."""
-        self._ended_seconds = now
 
 
 #: time between two passes; shorter intervals take time from kernels, longer ones leave the link idle between parts of a message

@@ -95,7 +95,7 @@ def _job(
         make_strategy,
         optimizer.momentum,
         state + int(averages),
-        update_factor(optimizer, state),
+        update_factor(optimizer, state, averages=averages),
         shards,
     )
 
@@ -106,17 +106,19 @@ _PASS_ACCESSES = 2.0
 _REFERENCE_ACCESSES = 5 + _PASS_ACCESSES * 3
 
 
-def update_factor(optimizer: Optimizer, state: int) -> float:
+def update_factor(optimizer: Optimizer, state: int, *, averages: bool = False) -> float:
     """Return the time of an optimiser's update, without norms, relative to that of SGD with momentum and weight decay.
 
     An update reads the weight and the gradient, writes the weight, and reads and writes each array of the state. If the optimiser
-    prepares norms, it also writes the gradient, and reads it and the weight once more.
+    prepares norms, it also writes the gradient, and reads it and the weight once more. An average of the weights takes one more
+    pass with three accesses.
 
     Args:
         state: number of arrays of the optimiser's state.
+        averages: whether an average of the weights is kept.
     """
-    accesses = 3 + 2 * state + 3 * optimizer.prepares_norms
-    return (accesses + _PASS_ACCESSES * optimizer.passes) / _REFERENCE_ACCESSES
+    accesses = 3 + 2 * state + 3 * optimizer.prepares_norms + 3 * averages
+    return (accesses + _PASS_ACCESSES * (optimizer.passes + averages)) / _REFERENCE_ACCESSES
 
 
 def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:

@@ -112,6 +112,7 @@ class StepPrediction:
             dtype=self._setup.backend.dtype,
             batch=config.batch,
             optimizer=OPTIMIZERS.create(config.optimizer.name, config.optimizer.options),
+            averages=config.ema.decay is not None,
             shards=config.exact.shards,
         )
         plan = parallel_plan(config, cols) if config.grid.rows > 1 else ParallelPlan(1, cols)

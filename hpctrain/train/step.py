@@ -214,8 +214,7 @@ class AveragingHooks(StepHooks):
             self._owner[parameter.name].data_free(parameter)
 
     def operator_done(self, name: str, phase: str) -> None:
-        # The gradients of parameters are announced next, with one poll, which suffices without further polls.
-        if phase != "parameters" or not self.last or self._progress.further_polls is not None:
+        if phase != "parameters" or not self.last:  # the gradients of parameters are announced next, with a poll
             self._progress.operator_done()
 
 

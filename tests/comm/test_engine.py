@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.base import Complete, SingleCommunicator
 from hpctrain.comm.progress import MessageAccount, PostingQueue, ProgressEngine, Ticket
-from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, SLEEPS_AT_ONCE, FurtherPolls, WaitPolicy
+from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy
 from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.core.text import place
 from hpctrain.flight.recorder import FlightRecorder
@@ -355,30 +355,6 @@ def test_a_flight_record_hears_of_an_operation_once_it_is_with_the_transport(at_
     assert flight.told == ["started: a switch", "started: allreduce of 3 float32 elements", "done"]
 
 
-def _polls(policy: FurtherPolls, operators: list[int], poll: int) -> list[int]:
-    """How many polls follow each operator, where all polls take equally long."""
-    now, counts = 0, list[int]()
-    for operator in operators:
-        now += operator
-        policy.begin(now)
-        counts.append(1)
-        now += poll
-        while policy.another(now):
-            counts[-1] += 1
-            now += poll
-        policy.end(now)
-    return counts
-
-
-@given(st.lists(st.integers(1, 100_000), min_size=2, max_size=20), st.integers(1, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
-def test_polls_take_no_more_than_their_share_beside_the_first(operators: list[int], poll: int, share: float) -> None:
-    counts = _polls(FurtherPolls(share), operators, poll)
-    for operator, count in zip(operators[1:], counts[1:], strict=True):
-        most = max(1, int(share * operator / poll * (1 + 1e-12)))
-        assert abs(count - most) <= 1
-        assert count == 1 or count * poll <= share * operator * (1 + 1e-9)
-
-
 class _TestsTakeTime:
     """Complete at the n-th test; each takes 20 us of the clock."""
 
@@ -394,33 +370,6 @@ class _TestsTakeTime:
         return self.left <= 0
 
 
-def test_the_engine_looks_again_while_something_is_in_flight_and_time_is_left() -> None:
-    handle = _TestsTakeTime(40)
-    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, clock=handle.clock)
-    engine.further_polls = FurtherPolls(0.01)
-    ticket = engine.queue(SingleCommunicator()).post(lambda: handle, "slow")
-    engine.operator_done()
-    before = handle.left
-    handle.now += 10e-3
-    engine.operator_done()
-    assert before - handle.left == pytest.approx(5, abs=1)
-    handle.now += 1.0
-    engine.operator_done()
-    assert ticket.done
-    assert handle.left == 0  # nothing is in flight any more
-
-
-def test_without_that_rule_an_operator_is_followed_by_one_poll() -> None:
-    handle = _TestsTakeTime(40)
-    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None, clock=handle.clock)
-    engine.queue(SingleCommunicator()).post(lambda: handle, "slow")
-    for _ in range(3):
-        before = handle.left
-        handle.now += 1.0
-        engine.operator_done()
-        assert before - handle.left == 1
-
-
 @given(st.floats(0, 1e4))
 def test_ranks_that_outnumber_cores_sleep_for_a_share_of_their_wait(waited_seconds: float) -> None:
     """So a wait is longer by that share at most, and takes next to nothing of the cores where it is long."""
@@ -431,8 +380,8 @@ def test_ranks_that_outnumber_cores_sleep_for_a_share_of_their_wait(waited_secon
     assert MORE_RANKS_THAN_CORES.next_sleep(1e3) == MORE_RANKS_THAN_CORES.longest_seconds
 
 
-@pytest.mark.parametrize(("policy", "offers"), [(WaitPolicy(), 5), (SLEEPS_AT_ONCE, 0)])
-def test_ranks_that_share_a_core_sleep_at_once(policy: WaitPolicy, offers: int) -> None:
+@pytest.mark.parametrize(("policy", "offers"), [(WaitPolicy(), 5), (WaitPolicy(offering_seconds=0.0), 0)])
+def test_a_wait_offers_its_core_before_it_sleeps(policy: WaitPolicy, offers: int) -> None:
     handle, done = _TestsTakeTime(6), list[str]()
     engine = ProgressEngine(
         rank=0,

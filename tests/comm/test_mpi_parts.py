@@ -179,6 +179,24 @@ class Request:
         return result
 
 
+class Clock:
+    """Nanoseconds that only scripted calls advance."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    scripted = Clock()
+    monkeypatch.setattr("hpctrain.comm.mpi.time.perf_counter_ns", scripted)
+    monkeypatch.setattr(MpiHandle, "_shortest_ns", 400)
+    return scripted
+
+
 class Ledger:
     """Stands in for `LostRanks`."""
 
@@ -205,6 +223,26 @@ class Ledger:
 def test_a_handle_is_complete_when_its_request_is() -> None:
     handle = MpiHandle(Request(False, True), "barrier")
     assert [handle.test(), handle.test()] == [False, True]
+
+
+class TimedRequest:
+    """Moves data in its first calls, and in none after them."""
+
+    def __init__(self, clock: Clock, moving: int) -> None:
+        self._clock, self._moving, self.calls = clock, moving, 0
+
+    def Test(self) -> bool:
+        self.calls += 1
+        self._clock.now += 5_000 if self.calls <= self._moving else 1_500
+        return False
+
+
+@pytest.mark.parametrize(("moving", "calls"), [(0, 1), (1, 2), (5, 6), (200, 64)])
+def test_a_test_calls_mpi_while_data_moves(clock: Clock, moving: int, calls: int) -> None:
+    """With a single call, the link would idle during the next operator; calls without end would stop the program."""
+    request = TimedRequest(clock, moving)
+    assert not MpiHandle(request, "allgather").test()
+    assert request.calls == calls
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8", "uint16"])

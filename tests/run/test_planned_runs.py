@@ -211,22 +211,23 @@ def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tu
 
 @pytest.mark.parametrize("averager", ["blocking", "bucketed", "priority", "sharded"])
 @pytest.mark.parametrize(
-    ("optimizer", "accesses", "passes", "norms"),
+    ("optimizer", "decay", "accesses", "passes", "norms"),
     [
-        ("{name: sgd, lr: 0.1, momentum: 0.0}", 3, 2, False),
-        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4}", 5, 3, False),
-        ("{name: sgd, lr: 0.1, nesterov: true, weight_decay: 1.0e-4}", 5, 5, False),
-        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4, clip_norm: 1.0}", 5, 3, True),
-        ("{name: lars, lr: 0.1, weight_decay: 1.0e-4}", 5, 3, True),
-        ("{name: adamw, lr: 0.1}", 7, 6, False),
-        ("{name: lamb, lr: 0.1}", 10, 8, True),
+        ("{name: sgd, lr: 0.1, momentum: 0.0}", "null", 3, 2, False),
+        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4}", "null", 5, 3, False),
+        ("{name: sgd, lr: 0.1, nesterov: true, weight_decay: 1.0e-4}", "null", 5, 5, False),
+        ("{name: sgd, lr: 0.1, weight_decay: 1.0e-4, clip_norm: 1.0}", "null", 5, 3, True),
+        ("{name: lars, lr: 0.1, weight_decay: 1.0e-4}", "null", 5, 3, True),
+        ("{name: adamw, lr: 0.1}", "null", 7, 6, False),
+        ("{name: lamb, lr: 0.1}", "null", 10, 8, True),
+        ("{name: adamw, lr: 0.1}", "0.9", 10, 7, False),
     ],
 )
 def test_the_step_contains_the_memory_traffic_of_its_optimiser(
-    averager: str, optimizer: str, accesses: int, passes: int, norms: bool
+    averager: str, optimizer: str, decay: str, accesses: int, passes: int, norms: bool
 ) -> None:
     """Would find a planner for which all optimisers cost as much as SGD, and norms that only one kind of averager pays for."""
-    config, _ = load(CIFAR, ["batch=12", "backend=numpy", f"averager={averager}", f"optimizer={optimizer}"])
+    config, _ = load(CIFAR, ["batch=12", "backend=numpy", f"averager={averager}", f"optimizer={optimizer}", f"ema.decay={decay}"])
     job = prepare(config, 1, (32, 32, 3), 10).job
     machine = machine_of(ranks_per_node=1, flops_per_second=1e12)
     updates = 0.0
