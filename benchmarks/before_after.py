@@ -1,12 +1,15 @@
 """Compare the speed of the working tree with that of a commit, in turn on one machine: `make perf`.
 
-    python -m benchmarks.before_after                  # against HEAD~1: eight networks, 1 and 2 threads, one averaging job
+    python -m benchmarks.before_after                  # against HEAD~1: eight networks, 1 and 2 threads, two averaging jobs
     python -m benchmarks.before_after --base v0.1.0 --only resnet34-48 averaging --rounds 15
 
 The commit is checked out into a temporary directory. Each tree trains in a process of its own that sleeps during the turns of the
 other one. One thread is measured in CPU time, several threads in wall time on a quiet machine. A ratio divides the time of the
 commit by that of the working tree in the same round. A ratio above 1 means that the working tree is faster. The table shows
 medians with 95 % bootstrap intervals. All rounds are written to --out.
+
+The averaging job `links` trains on two hosts with links of 1.5 Gb/s (benchmarks/lab.py). Its line also shows the limit of a step
+divided by the step of each tree, as in benchmarks/overlap_report.py. It needs root and is skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -21,15 +24,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.lab import missing
+from benchmarks.overlap_report import Analysis
 from benchmarks.pairs import ratio
 from hpctrain.bench.interleaved import Rounds, interleave, machine_facts, ours, with_threads
 from hpctrain.storage.atomic_write import write_json
 
 _TOP = Path(__file__).parents[1]
 BASE, NOW = "base", "now"
-AVERAGING = "averaging"
+AVERAGING, LINKS = "averaging", "links"
+_LINKS_ROUNDS = 3  # of a job
 _JOB_STEPS = 60
 _JOB_TIMEOUT_SECONDS = 300
 
@@ -125,15 +132,39 @@ def _job(tree: Path, environment: Mapping[str, str]) -> float:
     return float([record for record in records if record["kind"] == "steps"][-1]["measured_step_seconds"])
 
 
+def links_rounds(trees: Mapping[str, Path], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the seconds of a step of VGG-13 over links, and its limit divided by them, by tree; jobs of three rounds in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    shares: dict[str, list[float]] = {name: [] for name in trees}
+    environments = {name: environment_of(tree, 1) for name, tree in trees.items()}
+    for number in range(max(1, rounds // _LINKS_ROUNDS)):
+        for name in list(trees) if number % 2 else list(trees)[::-1]:
+            found = _links_job(trees[name], environments[name])
+            limit = found.limit(found.cheapest).median
+            seconds[name] += found.column("sharded-auto")
+            shares[name] += [limit / step for step in found.column("sharded-auto")]
+    return seconds, shares
+
+
+def _links_job(tree: Path, environment: Mapping[str, str]) -> Analysis:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-links-") as folder:
+        out = Path(folder) / "overlap.json"
+        wanted = ["vgg13", "--batch", "12", "--rates", "1500mbit", "--variants", "sharded-auto"]
+        command = [sys.executable, "-m", "benchmarks.overlap", *wanted, "--rounds", str(_LINKS_ROUNDS), "--out", str(out)]
+        inside = {key: value for key, value in environment.items() if key != "PYTHONSAFEPATH"}  # the tree's own benchmark
+        subprocess.run(command, env=inside, cwd=tree, capture_output=True, check=True, timeout=_JOB_TIMEOUT_SECONDS)
+        (run,) = json.loads(out.read_text())["runs"]
+    return Analysis(run)
+
+
 def line(name: str, threads: int, seconds: Mapping[str, Sequence[float]]) -> str:
     """Return a line of the table."""
-    median = sorted(seconds[NOW])[len(seconds[NOW]) // 2]
-    return f"{name:14} {threads:7}  {1e3 * median:10.2f}  {ratio(seconds[BASE], seconds[NOW])}"
+    return f"{name:14} {threads:7}  {1e3 * median(seconds[NOW]):10.2f}  {ratio(seconds[BASE], seconds[NOW])}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    names = [*NETS, AVERAGING]
+    names = [*NETS, AVERAGING, LINKS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="HEAD~1", help="commit to compare with (default HEAD~1)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
@@ -151,13 +182,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with checked_out(chosen.base) as base:
         trees = {BASE: base, NOW: _TOP}
         for name in chosen.only:
-            for threads in [1] if name == AVERAGING else chosen.threads:
+            if name == LINKS and (reason := missing()) is not None:
+                print(f"{name:14} skipped: {reason}")
+                continue
+            for threads in chosen.threads if name in NETS else [1]:
+                after = ""
                 if name == AVERAGING:
                     seconds = averaging_rounds(trees, chosen.rounds)
+                elif name == LINKS:
+                    seconds, shares = links_rounds(trees, chosen.rounds)
+                    after = f"; limit / step {median(shares[BASE]):.3f} -> {median(shares[NOW]):.3f}"
                 else:
                     seconds = engine_rounds(NETS[name], trees, threads, chosen.rounds)
                 content["runs"].append({"name": name, "threads": threads, "seconds": seconds})
-                print(line(name, threads, seconds), flush=True)
+                print(f"{line(name, threads, seconds)}{after}", flush=True)
                 if chosen.out is not None:
                     write_json(chosen.out, content)
     return 0
