@@ -195,7 +195,7 @@ class LinkProbe:
     def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
         """Return the shortest time for both ranks to post the operations together and wait for them, after a warm-up."""
         assert self._queue is not None
-        assert self._pair is not None
+        assert self._meeting is not None
         times = []
         for _ in range(1 + repeats):
             _busy(pause_seconds)
@@ -203,8 +203,10 @@ class LinkProbe:
             begin = self._progress.now()
             self._progress.wait([self._queue.post(post, _PURPOSE) for post in posts])
             times.append(self._progress.now() - begin)
-        # A late rank measures too short a time, because its partner's message has already arrived; take the longer time.
-        least: float = min(max(of_both) for of_both in zip(*self._pair.allgather_object(times[1:]), strict=True))
+        # A late rank measures too short a time, because its partner's message has already arrived. Of pairs that share a card, a
+        # different one may be the first each time. Take the longest time of all ranks that begin together.
+        of_all = self._meeting.allgather_object(times[1:])
+        least: float = min(max(of_one) for of_one in zip(*of_all, strict=True))
         return least
 
     def _polls(self, post: Callable[[], Handle], gap_seconds: float) -> int:

@@ -474,6 +474,25 @@ def test_pairs_that_measure_at_once_begin_together(ranks: int, monkeypatch: pyte
     assert all(times == pytest.approx(of_rank[0]) for times in of_rank)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_messages")
+def test_pairs_that_measure_at_once_take_the_time_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a shared card, one pair may go first, so that both pairs on average seem to share it less than they do.
+
+    Alone finds a time of the faster pair, or the mean of both, from which each rank would seem to have a card to itself.
+    """
+
+    def program(comm: ThreadCommunicator) -> list[MessagePoint]:
+        pair = comm.split(comm.rank // 2, comm.rank, "pair")
+        probe = LinkProbe(comm, pair, virtual_engine(comm), comm.split(0, comm.rank, "together"))
+        gather = probe._gather
+        monkeypatch.setattr(probe, "_gather", lambda n_bytes: gather(n_bytes * (1 + comm.rank // 2)))
+        return probe.measure(MESSAGES, polls=False)
+
+    for point in run_virtual(4, program, link=LinkModel(50e-6, 8e-9))[0]:
+        assert point.seconds == pytest.approx(50e-6 + 8e-9 * 2 * point.n_bytes, rel=0.01)
+
+
 VIRTUAL_LINK = LinkModel(30e-6, 2e-9)
 
 
