@@ -264,7 +264,7 @@ def test_a_run_has_the_pinned_memory_of_its_plan(run: Run, folder: Path, options
     directory = newest_run(folder)
     records = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
     (record,) = [record for record in records if record["kind"] == "memory"]
-    most = max(range(3), key=lambda rank: planned["messages"][rank] + planned["images"][rank])
-    assert (record["pinned_message_bytes"], record["pinned_image_bytes"]) == (planned["messages"][most], planned["images"][most])
+    most = max(planned, key=lambda equal: equal["messages"] + equal["images"])
+    assert (record["pinned_message_bytes"], record["pinned_image_bytes"]) == (most["messages"], most["images"])
     assert record["pinned_message_bytes"] > 0
     assert "pinned memory of a rank" in outcome.stdout
