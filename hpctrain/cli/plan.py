@@ -229,12 +229,12 @@ def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
     """Measure the operators of the best choices for each number of ranks per node, in equal shares of the time budget."""
     from hpctrain.planner.measurement import measure
 
-    searches = [(f" for {layout}", layout.outcome) for layout in outcome.layouts if layout.outcome is not None] or [("", outcome)]
-    for words, planned in searches:
+    searches = [(f" for {one}", one.outcome) for one in outcome.layouts if one.outcome is not None] or [("", outcome)]
+    for layout, planned in searches:
         candidates = [choice.candidate for choice in planned.result.choices[:best]]
         coverage = measure(planned.task, candidates, seconds / len(searches))
         left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
-        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{words}{left}.", err=True)
+        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{layout}{left}.", err=True)
 
 
 def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:

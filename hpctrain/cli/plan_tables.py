@@ -300,30 +300,26 @@ def _ranks_by_value(by_rank: Sequence[_Value]) -> dict[_Value, list[int]]:
     return ranks
 
 
-def _rank_classes(**by_rank: Sequence[int] | None) -> list[dict[str, Any]]:
+def _rank_classes(n_ranks: int, **by_rank: Sequence[int] | None) -> list[dict[str, Any]]:
     """Return a mapping for each class of ranks with equal numbers: the ranks as text, and the numbers by name.
 
     Args:
         by_rank: numbers by rank; None: unknown on every rank.
     """
-    known = [numbers for numbers in by_rank.values() if numbers is not None]
-    classes = _ranks_by_value(list(zip(*known, strict=True)))
-    unknown = {name: None for name, numbers in by_rank.items() if numbers is None}
-    names = [name for name in by_rank if name not in unknown]
-    return [
-        {"ranks": number_ranges(ranks), **dict(zip(names, values, strict=True)), **unknown} for values, ranks in classes.items()
-    ]
+    columns = [(None,) * n_ranks if numbers is None else numbers for numbers in by_rank.values()]
+    classes = _ranks_by_value(list(zip(*columns, strict=True)))
+    return [{"ranks": number_ranges(ranks), **dict(zip(by_rank, values, strict=True))} for values, ranks in classes.items()]
 
 
 def schedule_dict(group: GroupSchedule) -> dict[str, Any]:
-    """Return the schedule of a group as plain data. Its ranks are those of the group."""
+    """Return the schedule of a group as plain data. Ranks are counted within the group."""
     schedule = group.schedule
     return {
         "group": group.group,
         "rows": list(group.split_ranks),
         "ranks": group.ranks,
         "elements": group.elements,
-        "classes": _rank_classes(samples=group.samples, exchanged_elements=group.exchanged),
+        "classes": _rank_classes(group.ranks, samples=group.samples, exchanged_elements=group.exchanged),
         "order": number_ranges(group.order or range(group.ranks)),
         "hash": None if schedule is None else schedule.digest(),
         "schedule": None if schedule is None else json.loads(schedule.to_json()),
@@ -342,20 +338,20 @@ def as_dict(
 
     Args:
         report: report of the first split group of each class.
-        split_groups: classes of equal split groups.
+        split_groups: indices c of the split groups in each class (see `equal_split_groups`).
         ranks_per_node: number of consecutive ranks on each node; None: all ranks are on one node.
     """
-    item, rows = report.item_bytes, task.plan.rows
+    item, rows, n_ranks = report.item_bytes, task.plan.rows, len(task.counts)
     memory = report.memory or ()
-    ranks = [number_ranges([c * rows + r for c in equal]) for equal in split_groups for r in range(rows)]
+    rank_texts = [number_ranges([c * rows + r for c in equal]) for equal in split_groups for r in range(rows)]
     return {
         "model": task.config.model.name,
         "grid": {"rows": task.plan.rows, "cols": task.plan.cols, "tiles": list(task.plan.image_tiles)},
         "image": list(task.job.image_shape),
         "assumption": task.assumption or None,
         "batch": task.config.batch,
-        "ranks_per_node": ranks_per_node or len(task.counts),
-        "classes": [{"ranks": ranks, "samples": samples} for ranks, samples in zip(ranks, report.counts, strict=True)],
+        "ranks_per_node": ranks_per_node or n_ranks,
+        "classes": [{"ranks": ranks, "samples": samples} for ranks, samples in zip(rank_texts, report.counts, strict=True)],
         "dtype": report.dtype,
         "kernels": task.job.kernels.name,
         "entries": [_entry(entry, item) for entry in report.entries],
@@ -364,9 +360,9 @@ def as_dict(
             {"activations": of_rank.activations, "messages": of_rank.messages, "parameters": of_rank.parameters}
             for of_rank in memory
         ],
-        "pinned_bytes": None if pinned is None else _rank_classes(messages=pinned.messages, images=pinned.images),
+        "pinned_bytes": None if pinned is None else _rank_classes(n_ranks, messages=pinned.messages, images=pinned.images),
         "averaging": [{key: value for key, value in schedule_dict(group).items() if key != "schedule"} for group in averaged],
-        "averaging_bytes": _rank_classes(bytes=averaging_bytes(task, averaged)),
+        "averaging_bytes": _rank_classes(n_ranks, bytes=averaging_bytes(task, averaged)),
     }
 
 

@@ -77,8 +77,8 @@ def machine_lines(machine: Machine, factors: Mapping[str, float], threads: int |
     """Yield a sentence with the machine and the share of its numbers that was measured, and one with the what-if factors.
 
     Args:
-        threads: configured number of threads of a rank, which is the subject of a further sentence if it is not that of the
-            machine's file; None: one thread per core.
+        threads: configured number of threads of a rank; None: one thread per core. If it differs from that of the machine's
+            file, another sentence states this.
     """
     numbers = machine.sources.values()
     measured = sum(source.startswith("measured") for source in numbers)
@@ -90,8 +90,8 @@ def machine_lines(machine: Machine, factors: Mapping[str, float], threads: int |
     full = (machine.origin or machine).threads_per_rank
     if threads is not None and machine.origin is not None:
         yield (
-            f"A node has {counted(machine.ranks_per_node, 'rank')} with {counted(threads, 'thread')} each; its file has "
-            f"{counted(machine.origin.ranks_per_node, 'rank')} with {counted(full, 'thread')}."
+            f"A node has {counted(machine.ranks_per_node, 'rank')} with {counted(threads, 'thread')} each; the machine's file "
+            f"has {counted(machine.origin.ranks_per_node, 'rank')} with {counted(full, 'thread')} each."
         )
     elif threads is not None and threads != full:
         yield (

@@ -369,7 +369,7 @@ def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> fl
     return max(1.0, using / min(cards, max(1.0, using * crossing)))
 
 
-#: sums that have a fixed order with shards
+#: kinds of operations whose sums have a fixed order with shards
 _ORDERED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLREDUCE)
 #: memory bytes per element: to round it, and to read a rounded element (and add it to a sum)
 _ROUNDING_BYTES: Mapping[Wire, tuple[int, int]] = {"float32": (0, 0), "bfloat16": (28, 13), "float16": (68, 42)}

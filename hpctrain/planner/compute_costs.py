@@ -43,9 +43,9 @@ class ComputeCosts(Protocol):
         ...
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update of `elements` elements with momentum and weight decay, and of the check of its result.
+        """Return the seconds of SGD's update of `elements` elements, with momentum, weight decay and the check of its result.
 
-        The check is for non-finite values. `PlannedJob.element_seconds` returns the time of the job's optimiser.
+        The check finds non-finite values. `PlannedJob.element_seconds` returns the time of the job's optimiser.
         """
         ...
 
@@ -251,7 +251,7 @@ class SampledCosts(_CountedCosts):
         plan: plan of the sampled rank, with its micro-batch.
         times: times of that rank.
         costs: costs of any operator; their ratio at two sizes scales a sampled time.
-        further_seconds: further time of a pass, in equal shares between its operators; a negative time scales all operators.
+        further_seconds: further seconds of a pass, in equal shares for its operators; if negative, all operators are scaled down.
     """
 
     def __init__(self, plan: ExecutionPlan, times: SampledTimes, costs: ComputeCosts, further_seconds: float = 0.0) -> None:

@@ -157,7 +157,8 @@ def on_any_grid(task: SearchTask) -> PlannedRun:
         HpctrainError: configuration and data do not agree.
     """
     config, ranks = task.config, task.ranks
-    rows = next(rows for rows in range(1, ranks + 1) if ranks % rows == 0 and ranks // rows <= config.batch)
+    grids = range(1, ranks + 1) if config.exact.shards is None else (1,)  # exact does not support split layers
+    rows = next((rows for rows in grids if ranks % rows == 0 and ranks // rows <= config.batch), 1)
     open_sections = {"grid": GridConfig(rows=rows), "plan": PlanConfig(), "averager": AveragerConfig(), "micro_batches": 1}
     return prepare(config.model_copy(update=open_sections), ranks, task.image, task.classes)
 
@@ -209,7 +210,7 @@ def search_layouts(task: SearchTask, ranks_per_node: int | None = None) -> Plann
     for number in ranks_per_node_choices(machine, configured_threads(task.config)):
         layout_task = task
         try:
-            layout_task = _on_layout(task, number, nodes * number)  # refuses the machine's number if it has too few cores
+            layout_task = _on_layout(task, number, nodes * number)  # raises if a node has too few cores for the machine's number
             if layouts and layout_task.ranks > task.config.batch:  # the machine's number is searched in any case
                 refusal = f"{layout_task.ranks:,} ranks exceed the batch of {task.config.batch:,} samples"
                 layouts.append(NodeLayout(layout_task, refusal=refusal))

@@ -68,7 +68,7 @@ def rank_tasks(
 
     Args:
         plans: execution plan of each micro-batch or shard, in order.
-        additions: additions per element of gradients after each of them.
+        additions: number of additions per element of gradients after each plan.
         together: number of consecutive shards whose operators run side by side in one pass.
     """
     sum_seconds = _SUM_OF_UPDATE * costs.update_seconds(sum(facts.sizes.values()))

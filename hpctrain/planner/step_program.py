@@ -70,7 +70,7 @@ class AlikeRanks:
         split_rank: r of the first rank.
         samples: samples of a rank.
         micro_batches: graph of each micro-batch or shard of a step.
-        additions: additions per element of gradients after each of them.
+        additions: number of additions per element of gradients after each graph.
         groups: key of the averaging, by parameter group.
     """
 
@@ -196,6 +196,7 @@ def rank_memory(
     sizes: Mapping[str, int],
     schedules: Sequence[CollectiveSchedule | None],
     passes: Passes | None = None,
+    rank: int = 0,
 ) -> RankMemory:
     """Return the memory of a rank.
 
@@ -206,12 +207,13 @@ def rank_memory(
         sizes: number of elements of each parameter that the rank holds.
         schedules: schedules of the rank's parameter groups.
         passes: passes of the rank; None: one for each graph.
+        rank: the rank, whose place among the shards determines how many of its sums wait.
     """
     arenas = [training_plan(local, job.kernels).arena_bytes for local in graphs]
     together = 1 if passes is None else passes.together
     sums = int(len(graphs) > 1)
     if passes is not None and passes.shards is not None:
-        shards = ShardsOfRank(0, passes.shards // passes.micro_batches, passes.shards)
+        shards = ShardsOfRank(rank, passes.shards // passes.micro_batches, passes.shards)
         sums = 1 + max(waiting_sums(shards).values(), default=-1)
     item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
     elements = sum(sizes.values())
@@ -381,7 +383,7 @@ class _Builder:
     def _update_seconds(self, known: StepFacts, averaged: AveragedGroup) -> float:
         """Return the seconds of an element's update, averaged over the rank's elements.
 
-        They include the squares for norms, unless operations of the schedule send the norms: the squares then precede them.
+        They include the squares for norms, unless the schedule has operations that send norms, which include the squares.
         """
         operations = () if averaged.schedule is None else averaged.schedule.operations
         squares = not any(operation.kind is OperationKind.NORMS for operation in operations)
@@ -389,7 +391,7 @@ class _Builder:
 
     def _memory(self, alike: AlikeRanks, facts: StepFacts, averaged: Mapping[str, AveragedGroup]) -> int:
         schedules = [averaged[key].schedule for key in alike.groups.values()]
-        return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules, self._passes).total
+        return rank_memory(self._job, alike.micro_batches, alike.samples, facts.sizes, schedules, self._passes, alike.first).total
 
     def _averaged(self, key: str, tasks: Sequence[tuple[Task, ...]]) -> AveragedGroup:
         """Return a group with its schedule.

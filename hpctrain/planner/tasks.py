@@ -269,7 +269,7 @@ class Prediction:
     Attributes:
         step: simulated step.
         memory_bytes: maximum memory of a rank.
-        exchanged_bytes: bytes that all ranks exchange in a step, in the mean.
+        exchanged_bytes: mean bytes per step that all ranks exchange.
         measured_share: share of the compute seconds that comes from measured times; the rest comes from rates.
     """
 

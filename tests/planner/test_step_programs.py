@@ -102,7 +102,8 @@ def memories(
         sizes = {one.parameter: one.size for of_group in groups for one in of_group.planned.layout.segments}
         schedules = [of_group.strategy.plan(LinkModel(0.0, 0.0)) for of_group in groups]
         passes = job.passes(candidate)
-        found.append((alike, rank_memory(job, alike.micro_batches, alike.samples, sizes, schedules, passes)))
+        memory = rank_memory(job, alike.micro_batches, alike.samples, sizes, schedules, passes, alike.first)
+        found.append((alike, memory))
     return found
 
 
@@ -217,7 +218,8 @@ def test_ranks_do_what_the_tasks_say_in_their_order(rows: int, cols: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shards", "micro_batches"), [(2, 2, 1), (2, 8, 1), (3, 12, 1), (3, 9, 1), (4, 24, 3), (2, 6, 2), (1, 4, 1)]
+    ("ranks", "shards", "micro_batches"),
+    [(2, 2, 1), (2, 8, 1), (2, 12, 1), (3, 12, 1), (3, 9, 1), (4, 24, 3), (2, 6, 2), (1, 4, 1)],
 )
 @pytest.mark.parametrize(("averager", "options"), [*AVERAGERS[:1], *AVERAGERS[2:5]], ids=lambda value: str(value))
 def test_shards_run_side_by_side_and_send_all_their_sums(
@@ -238,16 +240,17 @@ def test_shards_run_side_by_side_and_send_all_their_sums(
     assert Counter(distinct(of_rank.events) for of_rank in observed) == expected
     assert exchanged_bytes(program) == sum(of_rank.exchanged_bytes for of_rank in observed)
 
-    def bytes_and_samples(comm):  # type: ignore[no-untyped-def]
+    def buffers_and_passes(comm):  # type: ignore[no-untyped-def]
         replica = replica_of(task, comm, virtual_engine(comm), Sharded, nominal_batch=task.batch)
         (averager,) = replica.averagers.values()
         return len(averager.gradients._buffers), replica.passes  # type: ignore[union-attr]
 
-    buffers, passes = run_virtual(ranks, bytes_and_samples)[0]
-    ((alike, memory), *_) = memories(task)
-    assert memory.gradients == (1 + buffers) * memory.parameters
-    assert job_of(task).passes(candidate_of(task, averager, options)) == passes
-    assert sum(alike.additions) == shards // ranks - len(ShardsOfRank(0, ranks, shards).sums)
+    of_ranks = run_virtual(ranks, buffers_and_passes)
+    for alike, memory in memories(task):
+        buffers, passes = of_ranks[alike.first]
+        assert memory.gradients == (1 + buffers) * memory.parameters
+        assert job_of(task).passes(candidate_of(task, averager, options)) == passes
+        assert sum(alike.additions) == shards // ranks - len(ShardsOfRank(alike.first, ranks, shards).sums)
 
 
 def test_additions_and_smaller_parts_make_an_exact_step_longer() -> None:
