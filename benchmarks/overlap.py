@@ -29,6 +29,7 @@ from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.bench.interleaved import machine_facts
+from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import clean_environment, find_mpiexec
 
@@ -188,7 +189,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument(
         "--variants",
-        help="by default all that differ on these hosts; NAME@MODE: with that progress, NAME@test+1: one call a test",
+        help="default: all that differ on these hosts; NAME@MODE: with this progress mode; NAME@test+1: one MPI call per test",
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=6, help="untimed steps of strategies that order messages by times")
@@ -222,6 +223,10 @@ def choose_variants(parser: argparse.ArgumentParser, asked: list[str]) -> list[s
     for name in asked:
         if name.partition("@")[0] not in VARIANTS:
             parser.error(f"there is no variant {name}; there are {', '.join(VARIANTS)}")
+        mode, plus, calls = name.partition("@")[2].partition("+")
+        modes = [one.value for one in ProgressMode]
+        if "@" in name and (mode not in modes or (plus and not calls.isdecimal())):
+            parser.error(f"variant {name} needs one of {', '.join(modes)} after @, and a number of calls after +")
     wanted = [*_NEEDED, *(name for name in asked if name not in _NEEDED)]
     known = AVERAGERS.names()
     for name in wanted:

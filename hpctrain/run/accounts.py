@@ -49,7 +49,7 @@ FEWEST_STEPS = 14
 
 
 #: maximum relative error of a prediction that is printed without an explanation
-UNDERSTOOD = 0.15
+ACCEPTED_ERROR = 0.15
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepParts:
         exposed_seconds: waits for messages.
         data_seconds: waits for data.
         core_seconds: time in which the program could run, but other threads or processes had its core.
-        others_seconds: processor time of the rank's other threads, such as the loader's; no part of the sum.
+        others_seconds: processor time of the rank's other threads, such as the loader's; not part of the sum.
     """
 
     seconds: float
@@ -179,32 +179,33 @@ def decimals(seconds: float) -> int:
     return max(0, min(3, 2 - math.floor(math.log10(max(seconds * 1e3, 1e-3) * (1 + 5e-4)))))
 
 
-def unlike(measured: StepParts, sampled: StepParts, predicted: PredictedStep) -> str:
-    """Return the reason for a prediction that is off by more than `UNDERSTOOD`; "" for other predictions.
+def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedStep, *, from_samples: bool) -> str:
+    """Return the reason for a prediction that is off by more than `ACCEPTED_ERROR`; "" for other predictions.
 
     The reason is the part that differs most, in the direction of the error, from what the prediction assumed. Lost cores come
     first, because the other ranks wait for messages while one rank waits for its core.
 
     Args:
         sampled: parts of the first steps.
+        from_samples: whether the prediction uses the sampled times of computation and of waits for data.
     """
-    if accuracy(predicted.seconds, measured.seconds) >= 1 - UNDERSTOOD:
+    if accuracy(predicted.seconds, measured.seconds) >= 1 - ACCEPTED_ERROR:
         return ""
-    lost_cores = "other threads and processes had the cores for {} of a step; the rank's other threads used {}"
+    source, work_seconds, data_seconds = "sampled steps", sampled.work_seconds, sampled.data_seconds
+    if not from_samples:
+        source, work_seconds, data_seconds = "the prediction", predicted.seconds - predicted.exposed_seconds, 0.0
+    lost_cores = "other threads and processes used the cores for {} per step; the rank's other threads used {}"
     pairs = {
-        "messages were awaited for {} of a step, and for {} in the simulation": (
+        "waits for messages took {} per step, and {} in the simulation": (
             measured.exposed_seconds,
             predicted.exposed_seconds,
         ),
         lost_cores: (measured.core_seconds, sampled.others_seconds),
-        "data were awaited for {} of a step, and for {} in sampled steps": (measured.data_seconds, sampled.data_seconds),
-        "computation, Python and messages took {} of a step, and {} in sampled steps": (
-            measured.work_seconds,
-            sampled.work_seconds,
-        ),
+        f"waits for data took {{}} per step, and {{}} in {source}": (measured.data_seconds, data_seconds),
+        f"computation, Python and messages took {{}} per step, and {{}} in {source}": (measured.work_seconds, work_seconds),
     }
     sign = 1 if measured.seconds > predicted.seconds else -1
-    lost = measured.core_seconds - sampled.others_seconds > UNDERSTOOD * measured.seconds
+    lost = measured.core_seconds - sampled.others_seconds > ACCEPTED_ERROR * measured.seconds
     candidates = [lost_cores] if lost and sign > 0 else pairs
     sentence = max(candidates, key=lambda one: sign * (pairs[one][0] - pairs[one][1]))
     now, assumed = pairs[sentence]
@@ -550,6 +551,8 @@ class RunAccount:
         self.observers: Sequence[Observer] = [self._step_times, *([] if self._sample is None else [self._sample])]
         self._prediction: StepPrediction | None = None
         simulates = session.world.size > 1 or session.config.machine is not None
+        # A choice was predicted before the first step. On a GPU, the machine model has the times of operators.
+        self._from_samples = session.resolved.choice is None and (on_host or not simulates)
         if self._wanted and session.resolved.choice is None and simulates:
             # It loads the planner: only for runs that simulate, and now, because files may have changed when the run ends.
             from hpctrain.run.step_prediction import StepPrediction
@@ -570,7 +573,7 @@ class RunAccount:
         first = [one for one in of_ranks if one is not None]
         predicted, reason = self._predicted(sampled, in_haste=outcome.stopped and not outcome.steps_reached)
         if predicted is not None and first:
-            reason = unlike(parts, mean_of(first), predicted)
+            reason = error_reason(parts, mean_of(first), predicted, from_samples=self._from_samples)
         reporter.record("steps", step_facts(parts, outcome.position.global_step, predicted, reason))
         for line in step_lines(parts, predicted, reason):
             reporter.say(line)

@@ -2,7 +2,7 @@
 
 The simulation has two passes. In the first one it knows only the sampled operators. The program of a run also spends time between
 operators: Python, posting, tests of messages, and the work of other threads on its core. The sampled processor time of a step
-contains all of it. The second pass adds to the operators what the first pass lacked of it.
+contains all of it. The second pass adds the part that the first pass lacked to the operators.
 
 This module loads the planner.
 """

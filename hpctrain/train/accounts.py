@@ -164,9 +164,9 @@ class ImageSizeReport(Observer):
 # The first steps of a run still measure orders of operations, and the very first one compiles programs.
 _SETTLING_STEPS = 6
 _MOST_STEPS = 10_000
-# The sample for predictions follows the steps of `OperatorSample`: so many steps, or more if they are shorter together.
+# Minimum number and duration of the steps in the sample for predictions, which follows the steps of `OperatorSample`.
 _SAMPLED_STEPS, _SAMPLED_SECONDS = 10, 0.5
-# Minimum number of steps in later epochs for which those of the first epoch do not count.
+# Minimum number of steps in later epochs; with fewer, those of the first epoch count, too.
 _FEWEST_LATER = 20
 
 
@@ -236,7 +236,7 @@ class _Rows:
 
 
 class StepTimes(Observer):
-    """Times of the latest usual steps (see `Observer.after_step`). A step ends when the next one requests its batch.
+    """Times of the latest usual steps (see `Observer.after_step`). A step lasts from the end of the previous one to its own end.
 
     The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. If most steps are in
     later epochs, and at least 20, only these count.
@@ -244,8 +244,8 @@ class StepTimes(Observer):
     Args:
         progress: engine that measures the waits and the work on messages.
         clock: function that returns seconds.
-        processor: `processor_seconds`, for ranks with one compute thread. None: the elapsed time outside of waits is the
-            processor time.
+        processor: `processor_seconds`, for ranks with one compute thread. None: use the elapsed time outside
+            of waits instead.
     """
 
     def __init__(

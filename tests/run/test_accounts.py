@@ -77,7 +77,7 @@ _FURTHER = "  communication not hidden 125, waiting for data 31,"
 
 
 def test_one_rank_is_compared_with_its_sampled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone it finds a prediction that leaves out the loader where that has no core of its own, or counts it twice."""
+    """Would find a prediction that leaves out the loader where that has no core of its own, or counts it twice."""
     for cores, seconds in ((1, 0.25 + 0.0625), (2, 0.25 + 0.03125)):
         monkeypatch.setattr(accounts, "usable_cores", lambda cpus, cores=cores: cores)
         close = replace(MEASURED, seconds=seconds, busy_seconds=0.25, exposed_seconds=0.0)
@@ -114,7 +114,7 @@ _SECONDS = st.floats(0, 100)
 
 @given(st.builds(MeasuredStep, *[_SECONDS] * 2, st.just(40), *[_SECONDS] * 6), st.none() | st.floats(0, 1))
 def test_parts_add_up_to_the_step(measured: MeasuredStep, share: float | None) -> None:
-    """Alone it finds time that is in two parts or in none, whatever clocks say that do not agree."""
+    """Would find time that is in two parts or in none, whatever clocks say that do not agree."""
     parts = StepParts.of(measured, share)
     assert (parts.compute_seconds is None) == (share is None)
     together = parts.work_seconds + parts.exposed_seconds + parts.data_seconds + parts.core_seconds
@@ -175,7 +175,7 @@ def test_lines_of_80_columns_and_facts_hold_the_prediction_and_the_run() -> None
 
 @given(st.floats(1e-5, 1e4), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(1e-5, 1e4))
 def test_printed_parts_add_up_and_fit_80_columns(seconds: float, shares: list[float], predicted: float) -> None:
-    """Alone it finds a part that is cut off, or decimals that differ between the step and its parts."""
+    """Would find a part that is cut off, or decimals that differ between the step and its parts."""
     scale = seconds / (sum(shares) or 1.0)
     parts = [scale * share for share in shares] if sum(shares) else [seconds, *[0.0] * 5]
     lines = accounts.step_lines(_parts_of(seconds, *parts), PredictedStep(predicted, 0.0, 1.0, "", ""))
@@ -191,28 +191,45 @@ def test_printed_parts_add_up_and_fit_80_columns(seconds: float, shares: list[fl
     ("measured", "predicted", "words"),
     [
         (_parts_of(10.0, 8.0, 1.0, 0.0, 1.0, 0.0, 0.0), 8.6, ""),
-        (_parts_of(10.0, 6.0, 1.0, 0.0, 3.0, 0.0, 0.0), 8.0, "messages were awaited for 3,000 ms of a step, and for 500 ms"),
-        (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 0.0, 2.5), 8.0, "other threads and processes had the cores for 2,500 ms"),
-        (_parts_of(10.0, 4.0, 1.0, 0.0, 3.0, 0.0, 2.0), 8.0, "other threads and processes had the cores for 2,000 ms"),
-        (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 2.5, 0.0), 8.0, "data were awaited for 2,500 ms of a step, and for 100 ms"),
+        (
+            _parts_of(10.0, 6.0, 1.0, 0.0, 3.0, 0.0, 0.0),
+            8.0,
+            "waits for messages took 3,000 ms per step, and 500 ms in the simulation",
+        ),
+        (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 0.0, 2.5), 8.0, "other threads and processes used the cores for 2,500 ms per step"),
+        (_parts_of(10.0, 4.0, 1.0, 0.0, 3.0, 0.0, 2.0), 8.0, "other threads and processes used the cores for 2,000 ms per step"),
+        (
+            _parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 2.5, 0.0),
+            8.0,
+            "waits for data took 2,500 ms per step, and 100 ms in sampled steps",
+        ),
         (
             _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0),
             8.0,
-            "computation, Python and messages took 9,500 ms of a step, and 7,300",
+            "computation, Python and messages took 9,500 ms per step, and 7,300",
         ),
         (
             _parts_of(10.0, 5.0, 1.0, 0.0, 0.5, 3.5, 0.0),
             12.0,
-            "computation, Python and messages took 6,000 ms of a step, and 7,300",
+            "computation, Python and messages took 6,000 ms per step, and 7,300",
         ),
     ],
 )
 def test_a_prediction_that_is_off_has_a_reason(measured: StepParts, predicted: float, words: str) -> None:
-    """Alone it finds a wrong number without words, or a reason that explains an error in the other direction."""
+    """Would find a wrong number without words, or a reason that explains an error in the other direction."""
     sampled = _parts_of(8.0, 6.0, 1.3, 0.0, 0.5, 0.1, 0.1)
-    reason = accounts.unlike(measured, sampled, PredictedStep(predicted, 0.5, 1.0, "", ""))
+    reason = accounts.error_reason(measured, sampled, PredictedStep(predicted, 0.5, 1.0, "", ""), from_samples=True)
     assert reason.startswith(words)
     assert bool(reason) == bool(words)
+
+
+def test_the_reason_for_an_error_of_a_choice_compares_with_its_prediction() -> None:
+    """Would find a reason that compares the run with sampled steps that the prediction did not use."""
+    measured = _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0)
+    reason = accounts.error_reason(measured, measured, PredictedStep(8.0, 0.4, 1.0, "", ""), from_samples=False)
+    assert reason == "computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction"
+    heard = _heard("xc40", SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc")))
+    assert "100 ms in the prediction" in " ".join(line.strip() for line in heard.lines)
 
 
 def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
