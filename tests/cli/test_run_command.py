@@ -145,9 +145,12 @@ def test_who_was_killed_and_where_is_told(folder: Path) -> None:
     assert done.returncode == 9, done.stdout + done.stderr
     (attempt,) = _attempts(folder)
     assert attempt["finding"] == "Rank 1 was ended by SIGKILL (a training step, step 5)."
-    assert (attempt["step"], attempt["checkpoint"], attempt["node"]) == (5, None, "")
+    # Messages travel under the next step, so the other rank may be one step ahead.
+    assert attempt["step"] in (5, 6)
+    assert (attempt["checkpoint"], attempt["node"]) == (None, "")
     assert "given up after a failure" in done.stderr
-    assert "exit code 9, reached step 5; Rank 1 was ended by SIGKILL (a training step, step 5)." in done.stderr
+    reached = f"exit code 9, reached step {attempt['step']}; Rank 1 was ended by SIGKILL (a training step, step 5)."
+    assert reached in done.stderr
 
 
 @pytest.mark.slow
