@@ -361,8 +361,6 @@ def _time(records: Sequence[RunRecord]) -> PagePart:
                 continue
             if steps:
                 drawings.append(timeline_drawing(steps, key, record.name))
-    if not drawings and not sentences:
-        sentences.append("No run was traced; train with trace=true to see where the time of a step goes.")
     return PagePart("time", "Time of a step", drawings=tuple(drawings), sentences=tuple(sentences))
 
 
@@ -374,7 +372,7 @@ def _events(records: Sequence[RunRecord]) -> PagePart:
             lines.append(Line((when, event.text) if len(records) == 1 else (when, record.name, event.text)))
     headings = ("time", "event") if len(records) == 1 else ("time", "run", "event")
     tables = (Table("", headings, tuple(lines)),) if lines else ()
-    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("No unusual events were recorded.",))
+    return PagePart("events", "Events", tables=tables)
 
 
 def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
