@@ -365,7 +365,7 @@ def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch, req
 
 def test_one_rule_for_the_key_and_for_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key was refused where the variable was accepted: two ranks of two threads each on two cores."""
-    _cpus(monkeypatch, 2)
+    _cpus(monkeypatch, 2, 2)
     two = Launcher("MPICH hydra mpiexec", 2, 0, 2, 0, "PMI_RANK")
     turns = "2 threads per rank, which take turns on 1 core"
     assert str(set_threads(two, 2, {})) == f"{turns} (as configured; 2 ranks share 2 cores)"

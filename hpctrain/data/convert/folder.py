@@ -210,8 +210,8 @@ def _warn_of_dark_pictures(tree: Tree) -> None:
     found = [bits for path, _ in tree.files[::step] if path.suffix.lower() in _DEEP and (bits := unused_bits(path)) is not None]
     if found and min(found) >= _FEWEST_UNUSED_BITS:
         _log.warning(
-            "Pictures in %s have 16 bits per value, but the upper %d are 0 in all that were examined (%d), as in data of %d bits. "
-            "Only the upper 8 bits are kept, so the converted pictures are dark; multiply the values by %d and convert again.",
+            "Pictures in %s have 16 bits per value, but the upper %d are 0 in all that were examined (%d), as in %d-bit data; "
+            "only the upper 8 bits are kept, so the converted pictures are dark; multiply the values by %d and convert again.",
             tree.files[0][0].parent.parent,
             min(found),
             len(found),
