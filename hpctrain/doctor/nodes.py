@@ -42,8 +42,15 @@ from hpctrain.runs.directory import software_versions
 
 BUSY = FindingKind(
     "busy",
-    Severity.WARNING,
+    Severity.REMARK,
     "Other programs run on a node, as on login nodes, and leave too few cores for the threads of the ranks.",
+    "Use another node, or set `threads` to 1.",
+)
+CROWDED = FindingKind(
+    "crowded",
+    Severity.WARNING,
+    "Other programs use all cores of a node, and ranks have several threads, of which one always waits for a core: a step may "
+    "take a hundred times as long.",
     "Use another node, or set `threads` to 1.",
 )
 
@@ -60,10 +67,13 @@ def judge_load(job: JobView, facts: Sequence[NodeLoad | None]) -> list[DoctorFin
         return [fine("Not checked: the system does not report it.")]
     rank, worst = max(known, key=lambda one: one[1].others / one[1].cores)
     sentence = f"{worst.sentence(f'on {job.hosts[rank]}')}."
-    return [BUSY.found(sentence, capital(f"{worst.advice()}.")) if worst.is_busy else fine(sentence)]
+    if not worst.is_busy:
+        return [fine(sentence)]
+    kind = CROWDED if worst.threads > 1 and worst.others >= worst.cores else BUSY
+    return [kind.found(sentence, capital(f"{worst.advice()}."))]
 
 
-LOAD = Check("load", "the programs of others that run on each node", (BUSY,), gather_load, judge_load)
+LOAD = Check("load", "the programs of others that run on each node", (BUSY, CROWDED), gather_load, judge_load)
 
 
 TOO_LITTLE = FindingKind(

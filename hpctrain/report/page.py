@@ -348,7 +348,7 @@ def _headline(records: Sequence[RunRecord]) -> str:
         return ""
     of_run = f"{name}, " if len(records) > 1 else ""
     setup = ", ".join(filter(None, (best.model, best.data, best.batch and f"batch {best.batch}", best.optimizer)))
-    return f"{best.best_top1:.2%} test accuracy ({of_run}epoch {best.best_epoch}){setup and ': '}{setup}"
+    return f"Best test accuracy {best.best_top1:.2%} ({of_run}epoch {best.best_epoch}){setup and ': '}{setup}"
 
 
 def _summary(records: Sequence[RunRecord]) -> PagePart:
