@@ -320,7 +320,9 @@ class OptimizerConfig(Named):
 class ScheduleConfig(Named):
     """The learning rate over time."""
 
-    name: Text = Field(description="Name of a schedule: constant, step, cosine or polynomial; further keys are its options.")
+    name: Text = Field(
+        description="Name of a schedule: constant, step, cosine, polynomial or one_cycle; further keys are its options."
+    )
     warmup_epochs: Number = Field(
         default=0.0,
         ge=0,
