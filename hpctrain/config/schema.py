@@ -312,7 +312,7 @@ class OptimizerConfig(Named):
     """The optimiser: how a gradient becomes an update."""
 
     name: Text = Field(
-        description="Name of an optimiser: sgd, lars, adamw or lamb; further keys are its options, such as momentum."
+        description="Name of an optimiser: sgd, lars, adam, adamw or lamb; further keys are its options, such as momentum."
     )
     lr: Number = Field(gt=0, description="Base learning rate for the global batch, above 0; the schedule multiplies it.")
 

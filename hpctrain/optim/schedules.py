@@ -220,8 +220,8 @@ class OneCycle(LearningRateSchedule):
         if self.warmup_epochs:
             share = self.warmup_epochs / self.epochs
             raise OptionError(
-                f"warmup_epochs is {self.warmup_epochs:g}, but one_cycle begins with a rise of its own; leave it out, and set peak "
-                f"to the same share of the training, {share:.3g}.",
+                f"warmup_epochs is {self.warmup_epochs:g}, but one_cycle begins with a rise of its own; leave it out, and set "
+                f"peak to the same share of the training, {share:.3g}.",
                 "warmup_epochs",
             )
         for name in ("peak", "final_factor"):
