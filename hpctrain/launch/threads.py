@@ -144,15 +144,15 @@ def node_load(launcher: Launcher, threads: int, proc: Path = Path("/proc")) -> N
         threads: number of threads per rank.
         proc: directory with the file of the load, for tests.
     """
-    ranks, running = launcher.local_size or 1, []
+    ranks, counts = launcher.local_size or 1, []
     try:
         for _ in range(_COUNTS):
             average, _, _, tasks, _ = (proc / "loadavg").read_text().split()
-            running.append(int(tasks.partition("/")[0]) - ranks)
+            counts.append(min(round(float(average)), int(tasks.partition("/")[0]) - ranks))
             time.sleep(_COUNT_SECONDS)
     except (OSError, ValueError):
         return None
-    others = max(0, min(round(float(average)), *running))
+    others = max(0, min(counts))
     return NodeLoad(others, ranks, threads, physical_cores(range(os.cpu_count() or 1)))
 
 
