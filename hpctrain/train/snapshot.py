@@ -141,8 +141,6 @@ def _with_states_of_all_parts(
 
 
 _COUNTERS = "averaging"  # key of the metadata: counters of averagers by parameter group
-#: fields of a position that are stored only if they are not empty, because older programs reject them
-_LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings", "stagnation")
 _PENDING = "_gradient"  # suffix of states of an averager, after its name (see GradientAverager.pending)
 
 
@@ -181,9 +179,7 @@ class Position:
 
     def to_meta(self) -> dict[str, Any]:
         """Return the position as metadata of a checkpoint, for `from_meta`."""
-        values = asdict(self)
-        empty = [name for name in _LATER_FIELDS if not values[name]]
-        return {name: value for name, value in values.items() if name not in empty}
+        return asdict(self) | {"reorderings": [[*each] for each in self.reorderings]}
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Position:
@@ -193,9 +189,6 @@ class Position:
         values["reorderings"] = tuple(Reordering(*each) for each in values.get("reorderings", ()))
         if values.get("stagnation") is not None:
             values["stagnation"] = Stagnation(**values["stagnation"])
-        if "step_in_epoch" in values:  # format version 1 counted steps; its sums were complete
-            del values["step_in_epoch"]
-            values["samples"] = values["sums"].count
         return cls(**values)
 
 
