@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -363,8 +363,8 @@ def test_rounded_parameters_and_what_rounding_took_away_are_put_and_taken_again(
         assert np.array_equal(exact.tensors[key], value) if key in exact.tensors else not value.any()
 
 
-def test_a_position_comes_back_from_json() -> None:
-    assert json.loads(json.dumps(POSITION.to_meta())) == POSITION.to_meta()
+def test_a_position_in_which_nothing_happened_is_short() -> None:
+    assert POSITION.to_meta() == {"epoch": 2, "samples": 6, "global_step": 17, "sums": asdict(POSITION.sums)}
     assert Position.from_meta({"position": POSITION.to_meta()}) == POSITION
     eventful = replace(POSITION, skipped=3, skipped_in_a_row=1, reorderings=(Reordering(0, 5, 1), Reordering(2, 0, 2)))
     again = Position.from_meta(json.loads(json.dumps({"position": eventful.to_meta()})))
