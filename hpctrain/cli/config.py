@@ -141,7 +141,7 @@ for _kind in KINDS:
 @listing.command()
 @click.option("--json", "as_json", is_flag=True, help="Print names with sizes, options, types and defaults as JSON.")
 def models(as_json: bool) -> None:
-    """List all models with their sizes, and the families with one sentence each.
+    """List all models with their sizes.
 
     GFLOP is the number of floating-point operations of the convolutions and linear layers in the forward pass of one image, in
     billions (a multiply-add counts as two). MiB is the memory that each image of a batch needs in training, in addition to the

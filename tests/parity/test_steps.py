@@ -30,7 +30,7 @@ pytestmark = pytest.mark.torch
 
 PIXELS = {"vgg16": 45, "resnet18": 65, "resnet50": 63, "resnet20": 17, "resnet9": 19, "resnext50_32x4d": 33}
 PIXELS |= {"preact_resnet18": 15, "wrn_16_8": 9}
-WIDTHS = {"vgg16": 0.25, "resnext50_32x4d": 0.25, "preact_resnet18": 0.5, "wrn_16_8": 0.25}
+WIDTHS = {"vgg16": 0.25, "resnext50_32x4d": 0.125, "preact_resnet18": 0.25, "wrn_16_8": 0.25}
 CLASSES, LAST, SEED, STEP = 7, 0.6, 3, 5
 IDS = np.array([4, 0, 17, 3, 9, 2])
 

@@ -39,7 +39,7 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """Pre-activation ResNet of blocks of two convolutions, designed for 32 px, for images of any size.
+    """Pre-activation ResNet or wide ResNet of blocks of two convolutions, designed for 32 px, for images of any size.
 
     Args:
         stem: Output channels of the first convolution.

@@ -85,7 +85,9 @@ def test_random_grouped_convolutions_equal_the_reference(onednn: KernelSet, refe
     for _ in range(40):
         groups, inside, outside = chance.choice([2, 3, 8, 32]), chance.choice([1, 2, 4, 8, 16]), chance.choice([1, 2, 4, 8, 16])
         size, stride = chance.choice([1, 3, 5]), chance.randint(1, 2)
-        spec = conv(groups * inside, groups * outside, (size, size), stride=(stride, stride), padding=(size // 2,) * 4, groups=groups)
+        spec = conv(
+            groups * inside, groups * outside, (size, size), stride=(stride, stride), padding=(size // 2,) * 4, groups=groups
+        )
         x, parameters, dy = arrays(spec, (2, chance.randint(2, 9), chance.randint(2, 9), spec.channels_in))
         ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
         assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
