@@ -62,7 +62,6 @@ def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None
         ("resnet50", 33, 1.0),
         ("resnext50_32x4d", 33, 1.0),
         ("wide_resnet50_2", 33, 1.0),
-        ("resnext101_64x4d", 33, 1.0),
         ("vgg11_bn", 45, 0.1),
     ],
 )
