@@ -82,8 +82,14 @@ def shell_word(text: str) -> str:
     return text if _PLAIN_WORD.fullmatch(text) else "'" + text.replace("'", "'\"'\"'") + "'"
 
 
-#: width of lines about steps and epochs without a terminal
+#: width of lines without a terminal
 LOG_COLUMNS = 80
+
+
+def pipe_columns(columns: int = LOG_COLUMNS, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the width of output that is not a terminal: the variable COLUMNS if it is a positive integer, else `columns`."""
+    text = environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and int(text) else columns
 
 
 def counted(number: int, noun: str) -> str:
@@ -120,14 +126,15 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
 
 def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", indent: str = "  ") -> list[str]:
     """Return lines, each with as many pieces as fit; all lines except the first begin with the indent."""
-    lines = [pieces[0]]
-    for piece in pieces[1:]:
-        longer = f"{lines[-1]}{between}{piece}"
-        if len(longer) <= room:
-            lines[-1] = longer
+    end = between.rstrip()
+    gap = between[len(end) :]
+    lines: list[str] = []
+    for number, piece in enumerate(pieces, 1):
+        closed = piece + end if number < len(pieces) else piece
+        if lines and len(lines[-1] + gap + closed) <= room:
+            lines[-1] += gap + closed
         else:
-            lines[-1] += between.rstrip()
-            lines.append(indent + piece)
+            lines.append(indent + closed if lines else closed)
     return lines
 
 

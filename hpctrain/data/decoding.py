@@ -305,6 +305,19 @@ def _depth(image: Image.Image) -> int:
     return max(bits) if isinstance(bits, tuple) else int(bits)
 
 
+def unused_bits(path: Path) -> int | None:
+    """Return the number of upper bits that are 0 in all values of a picture of 16 bits per value, such as 4 for 12-bit data.
+
+    None for other pictures, and for files that cannot be read.
+    """
+    try:
+        with Image.open(path) as image:
+            deep = image.mode.startswith("I") and _depth(image) == 16
+            return 16 - int(np.asarray(image).max()).bit_length() if deep else None
+    except Exception:  # the conversion reports the reason
+        return None
+
+
 def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
     """Return the image with at most 8 bits per value. Keeps the upper bits of deeper values, which Pillow would clip at 255.
 

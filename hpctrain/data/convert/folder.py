@@ -28,7 +28,7 @@ from hpctrain.data.convert.common import (
     no_progress,
     pack,
 )
-from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
+from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, unused_bits
 from hpctrain.data.files import require_directory, require_new
 from hpctrain.data.image_file import normal_name
 
@@ -45,6 +45,9 @@ _AGAIN = "a link to a directory above, or to one already searched"
 _UNDECODABLE = "cannot be read or decoded"
 _FOREIGN = "this format is not supported, save the picture as PNG or JPEG"
 _log = get_logger(__name__)
+
+# Pictures that are examined for unused bits, formats with more than 8 bits per value, and the number of bits that is reported.
+_EXAMINED, _DEEP, _FEWEST_UNUSED_BITS = 16, frozenset({".png", ".tif", ".tiff", ".pgm", ".jp2"}), 2
 
 _Identity = tuple[int, int]  # device and inode
 
@@ -181,6 +184,7 @@ def convert(
             _log.warning("%s: %s", escaped(str(path)), error)
             return str(path)
 
+    _warn_of_dark_pictures(tree)
     source = form.source([_item(*file) for file in tree.files], tree.class_names, skip_unreadable)
     with form.writer(out, len(tree.files), (*size, channels), tree.class_names, source) as writer:
         advance(writer.done)
@@ -198,6 +202,22 @@ def convert(
             )
         _require_all_classes(tree, unreadable)
     return unreadable
+
+
+def _warn_of_dark_pictures(tree: Tree) -> None:
+    """Log a warning if pictures of more than 8 bits leave upper bits unused, so that they are dark after the conversion."""
+    step = max(1, len(tree.files) // _EXAMINED)
+    found = [bits for path, _ in tree.files[::step] if path.suffix.lower() in _DEEP and (bits := unused_bits(path)) is not None]
+    if found and min(found) >= _FEWEST_UNUSED_BITS:
+        _log.warning(
+            "Pictures in %s have 16 bits per value, but the upper %d are 0 in all that were examined (%d), as in %d-bit data; "
+            "only the upper 8 bits are kept, so the converted pictures are dark; multiply the values by %d and convert again.",
+            tree.files[0][0].parent.parent,
+            min(found),
+            len(found),
+            16 - min(found),
+            1 << min(found),
+        )
 
 
 def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:

@@ -304,6 +304,20 @@ def test_a_directory_in_two_classes_is_told(tmp_path, caplog):
     assert "dog is in the classes ant and dog" in caplog.text
 
 
+@pytest.mark.parametrize(("largest", "warned"), [(4095, True), (1000, True), (40000, False), (None, False)])
+def test_values_that_leave_upper_bits_unused_are_named(tmp_path, caplog, largest, warned):
+    """Data of 12 bits in files of 16 bits became almost black without a word."""
+    for name in ("a", "b"):
+        (tmp_path / "tree" / name).mkdir(parents=True)
+        values = np.full((4, 4), 7, np.uint8) if largest is None else np.array([[0, largest], [9, 8]], np.uint16)
+        Image.fromarray(values).save(tmp_path / "tree" / name / "x.png")
+    folder.convert(folder.scan(tmp_path / "tree"), tmp_path / "x.h5", size=(2, 2), channels=1)
+    assert ("multiply the values by" in caplog.text) == warned
+    if largest == 4095:
+        assert "the upper 4 are 0" in caplog.text
+        assert "multiply the values by 16" in caplog.text
+
+
 def test_two_links_to_a_directory_do_not_multiply_its_pictures(tmp_path):
     """Thirty directories, each with two links to the next, have a billion paths."""
     root = make_tree(tmp_path / "tree", classes=("ant",), count=1)
