@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
-from hpctrain.core.text import echo, echo_block, escaped, loss_text, pipe_columns
+from hpctrain.core.text import counted, echo, echo_block, escaped, loss_text, pipe_columns
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
 from hpctrain.runs.results import summary_texts
@@ -190,6 +190,33 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
     return {"image": str(picture.file), "predictions": classes}
 
 
+def write_predictions(predictions: Predictions, *, path: Path, visible: bool) -> list[Path]:
+    """Write a CSV file with a row per picture once all are predicted; return the files without a prediction. Collective.
+
+    A row has the picture, its most probable class with its probability, the next classes, and the error of a picture that was not
+    predicted.
+
+    Args:
+        visible: whether this rank writes and prints.
+    """
+    text, broken, most = io.StringIO(newline=""), [], 1
+    rows: list[tuple[str, list[str], str]] = []
+    for picture in predictions.answers:
+        if picture.error is not None:
+            broken.append(picture.file)
+        values = [value for one in picture.classes for value in (one.name, f"{one.probability:.6g}")]
+        rows.append((os.fsencode(picture.file).decode(errors="replace"), values, picture.error or ""))
+        most = max(most, len(picture.classes))
+    if visible:
+        further = [title for number in range(2, most + 1) for title in (f"class_{number}", f"probability_{number}")]
+        writer = csv.writer(text)
+        writer.writerow(["image", "class", "probability", *further, "error"])
+        writer.writerows([file, *values, *[""] * (2 * most - len(values)), error] for file, values, error in rows)
+        write_text(path, text.getvalue())
+        echo(f"{predictions.checkpoint}: {counted(len(rows), 'image')} in {path}")
+    return broken
+
+
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
     """Print the most probable classes of each picture, one per line, and return the unreadable files. Collective."""
     broken = []
@@ -256,14 +283,16 @@ def _printable(file: Path) -> str:
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
-def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Table:
-    """Return a table of settings: a column per run, or for many runs a row per value with the runs that have this value."""
+def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str], width: int) -> Table:
+    """Return a table of settings: a column per run if they fit, else a row per value with the runs that have this value."""
     if len(numbers) <= _MOST_COLUMNS:
         table = plain_table("", *numbers, left=1 + len(numbers))
         for setting in settings:
             table.add_row(setting.key, *setting.values)
-        return table
+        if PlainConsole(width=10_000).measure(table).maximum <= width:
+            return table
     table = plain_table("", "value", "runs", left=3)
+    table.columns[2].no_wrap = len(numbers) <= _MOST_COLUMNS
     for setting in settings:
         for place, value in enumerate(dict.fromkeys(setting.values)):
             runs = [number for number, own in zip(numbers, setting.values, strict=True) if own == value]
@@ -271,7 +300,7 @@ def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Ta
     return table
 
 
-def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
+def comparison_lines(comparison: Comparison, width: int = _COLUMNS) -> Iterator[RenderableType]:
     """Yield the tables and sentences of a comparison in order. Tables number the runs, as their names are long.
 
     A few runs are shown as columns. More runs are shown as rows, with the most important figures only.
@@ -295,7 +324,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
         yield ""
         yield f"Differences in {title}:" if settings else f"No differences in {title}."
         if settings:
-            yield Padding(_settings(settings, numbers), (0, 0, 0, 2))
+            yield Padding(_settings(settings, numbers, width - _GAP), (0, 0, 0, _GAP))
     yield ""
     for bits in comparison.bits:
         yield bits.sentence(comparison.names)

@@ -29,9 +29,10 @@ from hpctrain.data.pipeline import check_order
 from hpctrain.models import catalogue
 from hpctrain.nn.network import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
+from hpctrain.nn.whitening import whitened_convolution
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
-from hpctrain.optim.schedules import SCHEDULES
+from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.weights_file import SUFFIXES
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
@@ -204,20 +205,20 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each key that needs an evaluation or metric that the run does not compute."""
-    stop = config.early_stop
-    if stop.patience is not None and config.data.test is None:
-        yield (
-            ("early_stop", "patience"),
-            "early_stop.patience needs evaluations, but data.test is not set; set data.test, or patience to null.",
-        )
-    if stop.patience is not None and not config.evaluate.every_epochs:
-        yield (
-            ("early_stop", "patience"),
-            "early_stop.patience needs evaluations, but evaluate.every_epochs is 0; set it to at least 1.",
-        )
+    stop, falls = config.early_stop, config.schedule.name == "plateau"
+    needs = [(("early_stop", "patience"), "patience to null")] if stop.patience is not None else []
+    needs += [(("schedule", "name"), "another schedule")] if falls else []
+    for path, instead in needs:
+        label = "schedule plateau" if falls and path[0] == "schedule" else ".".join(path)
+        if config.data.test is None:
+            yield path, f"{label} needs evaluations, but data.test is not set; set data.test, or {instead}."
+        if not config.evaluate.every_epochs:
+            yield path, f"{label} needs evaluations, but evaluate.every_epochs is 0; set it to at least 1."
     measures = {("checkpoint", "best"): config.checkpoint.best, ("early_stop", "metric"): stop.metric}
+    if falls:
+        measures["schedule", "metric"] = config.schedule.options.get("metric", "loss")
     for path, measure in measures.items():
-        if measure.startswith("ema_") and config.ema.decay is None:
+        if str(measure).startswith("ema_") and config.ema.decay is None:
             yield (
                 path,
                 f"{'.'.join(path)} is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "
@@ -239,6 +240,12 @@ def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             ("init", "ignore"),
             "init.ignore needs a file of weights, but init.weights is not set; set init.weights, or leave init.ignore out.",
         )
+    graph = grid.model_graph(config)
+    if init.whiten is not None and graph is not None:
+        try:
+            whitened_convolution(graph, init.whiten)
+        except ConfigError as error:
+            yield ("init", "whiten"), str(error)
     try:
         model = catalogue.build(config.model.name, config.model.options)
     except HpctrainError:  # reported as a fault of the model
@@ -297,7 +304,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     model, optimizer = config.model, config.optimizer
     yield from _fault(("model",), model, lambda: catalogue.build(model.name, model.options))
     yield from _fault(("optimizer",), optimizer, lambda: OPTIMIZERS.create(optimizer.name, optimizer.options))
-    yield from _fault(("schedule",), config.schedule, lambda: _make_schedule(config))
+    yield from _fault(("schedule",), config.schedule, lambda: make_schedule(config))
     if config.averager.automatic:
         yield from _automatic_faults(config)
     else:
@@ -356,14 +363,19 @@ def _make_strategy(config: Config) -> None:
     make_strategy(config.averager.name, config.averager.options, group)
 
 
-def _make_schedule(config: Config) -> None:
+def make_schedule(config: Config, steps_per_epoch: int = 1) -> LearningRateSchedule:
+    """Return the configured learning-rate schedule.
+
+    Raises:
+        ConfigError: the schedule has a fault.
+    """
     schedule, epochs = config.schedule, max(1, config.epochs)
-    SCHEDULES.create(
+    return SCHEDULES.create(
         schedule.name,
         schedule.options,
         base_lr=config.optimizer.lr,
         epochs=epochs,
-        steps_per_epoch=1,
+        steps_per_epoch=steps_per_epoch,
         warmup_epochs=min(schedule.warmup_epochs, epochs),  # a warm-up longer than the run is reported by `_value_faults`
     )
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.config.checks import check_device
+from hpctrain.config.checks import check_device, make_schedule
 from hpctrain.config.grid import check_overlap, model_options, parallel_plan
 from hpctrain.config.images import (
     CHECKPOINT,
@@ -31,6 +32,7 @@ from hpctrain.config.images import (
 )
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, DataError, DivergedError
+from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, Split
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
@@ -39,11 +41,12 @@ from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session, StartedJob
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import StateEntry, check_finite, check_fits, declared_state
-from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.network import Network
+from hpctrain.nn.whitening import whitened_convolution, whitening_filters
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.run.data_cache import DataCache, give_levels
 from hpctrain.run.images import make_loader, open_alike
@@ -104,15 +107,47 @@ def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
 _HINT = 'set init.ignore, as in ["fc.*"]'
 
 
-def start_from_weights(session: Session, replica: Replica) -> None:
-    """Write the configured weights, if any, into a replica before its ranks agree on averaging. Collective.
+def start_from_weights(session: Session, setup: TrainingSetup) -> None:
+    """Write whitening filters and the configured weights, if any, into the replica before ranks agree on averaging. Collective.
 
     Raises:
+        ConfigError: `init.whiten` is not a convolution of the images that can be whitened.
+        DataError: a training image cannot be read; on every rank.
         CheckpointError: the file cannot be read, does not fit the model, or differs between ranks; on every rank.
     """
     init = session.config.init
+    if init.whiten is not None:
+        whiten(session, setup, init.whiten)
     if init.weights is not None:
-        put_weights(session.world, replica, Path(init.weights), init.ignore, session.config.model.name)
+        put_weights(session.world, setup.replica, Path(init.weights), init.ignore, session.config.model.name)
+
+
+#: images whose patches whitening filters are computed from; more change the filters by less than the seed changes a training
+_WHITENED_IMAGES = 4096
+
+
+def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
+    """Set the filters of the convolution `name` to whiten patches of evenly spaced training images. Collective.
+
+    The first rank computes them, because eigenvectors differ in their last bits between processors.
+    """
+    network, file = setup.replica.network, setup.loader.file
+    spec = whitened_convolution(network.graph(1), name)
+
+    def filters() -> np.ndarray | None:
+        if session.world.rank != 0:
+            return None
+        count = min(len(file), _WHITENED_IMAGES)
+        chosen = np.arange(count, dtype=np.int64) * len(file) // count
+        pixels = file.pixels.take(chosen, np.empty((count, *file.shape), np.uint8))
+        spread = np.array(setup.data.std) if session.config.data.normalise else np.ones(file.shape[2])
+        return whitening_filters(pixels / (255.0 * np.where(spread > 0, spread, 1.0)), spec)
+
+    weight = session.world.broadcast_object(raise_on_all_ranks(session.world, filters))
+    entry, entries = join(name, "weight"), declared_state(network.model)
+    setup.replica.drain()
+    _put(setup.replica, entries, {entry: network.parameter_specs[entry].interchange.export(weight)})
+    setup.replica.parameters_written()
 
 
 def put_weights(
@@ -243,23 +278,24 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     shapes = train.shapes(config.epochs)
     if test is not None and train.sizes is None:
         check_shapes(shapes[0], test.shape)
-    replica = build_replica(session, backend, len(data.class_names), shapes[0])
+    weights = class_weights(config, train.file.labels, data.class_names)
+    replica = build_replica(session, backend, len(data.class_names), shapes[0], class_weights=weights)
     check_image_shapes(replica.network, (*shapes[1:], *((test.shape,) if test is not None else ())))
     check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.following)
     kernels, shards = replica.network.kernels, config.exact.shards
-    loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True, kernels=kernels, shards=shards)
+    loader = make_loader(
+        *(session, train, replica.tiles),
+        batch=config.batch,
+        shuffle=True,
+        kernels=kernels,
+        shards=shards,
+        class_weights=weights,
+    )
     test_loader = None
     if test is not None:
         batch = config.evaluate.batch or config.batch
         test_loader = make_loader(session, test, replica.tiles, batch=batch, shuffle=False, kernels=kernels, shards=shards)
-    schedule = SCHEDULES.create(
-        config.schedule.name,
-        config.schedule.options,
-        base_lr=config.optimizer.lr,
-        epochs=max(1, config.epochs),
-        steps_per_epoch=len(loader),
-        warmup_epochs=config.schedule.warmup_epochs,
-    )
+    schedule = make_schedule(config, len(loader))
     plan = parallel_plan(config, session.grid.cols)
     single = single_values(config, shapes, len(data.class_names), len(train.file), plan, config.data.train)
     single.check()
@@ -267,13 +303,49 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     return TrainingSetup(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
 
 
+def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> tuple[float, ...]:
+    """Return the weight of each class in the loss of training steps; empty without weights.
+
+    Args:
+        labels: labels of the training images.
+        names: names of the classes.
+
+    Raises:
+        DataError: the number of weights is not that of the classes, or a class without images would have a balanced weight.
+    """
+    chosen, classes = config.loss.class_weights, len(names)
+    if chosen is None:
+        return ()
+    if not isinstance(chosen, str):
+        if len(chosen) != classes:
+            raise DataError(
+                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has {classes} classes; give "
+                "one weight per class, in their order."
+            )
+        return tuple(chosen)
+    counts = np.bincount(labels, minlength=classes)
+    if not counts.all():
+        raise DataError(
+            f"loss.class_weights is balanced, but {config.data.train} has no image of the class {names[int(counts.argmin())]!r}; "
+            "give the weights themselves."
+        )
+    return tuple((len(labels) / (classes * counts)).tolist())
+
+
 def build_replica(
-    session: Session, backend: Backend, classes: int, image_shape: tuple[int, int, int], *, trains: bool = True
+    session: Session,
+    backend: Backend,
+    classes: int,
+    image_shape: tuple[int, int, int],
+    *,
+    trains: bool = True,
+    class_weights: Sequence[float] = (),
 ) -> Replica:
     """Return this rank's replica of the configured model for images of the given shape (H, W, C). Not collective.
 
     Args:
         trains: False for a replica that only evaluates, which has no averagers.
+        class_weights: weight of each class in the loss of training steps; empty: all are 1.
 
     Raises:
         ConfigError: the plan or `init.freeze` names layers that the model lacks, or the averager cannot add up norms of split
@@ -293,6 +365,7 @@ def build_replica(
         dtype=backend.dtype,
         seed=config.seed,
         smoothing=config.loss.label_smoothing,
+        class_weights=class_weights,
         frozen=config.init.freeze,
     )
     replica = Replica(
@@ -330,6 +403,7 @@ def build_trainer(
     limit: TimeLimit | None = None,
     saver: Saver | None = None,
     observers: Sequence[Observer] = (),
+    end_after: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Trainer:
     """Return the training loop over `setup`. Arguments are those of `Trainer`."""
     config = session.config
@@ -354,6 +428,7 @@ def build_trainer(
         stop_requested=stop_requested,
         limit=limit,
         saver=saver,
-        early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, stop.min_delta),
+        early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, min_delta=stop.min_delta),
         observers=(*sizes, *observers),
+        end_after=end_after,
     )

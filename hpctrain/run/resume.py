@@ -6,6 +6,7 @@ the checkpoint was written are checked by `config/resume_rules.py`, reported and
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ import yaml
 
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.config import resume_rules
+from hpctrain.config.checks import make_schedule
 from hpctrain.config.grid import model_options
 from hpctrain.config.images import CHECKPOINT
 from hpctrain.config.load import dump, parse
@@ -28,6 +30,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core import user_code
 from hpctrain.core.errors import CheckpointError, HpctrainError
 from hpctrain.core.log import get_logger
+from hpctrain.core.text import counted, folded
 from hpctrain.data.image_file import DataFacts, ImageFile, class_difference, with_class_order
 from hpctrain.job.lost_ranks import RunOwnership
 from hpctrain.job.same_start import Subject, compare, is_trusted
@@ -205,7 +208,7 @@ class Start:
         path: path of the checkpoint.
         position: position at which training continues, in terms of the current training file.
         changes: changes from the checkpoint's values to the current ones.
-        data: facts about the training file stored in the checkpoint; None for format version 1.
+        data: facts about the training file stored in the checkpoint.
     """
 
     directory: RunDirectory | None
@@ -213,7 +216,7 @@ class Start:
     content: CheckpointContent
     position: Position
     changes: tuple[Change, ...]
-    data: DataFacts | None
+    data: DataFacts
 
     def without_tensors(self) -> Start:
         """Return the start without the checkpoint's tensors, to free their memory after loading."""
@@ -241,23 +244,18 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
 
 def _start(session: Session, path: Path, content: CheckpointContent, file: ImageFile) -> Start:
     """Check a checkpoint against the configuration and the training file, and return the start from it."""
-    if "config" not in content.meta:
-        raise CheckpointError(
-            f"{path} was written by a Python program with its own training loop, and does not name its model; "
-            f"load it in that program, or give a checkpoint of `hpctrain train`."
-        )
+    data = data_of(content, path)
     config, position = session.config, Position.from_meta(content.meta)
-    data = data_of(content)
-    if data is not None and class_difference(file.class_names, data.class_names) is None:
+    if class_difference(file.class_names, data.class_names) is None:
         file = with_class_order(file, data.class_names, CHECKPOINT)
     now = DataFacts.of(file)
-    complete = data is not None and position.samples == data.samples
+    complete = position.samples == data.samples
     differences = _changes(content, data, session, now)
     check(
         differences,
         between_epochs=complete or position.samples == 0,
         begun_epochs=position.epoch + (position.samples > 0),
-        place=f"{path} (at {describe(position, None if data is None else data.samples)})",
+        place=f"{path} (at {describe(position, data.samples)})",
     )
     if complete:  # a finished epoch is finished for another file as well
         position = replace(position, samples=now.samples)
@@ -269,13 +267,22 @@ def _start(session: Session, path: Path, content: CheckpointContent, file: Image
     return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
 
 
-def data_of(content: CheckpointContent) -> DataFacts | None:
-    """Return the facts about the training file that a checkpoint stores; None for format version 1."""
-    values: Mapping[str, Any] | None = content.meta.get("data")  # type: ignore[assignment]
-    return None if values is None else DataFacts.from_meta(values)
+def data_of(content: CheckpointContent, path: Path) -> DataFacts:
+    """Return the facts about the training file that a checkpoint stores.
+
+    Raises:
+        CheckpointError: `job.save` wrote the checkpoint.
+    """
+    values: Any = content.meta.get("data")
+    if values is None:
+        raise CheckpointError(
+            f"{path} was written by a Python program with its own training loop, and does not name its model; "
+            f"load it in that program, or give a checkpoint of `hpctrain train`."
+        )
+    return DataFacts.from_meta(values)
 
 
-def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
+def _changes(content: CheckpointContent, data: DataFacts, session: Session, now: DataFacts) -> tuple[Change, ...]:
     """Return the changes from the checkpoint's configuration, ranks and data to the current ones."""
     config = session.config
     old, new = _stored_values(content, config), _values(dump(config), config)
@@ -283,15 +290,12 @@ def _changes(content: CheckpointContent, data: DataFacts | None, session: Sessio
     stored_code: Mapping[str, str] = content.meta.get("code", {})  # type: ignore[assignment]
     old |= {f"code.{reference}": digest for reference, digest in stored_code.items()}
     new |= {f"code.{reference}": digest for reference, digest in user_code.digests().items()}
-    if data is not None:
-        old |= _data_values(data)
-        new |= _data_values(now)
-        differs = class_difference(data.class_names, now.class_names)
-        if differs is not None:
-            old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
-    elif old.get("data.train") != config.data.train:  # format version 1 stores only the path of the images
-        old["images"], new["images"] = old.get("data.train"), config.data.train
-    return changes(old, new, _absent(config, data or now))
+    old |= _data_values(data)
+    new |= _data_values(now)
+    differs = class_difference(data.class_names, now.class_names)
+    if differs is not None:
+        old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
+    return changes(old, new, _absent(config, data))
 
 
 def check_model(content: CheckpointContent, data: DataFacts, config: Config, path: Path) -> None:
@@ -348,20 +352,41 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
     return flat(Config.model_construct().model_dump(mode="json")) | defaults(config) | flat({"model": options})
 
 
-def describe(position: Position, samples: int | None) -> str:
+def describe(position: Position, samples: int) -> str:
     """Return a position in words.
 
     Args:
-        samples: number of samples of an epoch; None if unknown.
+        samples: number of samples of an epoch.
     """
     if not position.samples:
         return f"epoch {position.epoch + 1}, step {position.global_step}"
-    of_all = "" if samples is None else f" of {samples:,}"
-    return f"epoch {position.epoch + 1}, step {position.global_step}, {position.samples:,}{of_all} images of the epoch done"
+    done = f"{position.samples:,} of {samples:,} images of the epoch done"
+    return f"epoch {position.epoch + 1}, step {position.global_step}, {done}"
+
+
+def rate_words(start: Start, config: Config, samples: int) -> list[str]:
+    """Return words on a learning rate that changes at a resume, such as that of a finished cosine over more epochs; else none.
+
+    Args:
+        samples: number of samples of an epoch.
+    """
+
+    def rate(values: Config) -> float:
+        schedule = make_schedule(values, -(-samples // values.batch))
+        return schedule.rate(start.position.in_steps(samples, values.batch), start.position.plateau)
+
+    stored, before, after = stored_config(start.content, config), math.nan, rate(config)
+    with suppress(HpctrainError):  # a schedule that an earlier version had
+        before = after if stored is None else rate(stored)
+    if math.isnan(before) or math.isclose(before, after, rel_tol=0.01):
+        return []
+    epochs = f"{config.schedule.name} over {counted(config.epochs, 'epoch')}"
+    advice = ["for another one, set schedule=constant and optimizer.lr"] if after > before else []
+    return [f"learning rate {after:.3g} from here ({epochs})", f"{before:.3g} with the checkpoint's values", *advice]
 
 
 def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
-    """Report and record the position at which the run resumes, and each change."""
+    """Report and record the position at which the run resumes, each change, and a learning rate that changes."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:
@@ -370,10 +395,13 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
         rest = "there is nothing to train" if config.data.test is None else "it is only evaluated"
         done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
         reporter.say(f"resumed a run that is finished after {done}, step {position.global_step}: {rest}")
+        reporter.say(f"give a larger number of epochs to train further, such as epochs={epochs + 5}")
     else:
         reporter.say(f"resumed at {describe(position, samples)}")
     for change in start.changes:
         reporter.say(f"  {change}")
+    for line in folded(rate_words(start, config, samples)) if position.epoch + over < epochs else ():
+        reporter.say(line)
     reporter.record(
         "resume",
         {
