@@ -31,7 +31,7 @@ _MOST_CONFUSIONS = 20
 #: maximum number of runs that are columns of a comparison in 80 columns
 _MOST_COLUMNS = 4
 #: figures of a comparison of more runs, which fit 80 columns
-_MAIN_FIGURES = ("state", "epochs", "test loss", "test top-1", "best test top-1", "images/s")
+_MAIN_FIGURES = ("state", "epochs", "validation top-1", "test loss", "test top-1", "best test top-1", "images/s")
 _MOST_OF_A_NAME = 30
 _NO_CLASS = "(not finite)"
 
@@ -45,7 +45,7 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     flip = ", with mirror images" if evaluation.flip else ""
     echo(
         f"{evaluation.path}{weights}: {sums.count} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
-        f"top5 {means['top5']:.2%}{flip}"
+        f"top5 {means['top5']:.2%} on the {evaluation.split} set{flip}"
     )
     console = output_console(_COLUMNS)
     for asked, table in ((per_class, _class_table), (confusion, _confusion_table)):
@@ -94,6 +94,7 @@ def print_json(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     means = {name: value if math.isfinite(value) else None for name, value in sums.means().items()}
     content: dict[str, Any] = {
         "checkpoint": str(evaluation.path),
+        "set": evaluation.split,
         "samples": sums.count,
         **means,
         "hits1": sums.top1,

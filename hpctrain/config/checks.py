@@ -6,10 +6,11 @@ checked again if backend auto selects a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
@@ -205,10 +206,11 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each key that needs an evaluation or metric that the run does not compute."""
     stop = config.early_stop
-    if stop.patience is not None and config.data.test is None:
+    if stop.patience is not None and config.data.evaluated is None:
         yield (
             ("early_stop", "patience"),
-            "early_stop.patience needs evaluations, but data.test is not set; set data.test, or patience to null.",
+            "early_stop.patience needs evaluations, but neither data.validation nor data.test is set; set data.validation, such "
+            "as 0.1, or patience to null.",
         )
     if stop.patience is not None and not config.evaluate.every_epochs:
         yield (
@@ -306,7 +308,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         # A reporter is not constructed: its constructor may open files or connections.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
-            yield from _fault((*path, index), item, partial(make, item.name, item.options))
+            yield from _option_faults((*path, index), item, make)
     yield from _order_faults(config)
 
 
@@ -377,3 +379,26 @@ def _fault(path: KeyPath, section: Named, make: Callable[[], object]) -> Iterato
         yield (*path, error.option if error.option in section.options else "name"), str(error)
     except HpctrainError as error:
         yield (*path, "name"), str(error)
+
+
+def _option_faults(
+    path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yield all faults in making a named object. After the fault of an option, the others are checked without it."""
+    removed: set[str] = set()
+    while True:
+        options = {key: value for key, value in section.options.items() if key not in removed}
+        try:
+            choice(kind_of(path), section.name)
+            make(section.name, options)
+            return
+        except OptionError as error:
+            if error.option in removed:  # it has no default
+                return
+            yield (*path, error.option if error.option in options else "name"), str(error)
+            if error.option not in options:
+                return
+            removed.add(error.option)
+        except HpctrainError as error:
+            yield (*path, "name"), str(error)
+            return

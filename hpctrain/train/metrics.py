@@ -244,8 +244,8 @@ class Reporter:
         """Append a record to the metrics.
 
         Args:
-            kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback", "checkpoint", "steps",
-                "data", "reads", "memory", "unreadable", "image_size" or "stop".
+            kind: "interval", "epoch", "evaluation", "test", "progress", "resume", "skip", "shrink", "rollback", "checkpoint",
+                "steps", "data", "reads", "memory", "unreadable", "image_size" or "stop".
         """
 
     def say(self, text: str) -> None:

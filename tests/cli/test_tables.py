@@ -472,13 +472,14 @@ def _evaluation(counts=COUNTS, names: tuple[str, ...] = CLASS_NAMES, *, loss: fl
     labels, predictions = np.nonzero(array)
     matrix = ConfusionMatrix(len(array), labels, predictions, array[labels, predictions])
     sums = RunningSums(loss * array.sum(), int(np.trace(array)), int(array.sum()), int(array.sum()))
-    return Evaluation(Path("runs/a/checkpoint.h5"), ("a note",), sums, names, False, False, matrix)
+    return Evaluation(Path("runs/a/checkpoint.h5"), "validation", ("a note",), sums, names, False, False, matrix)
 
 
 def test_text_has_the_worst_class_first_and_the_matrix_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(_evaluation(), per_class=True, confusion=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["a note", "runs/a/checkpoint.h5: 30011 samples, loss 2.5000, top1 0.02%, top5 100.00%"]
+    means = "loss 2.5000, top1 0.02%, top5 100.00% on the validation set"
+    assert lines[:2] == ["a note", f"runs/a/checkpoint.h5: 30011 samples, {means}"]
     assert all(len(line) <= 80 for line in lines)
     text = [line.split() for line in lines]
     assert ["class", "most", "often", "taken", "for", "times", "samples", "top1"] in text

@@ -31,6 +31,10 @@ ALL = [
     ("center_crop", {"size": 7}),
     ("randaugment", {"magnitude": 15}),
     ("trivial_augment_wide", {"interpolation": "bilinear"}),
+    ("vertical_flip", {}),
+    ("rotation", {"degrees": 20}),
+    ("color_jitter", {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.2}),
+    ("autoaugment", {"policy": "cifar10"}),
 ]
 ERASING = ("random_erasing", {"value": "random", "scale": [0.1, 0.5]})
 

@@ -25,12 +25,13 @@ from hpctrain.data.convert.common import (
     default_threads,
     in_order,
     listed,
+    measured_range,
     no_progress,
     pack,
 )
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
-from hpctrain.data.image_file import normal_name
+from hpctrain.data.image_file import ValueRange, normal_name
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 #: directories that systems and programs create in any directory, in lower case
@@ -153,6 +154,8 @@ def convert(
     keep_files: bool = False,
     skip_unreadable: bool = False,
     max_pixels: int | None = None,
+    value_range: ValueRange | None = None,
+    measures: bool = True,
     threads: int | None = None,
     overwrite: bool = False,
     advance: Advance = no_progress,
@@ -165,13 +168,18 @@ def convert(
         fit: "crop" or "squash", see `decoding.decode`.
         keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
+        value_range: values that become 0 and 255; see `decoding.decode`.
+        measures: whether `value_range` is measured if it is None; see `common.measured_range`.
 
     Raises:
         DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file can be decoded; a class
             loses all its files, unless the user has named the classes; or `out` exists.
     """
     require_new(out, overwrite)
-    form = PictureForm(size, fit, channels, keep_files, max_pixels)
+    threads = default_threads() if threads is None else threads
+    if value_range is None and measures:
+        value_range = measured_range(lambda item: item[0], tree.files, threads, max_pixels)
+    form = PictureForm(size, fit, channels, keep_files, max_pixels, value_range)
 
     def one(item: tuple[Path, int]) -> DecodedPicture | str:
         path, label = item
@@ -184,7 +192,7 @@ def convert(
     source = form.source([_item(*file) for file in tree.files], tree.class_names, skip_unreadable)
     with form.writer(out, len(tree.files), (*size, channels), tree.class_names, source) as writer:
         advance(writer.done)
-        results = in_order(one, tree.files[writer.done :], default_threads() if threads is None else threads)
+        results = in_order(one, tree.files[writer.done :], threads)
         found = pack(writer, results, advance, skip=skip_unreadable)
         unreadable = writer.skipped if skip_unreadable else found
         if len(unreadable) == len(tree.files):
