@@ -40,12 +40,13 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     """Print the means, and the requested parts of the confusion matrix."""
     for note in evaluation.notes:
         echo(note)
+    echo(f"evaluated on the {evaluation.split} set")
     sums, means = evaluation.sums, evaluation.sums.means()
     weights = " (averaged weights)" if evaluation.averaged else ""
     flip = ", with mirror images" if evaluation.flip else ""
     echo(
         f"{evaluation.path}{weights}: {sums.count} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
-        f"top5 {means['top5']:.2%} on the {evaluation.split} set{flip}"
+        f"top5 {means['top5']:.2%}{flip}"
     )
     console = output_console(_COLUMNS)
     for asked, table in ((per_class, _class_table), (confusion, _confusion_table)):

@@ -200,7 +200,7 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
     data = DataFacts.of(file, held_out)
     if known is not None:
         file = with_class_order(opened, known.class_names, CHECKPOINT)
-        _check_channels(opened, known, CHECKPOINT)
+        check_channels(opened, len(known.mean), CHECKPOINT)
         data = replace(DataFacts.of(file, held_out), mean=known.mean, std=known.std)
     notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
     return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config), split), data
@@ -223,13 +223,18 @@ def evaluation_images(config: Config, files: Mapping[Split, ImageFile], split: S
         return Images(file, pipeline, split=validation_split(config, opened), validation=True)
     opened = files[split]
     file = with_class_order(opened, data.class_names, place)
-    _check_channels(opened, data, place)
+    check_channels(opened, len(data.mean), place)
     notes = tuple(_notes(opened, data, place, normalised=False))
     return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
 
 
-def _check_channels(opened: ImageFile, data: DataFacts, place: str) -> None:
-    channels, expected = opened.shape[2], len(data.mean)
+def check_channels(opened: ImageFile, expected: int, place: str) -> None:
+    """Raise unless the images of a file have as many channels as those of `place`, for example the training file.
+
+    Raises:
+        DataError: the numbers differ.
+    """
+    channels = opened.shape[2]
     if channels != expected:
         raise DataError(
             f"{opened.path} has images of {counted(channels, 'channel')}, those of {place} have {expected}; "

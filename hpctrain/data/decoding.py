@@ -121,7 +121,10 @@ def decode(
         pixels = _jpeg(content, channels, most)
         if pixels is not None and size in (None, pixels.shape[:2]) and pixels.shape[2] == channels:
             return pixels
-        image = _opened(content, most, value_range) if pixels is None else Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+        if pixels is None:
+            image = _opened(content, most, value_range)
+        else:
+            image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
         result = np.asarray(_fitted(_plain(image, "RGB" if channels == 3 else "L"), size, fit))
     except DataError:
         raise
@@ -247,7 +250,9 @@ def _colours(content: bytes) -> np.ndarray:
 
     values = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
     if values is None or values.dtype != np.uint16 or values.ndim != 3 or values.shape[2] < 3:
-        raise DataError("The image cannot be decoded: its colours of 16 bits are in a form that is not supported; save it as PNG.")
+        raise DataError(
+            "The image cannot be decoded: its colours of 16 bits are in a form that is not supported; save it as PNG."
+        )
     return np.ascontiguousarray(values[..., 2::-1])
 
 
@@ -378,8 +383,8 @@ def _eight_bits(image: Image.Image, depth: int, value_range: ValueRange | None) 
     if image.mode == "F" or depth > 16 or (values.size and (values.min() < 0 or values.max() >= 1 << depth)):
         kind = "floating-point numbers" if image.mode == "F" else f"whole numbers of {depth} bits, or negative ones"
         raise DataError(
-            f"The image cannot be decoded: its pixels are {kind}; give the values of black and white in --range, or save it with "
-            "8 or 16 unsigned bits per value."
+            f"The image cannot be decoded: its pixels are {kind}; convert it with --range, or save it with 8 or 16 unsigned bits "
+            "per value."
         )
     return Image.fromarray((values.astype(np.int64) >> (depth - 8)).astype(np.uint8))
 

@@ -20,7 +20,7 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.config.images import check_image_shapes
+from hpctrain.config.images import check_channels, check_image_shapes
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
@@ -434,6 +434,7 @@ class Job(StartedRank):
             if like is not None:
                 reference = files[_LIKE]
                 file = with_class_order(file, reference.class_names, str(like))
+                check_channels(file, reference.shape[2], str(like))
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype

@@ -478,8 +478,8 @@ def _evaluation(counts=COUNTS, names: tuple[str, ...] = CLASS_NAMES, *, loss: fl
 def test_text_has_the_worst_class_first_and_the_matrix_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(_evaluation(), per_class=True, confusion=True)
     lines = capsys.readouterr().out.splitlines()
-    means = "loss 2.5000, top1 0.02%, top5 100.00% on the validation set"
-    assert lines[:2] == ["a note", f"runs/a/checkpoint.h5: 30011 samples, {means}"]
+    means = "loss 2.5000, top1 0.02%, top5 100.00%"
+    assert lines[:3] == ["a note", "evaluated on the validation set", f"runs/a/checkpoint.h5: 30011 samples, {means}"]
     assert all(len(line) <= 80 for line in lines)
     text = [line.split() for line in lines]
     assert ["class", "most", "often", "taken", "for", "times", "samples", "top1"] in text

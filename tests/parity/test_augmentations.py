@@ -101,7 +101,8 @@ class _Drawn:
         return torch.tensor(values, dtype=torch.float64)
 
     def empty(self, count: int) -> SimpleNamespace:
-        return SimpleNamespace(uniform_=lambda low, high: torch.as_tensor(low + (high - low) * next(self._tries), dtype=torch.float64)
+        return SimpleNamespace(
+            uniform_=lambda low, high: torch.as_tensor(low + (high - low) * next(self._tries), dtype=torch.float64)
         )
 
     def randint(self, low: int, high: int, size: tuple[int]) -> torch.Tensor:

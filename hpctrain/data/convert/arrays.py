@@ -79,9 +79,7 @@ class ForeignImages:
             yield start, values
 
 
-def opened(
-    file: Path, images: str | None = None, labels: str | None = None, layout: Layout | None = None
-) -> ForeignImages:
+def opened(file: Path, images: str | None = None, labels: str | None = None, layout: Layout | None = None) -> ForeignImages:
     """Read the arrays of an .npz file, or of an .npy file of images and one of labels.
 
     Args:
@@ -189,8 +187,8 @@ def _measured(source: ForeignImages) -> ValueRange | None:
         least, most = min(least, float(values.min())), max(most, float(values.max()))
     if least < 0 or most >= 1 << 16 or (dtype.kind == "f" and most > _LARGEST_BYTE):
         raise DataError(
-            f"The images in {source.path} have values from {least:g} to {most:g} ({dtype}), whose range is unknown; give the values "
-            f"of black and white in --range, such as --range {least:g} {most:g}."
+            f"The images in {source.path} have values from {least:g} to {most:g} ({dtype}), whose range is unknown; give the "
+            f"values of black and white, such as --range {least:g} {most:g}."
         )
     if dtype.kind == "f":
         return (0.0, 1.0) if most <= 1 else (0.0, float(_LARGEST_BYTE))
@@ -250,9 +248,7 @@ def class_labels(name: str, labels: Any, count: int) -> tuple[np.ndarray, int]:
     return values.astype(np.int64), 1
 
 
-def _chunks(
-    source: ForeignImages, value_range: ValueRange | None, advance: Advance
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _chunks(source: ForeignImages, value_range: ValueRange | None, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for start, values in source.blocks():
         pixels = values.astype(np.uint8) if value_range is None else scaled(values, value_range)
         if source.channels_first:

@@ -67,12 +67,11 @@ def scan(
         lines = [f"line {line}: {fault}" for line, fault in sorted(faults)]
         raise DataError(f"{table} has {listed('wrong line', lines)}; correct them.")
     chosen = [int(label) if by_number else label_of[label] for label in labels]
-    return Tree(tuple(names), tuple((path, label) for (_, path), label in zip(files, chosen, strict=True)), class_names is not None)
+    labelled = tuple((path, label) for (_, path), label in zip(files, chosen, strict=True))
+    return Tree(tuple(names), labelled, class_names is not None)
 
 
-def _lines(
-    table: Path, directory: Path, columns: Columns
-) -> tuple[list[tuple[int, Path]], list[str], list[tuple[int, str]]]:
+def _lines(table: Path, directory: Path, columns: Columns) -> tuple[list[tuple[int, Path]], list[str], list[tuple[int, str]]]:
     """Return (line, file) and the label of each line without a fault, and (line, fault) of the other lines."""
     with system_errors_as(f"The CSV file {table} cannot be read"):
         content = read_regular(table, _MOST_BYTES)
@@ -111,7 +110,7 @@ def _lines(
 
 def _column(table: Path, header: Sequence[str], name: str) -> int:
     if name not in header:
-        raise DataError(f"{table} has no column {name!r} in its header; {choices(name, header)}, or name the columns in --columns.")
+        raise DataError(f"{table} has no column {name!r}; {choices(name, header)}, or name the columns in --columns.")
     return header.index(name)
 
 
