@@ -257,11 +257,13 @@ class MomentRule:
         beta1: decay rate of the first moment.
         beta2: decay rate of the second moment.
         epsilon: number added to the root of the second moment.
+        decoupled: whether decay * w is added to the direction (AdamW), not to the gradient (Adam).
     """
 
     beta1: float
     beta2: float
     epsilon: float
+    decoupled: bool = True
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,8 @@ class MomentDescent(Protocol):
     """Descent by two moments on flat buffers, bound to them at set-up.
 
     With g' = gradient_scale * g of each run: m := beta1 * m + (1 - beta1) * g'; v := beta2 * v + (1 - beta2) * g'^2; the
-    direction is u = first * m / (root * sqrt(v) + epsilon) + decay * w.
+    direction is u = first * m / (root * sqrt(v) + epsilon) + decay * w. If the rule is not decoupled, decay * w is added to g'
+    instead of u.
     """
 
     def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:

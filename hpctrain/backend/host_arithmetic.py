@@ -205,6 +205,7 @@ class HostMomentDescent:
 
     def __init__(self, data: np.ndarray, gradient: np.ndarray, first: np.ndarray, second: np.ndarray, rule: MomentRule) -> None:
         self._beta1, self._beta2, self._epsilon = float(rule.beta1), float(rule.beta2), float(rule.epsilon)
+        self._decoupled = rule.decoupled
         self._data, self._grad, self._first, self._second = data, gradient, first, second
         longest = min(CHUNK, data.size)
         self._work = np.empty(longest, data.dtype)
@@ -228,6 +229,8 @@ class HostMomentDescent:
         work, spare = self._work[: high - low], self._spare[: high - low]
         if run.gradient_scale != 1.0:
             g = np.multiply(g, run.gradient_scale, out=work)
+        if run.decay and not self._decoupled:
+            g = np.add(g, np.multiply(self._data[low:high], run.decay, out=spare), out=work)
         np.multiply(m, self._beta1, out=m)
         np.add(m, np.multiply(g, 1.0 - self._beta1, out=spare), out=m)
         np.multiply(v, self._beta2, out=v)
@@ -236,7 +239,7 @@ class HostMomentDescent:
         np.multiply(np.sqrt(v, out=spare), corrections.root, out=spare)
         np.add(spare, self._epsilon, out=spare)
         np.divide(np.multiply(m, corrections.first, out=work), spare, out=work)
-        if run.decay:
+        if run.decay and self._decoupled:
             np.add(work, np.multiply(self._data[low:high], run.decay, out=spare), out=work)
         return work
 

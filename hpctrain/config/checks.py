@@ -376,7 +376,8 @@ def _fault(path: KeyPath, section: Named, make: Callable[[], object]) -> Iterato
         choice(kind_of(path), section.name)
         make()
     except OptionError as error:
-        yield (*path, error.option if error.option in section.options else "name"), str(error)
+        named = error.option in section.options or error.option in type(section).model_fields
+        yield (*path, error.option if named else "name"), str(error)
     except HpctrainError as error:
         yield (*path, "name"), str(error)
 

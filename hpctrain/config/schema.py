@@ -344,7 +344,7 @@ class OptimizerConfig(Named):
     """The optimiser: how a gradient becomes an update."""
 
     name: Text = Field(
-        description="Name of an optimiser: sgd, lars, adamw or lamb; further keys are its options, such as momentum."
+        description="Name of an optimiser: sgd, lars, adam, adamw or lamb; further keys are its options, such as momentum."
     )
     lr: Number = Field(gt=0, description="Base learning rate for the global batch, above 0; the schedule multiplies it.")
 
@@ -352,7 +352,9 @@ class OptimizerConfig(Named):
 class ScheduleConfig(Named):
     """The learning rate over time."""
 
-    name: Text = Field(description="Name of a schedule: constant, step, cosine or polynomial; further keys are its options.")
+    name: Text = Field(
+        description="Name of a schedule: constant, step, cosine, polynomial or one_cycle; further keys are its options."
+    )
     warmup_epochs: Number = Field(
         default=0.0,
         ge=0,

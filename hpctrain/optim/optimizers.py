@@ -1,4 +1,4 @@
-"""The optimisers: SGD and LARS with momentum, AdamW and LAMB with two moments of the gradient.
+"""The optimisers: SGD and LARS with momentum; Adam, AdamW and LAMB with two moments of the gradient.
 
 `OPTIMIZERS` finds them by name ("sgd" is `Sgd`). Each element's result depends only on that element and on complete norms, so any
 partition of the buffers produces the same bits.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from hpctrain.backend.arithmetic import Array, Corrections, Descent, MomentDescent, MomentRule, UpdateRun
 from hpctrain.core.errors import OptionError
@@ -304,7 +304,7 @@ class BoundMoments:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MomentOptimizer(_DecayingOptimizer):
-    """Descent by two moments with weight decay, the base of AdamW and LAMB.
+    """Descent by two moments with weight decay, the base of Adam, AdamW and LAMB.
 
     Args:
         beta1: Decay rate per update of the moving average of gradients, in [0, 1).
@@ -324,6 +324,8 @@ class MomentOptimizer(_DecayingOptimizer):
     weight_decay: float = 0.01
     decay_exclude: DecayExclude = "norm_and_bias"
     _bound: BoundMoments | None = field(init=False, repr=False, default=None)
+    #: whether the decay is added to the direction of the update, not to the gradient
+    decoupled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, usual in (("beta1", 0.9), ("beta2", 0.999)):
@@ -336,7 +338,7 @@ class MomentOptimizer(_DecayingOptimizer):
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         # Options are frozen, but the state is not an option.
-        rule = MomentRule(self.beta1, self.beta2, self.epsilon)
+        rule = MomentRule(self.beta1, self.beta2, self.epsilon, self.decoupled)
         object.__setattr__(self, "_bound", BoundMoments(group, owned, rule))
 
     def state(self, segment: Segment) -> dict[str, Array]:
@@ -389,6 +391,25 @@ class Adamw(MomentOptimizer):
         scale = clip_scale(self.clip_norm, norms)
         for runs, corrections in self.bound.counted([self.run(segment, scale) for segment in segments]):
             self.bound.descent.update(runs, corrections, lr)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Adam(Adamw):
+    """Adam: as AdamW, but with weight decay in the gradient (L2 regularisation), which the moments then contain.
+
+    g' = clip(g) + weight_decay * w; the moments m and v are those of g'; w := w - lr * m / (1 - beta1^t) / (sqrt(v / (1 -
+    beta2^t)) + epsilon), in the t-th update of a parameter (torch.optim.Adam; Kingma and Ba, ICLR 2015, algorithm 1).
+
+    Args:
+        weight_decay: Factor of weight decay: weight_decay * w is added to the gradient.
+    """
+
+    weight_decay: float = 0.0
+    decoupled: ClassVar[bool] = False
+
+    @property
+    def passes(self) -> float:  # the decayed gradient is computed first, in two passes
+        return super().passes + bool(self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, each with a linear warm-up.
+"""Learning-rate schedules: pure functions of the step, each with a warm-up.
 
 A schedule holds no state, so `lr(step)` is the same after a restart. Steps count from 0 at the start of training. `SCHEDULES`
 finds the schedules by name ("cosine" is `Cosine`).
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from hpctrain.core.errors import ConfigError, OptionError
 from hpctrain.core.registry import Registry
@@ -71,9 +72,13 @@ class LearningRateSchedule(ABC):
         """Return the learning rate of `step`, which need not be an integer. After the end of training, the rate is constant."""
         warmup = self.warmup_steps
         if step < warmup:
-            return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * (step / warmup))
+            return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * self.rise(step / warmup))
         remaining = self.total_steps - warmup
         return self.after_warmup(step, min(1.0, (step - warmup) / remaining) if remaining else 1.0)
+
+    def rise(self, progress: float) -> float:
+        """Return the share of the rise that is reached when a share of the warm-up's steps is done. Linear by default."""
+        return progress
 
     @abstractmethod
     def after_warmup(self, step: float, progress: float) -> float:
@@ -189,6 +194,51 @@ class Polynomial(Decay):
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self.between((1.0 - progress) ** self.power)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycle(LearningRateSchedule):
+    """One cycle: the learning rate rises to lr in the first part of the training and falls to its end in the rest.
+
+    Its rise is its warm-up, so `warmup_epochs` must be 0 (Smith and Topin, arXiv 1708.07120; torch.optim.lr_scheduler.OneCycleLR
+    without its cycle of the momentum, which stays fixed).
+
+    Args:
+        warmup_start: Factor on the base learning rate in the first step, in [0, 1]; 0.04 is PyTorch's div_factor of 25.
+        peak: Share of the training after which the rate is the base learning rate, in [0, 1].
+        final_factor: Factor on the base learning rate at the end of training, in [0, 1].
+        anneal: Shape of the rise and of the fall: half a wave of a cosine each (cosine), or straight lines (linear).
+    """
+
+    warmup_start: float = 0.04
+    peak: float = 0.3
+    final_factor: float = 0.0
+    anneal: Literal["cosine", "linear"] = "cosine"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_epochs:
+            share = self.warmup_epochs / self.epochs
+            raise OptionError(
+                f"warmup_epochs is {self.warmup_epochs:g}, but one_cycle begins with a rise of its own; leave it out, and set "
+                f"peak to the same share of the training, {share:.3g}.",
+                "warmup_epochs",
+            )
+        for name in ("peak", "final_factor"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                legal = 0 if not value >= 0.0 else 1
+                raise OptionError(f"{name} {value} is outside [0, 1]; the nearest legal value is {legal}.", name)
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.peak * self.total_steps)
+
+    def rise(self, progress: float) -> float:
+        return progress if self.anneal == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
+
+    def after_warmup(self, step: float, progress: float) -> float:
+        return self.base_lr * (self.final_factor + (1.0 - self.final_factor) * self.rise(1.0 - progress))
 
 
 SCHEDULES: Registry[LearningRateSchedule] = Registry(

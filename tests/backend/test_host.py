@@ -92,26 +92,27 @@ def test_pixels_are_summed_and_values_spread_over_them(shape: tuple[int, ...]) -
 @given(
     st.integers(1, 9),
     st.booleans(),
+    st.booleans(),
     st.sampled_from([1.0, 0.25]),
     st.sampled_from([0.0, 0.01]),
     st.integers(0, 3),
 )
-def test_moments_are_their_equations_in_whatever_chunks(chunk, directs, scale, decay, offset) -> None:
+def test_moments_are_their_equations_in_whatever_chunks(chunk, directs, decoupled, scale, decay, offset) -> None:
     w, g, start, stop = values(20, "float64", 3), values(20, "float64", 4), 3, 17
     m, v = values(20, "float64", 5), values(20, "float64", 6) ** 2
     inside, state = slice(start, stop), slice(start + offset, stop + offset)
-    gradient = scale * g[inside]
+    gradient = scale * g[inside] + (0 if decoupled else decay) * w[inside]
     expected = [x.copy() for x in (w, g, m, v)]
     expected[2][state] = 0.9 * m[state] + 0.1 * gradient
     expected[3][state] = 0.75 * v[state] + 0.25 * gradient**2
-    direction = 1.5 * expected[2][state] / (2.5 * np.sqrt(expected[3][state]) + 1e-3) + decay * w[inside]
+    direction = 1.5 * expected[2][state] / (2.5 * np.sqrt(expected[3][state]) + 1e-3) + decoupled * decay * w[inside]
     if directs:
         expected[1][inside] = direction
     else:
         expected[0][inside] -= 0.1 * direction
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_arithmetic, "CHUNK", chunk)
-        descent = ARITHMETIC.moment_descent(w, g, m, v, MomentRule(0.9, 0.75, 1e-3))
+        descent = ARITHMETIC.moment_descent(w, g, m, v, MomentRule(0.9, 0.75, 1e-3, decoupled))
         runs = [UpdateRun(start, stop, scale, decay, offset)]
         if directs:
             descent.direct(runs, Corrections(1.5, 2.5))

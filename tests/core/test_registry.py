@@ -143,7 +143,7 @@ def test_a_single_module_has_its_public_concrete_classes(tmp_path, monkeypatch):
 
 
 def test_names_are_modules_without_helpers():
-    assert OPTIMIZERS.names() == ("adamw", "lamb", "lars", "sgd")
+    assert OPTIMIZERS.names() == ("adam", "adamw", "lamb", "lars", "sgd")
 
 
 def test_a_name_finds_its_class():
@@ -438,7 +438,7 @@ def test_code_of_the_users_hides_no_installed_module(module: str, tmp_path: Path
 
 def test_nothing_is_imported_but_what_is_named(module: str, tmp_path: Path) -> None:
     offer(tmp_path / "site", "my-opt", "hpctrain.optimizers", f"fine = {module}:Own")
-    assert OPTIMIZERS.names() == ("adamw", "lamb", "lars", "sgd")
+    assert OPTIMIZERS.names() == ("adam", "adamw", "lamb", "lars", "sgd")
     assert OPTIMIZERS.offers() == (user_code.Offer("fine", f"{module}:Own", "my-opt 1.2"),)
     assert OPTIMIZERS.find("sgd") is Sgd
     assert module not in sys.modules
@@ -528,8 +528,8 @@ def test_a_name_that_two_packages_offer_is_refused(module: str, tmp_path: Path) 
 
 def test_an_unknown_name_is_told_with_the_offered_ones(module: str, tmp_path: Path) -> None:
     offer(tmp_path / "site", "my-opt", "hpctrain.optimizers", f"adamw = {module}:Own")
-    with pytest.raises(ConfigError, match='no optimizer "adam"; the nearest is "adamw"'):
-        OPTIMIZERS.find("adam")
+    with pytest.raises(ConfigError, match='no optimizer "adamww"; the nearest is "adamw"'):
+        OPTIMIZERS.find("adamww")
 
 
 def test_digests_tell_files_apart(module: str) -> None:

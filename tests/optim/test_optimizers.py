@@ -17,7 +17,7 @@ from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer
-from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd, clip_scale
+from hpctrain.optim.optimizers import Adam, Adamw, Lamb, Lars, Sgd, clip_scale
 from tests.support.sampling import amount
 
 SHAPES = {"conv.weight": (7, 3, 3, 5), "norm.weight": (7,), "norm.bias": (7,), "fc.weight": (9, 25), "fc.bias": (25,)}
@@ -27,6 +27,7 @@ MAKERS: dict[str, Callable[[], Optimizer]] = {
     "nesterov": lambda: Sgd(momentum=0.9, nesterov=True, weight_decay=0.05),
     "lars": lambda: Lars(weight_decay=0.05, clip_norm=0.5, trust_coefficient=0.02),
     "adamw": lambda: Adamw(weight_decay=0.05, clip_norm=0.5),
+    "adam": lambda: Adam(weight_decay=0.05, clip_norm=0.5),
     "lamb": Lamb,
     "average": lambda: with_ema(Adamw(), EmaRule(0.7)),
 }
@@ -159,7 +160,8 @@ def test_lamb_equals_the_papers(dtype: str, tolerance: float) -> None:
     [
         *((Sgd, each, each) for each in ({"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})),
         *(
-            (Adamw, {"beta1": a, "beta2": b, "epsilon": e}, {"betas": (a, b), "eps": e, "foreach": False})
+            (kind, {"beta1": a, "beta2": b, "epsilon": e}, {"betas": (a, b), "eps": e, "foreach": False})
+            for kind in (Adam, Adamw)
             for a, b, e in ((0.9, 0.999, 1e-8), (0.0, 0.9, 1e-3), (0.95, 0.0, 1e-6))
         ),
     ],
@@ -167,13 +169,13 @@ def test_lamb_equals_the_papers(dtype: str, tolerance: float) -> None:
 def test_fifty_updates_equal_torchs(ours: Any, options: dict[str, Any], theirs: dict[str, Any], clip: float | None) -> None:
     torch = pytest.importorskip("torch")
     group = make_group()
-    grads, rates = gradients(group, 50), RATES if ours is Adamw else [10 * rate for rate in RATES]
+    grads, rates = gradients(group, 50), RATES if issubclass(ours, Adamw) else [10 * rate for rate in RATES]
     tensors = [torch.nn.Parameter(torch.tensor(p.data.copy())) for p in group.parameters.values()]
     groups = [
         {"params": [p for p, s in zip(tensors, group.segments, strict=True) if s.decay == decays], "weight_decay": decay}
         for decays, decay in ((True, 0.05), (False, 0.0))
     ]
-    optimizer = (torch.optim.AdamW if ours is Adamw else torch.optim.SGD)(groups, lr=1.0, **theirs)
+    optimizer = {Sgd: torch.optim.SGD, Adam: torch.optim.Adam, Adamw: torch.optim.AdamW}[ours](groups, lr=1.0, **theirs)
     for grad, lr in zip(grads, rates, strict=True):
         for tensor, (_, piece) in zip(tensors, pieces(group), strict=True):
             tensor.grad = torch.tensor(grad[piece]).reshape(tensor.shape)
@@ -244,7 +246,7 @@ def test_a_restored_state_continues_to_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 225])
-@pytest.mark.parametrize("name", ["nesterov", "adamw"])
+@pytest.mark.parametrize("name", ["nesterov", "adam", "adamw"])
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
     group = make_group("float32")
     grads, start = gradients(group, 3), group.data.copy()
@@ -299,7 +301,13 @@ def test_a_watched_lamb_finds_nothing_but_a_bit_that_changes_between_updates() -
 
 def test_norms_are_asked_for_and_demanded() -> None:
     none, layer, whole = NormsNeeded.NONE, NormsNeeded.LAYER, NormsNeeded.GLOBAL
-    for kind, wanted in ((Sgd, (none, whole)), (Adamw, (none, whole)), (Lars, (layer, whole)), (Lamb, (layer,))):
+    for kind, wanted in (
+        (Sgd, (none, whole)),
+        (Adam, (none, whole)),
+        (Adamw, (none, whole)),
+        (Lars, (layer, whole)),
+        (Lamb, (layer,)),
+    ):
         found = [kind(), kind(clip_norm=1.0)] if len(wanted) == 2 else [kind()]  # type: ignore[call-arg]
         assert tuple(one.norms_needed for one in found) == wanted
         assert [one.needs_norms for one in found] == [one is not none for one in wanted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.optim.schedules import SCHEDULES, Constant, Cosine, LearningRateSchedule, Polynomial, Step
+from hpctrain.optim.schedules import SCHEDULES, Constant, Cosine, LearningRateSchedule, OneCycle, Polynomial, Step
 
 COMMON = {"base_lr": 0.4, "epochs": 9, "steps_per_epoch": 7}
 
@@ -26,11 +27,15 @@ def schedules(draw: st.DrawFn) -> LearningRateSchedule:
     epochs = draw(st.integers(1, 12))
     base = draw(st.floats(1e-4, 10.0))
     warmup = draw(st.floats(0.0, epochs))
-    name = draw(st.sampled_from(["constant", "step", "cosine", "polynomial"]))
+    name = draw(st.sampled_from(["constant", "step", "cosine", "polynomial", "one_cycle"]))
+    warmup = 0.0 if name == "one_cycle" else warmup
     options: dict[str, object] = {"warmup_start": draw(st.floats(0.0, 1.0))}
     if name == "step":
         options["milestones_epochs"] = sorted(draw(st.sets(st.floats(max(warmup, 0.01), 15.0), max_size=3)))
         options["gamma"] = draw(st.floats(0.05, 1.0))
+    elif name == "one_cycle":
+        options |= {key: draw(st.floats(0.0, 1.0)) for key in ("peak", "final_factor")}
+        options["anneal"] = draw(st.sampled_from(["cosine", "linear"]))
     elif name != "constant":
         options["final_lr"] = draw(st.floats(0.0, 1.0)) * base
     if name == "polynomial":
@@ -56,7 +61,7 @@ def test_warm_up_begins_at_its_factor_and_is_linear(schedule):
         return
     assert schedule.lr(0) == pytest.approx(schedule.base_lr * schedule.warmup_start)
     slope = schedule.base_lr * (1.0 - schedule.warmup_start) / warmup
-    for step in range(warmup - 1):
+    for step in range(0 if isinstance(schedule, OneCycle) and schedule.anneal == "cosine" else warmup - 1):
         assert schedule.lr(step + 1) - schedule.lr(step) == pytest.approx(slope, abs=1e-12)
     if not isinstance(schedule, Step) and warmup < schedule.total_steps:  # a milestone may lie where the warm-up ends
         assert schedule.lr(warmup) == pytest.approx(schedule.base_lr)
@@ -119,6 +124,11 @@ def test_equal_to_torch():
         (Step(**COMMON, milestones_epochs=(2, 5)), lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [14, 35], 0.1)),
         (Constant(**COMMON, warmup_epochs=3), lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 21)),
     ]
+    # PyTorch's cycle has its peak and its end in the last step of each part, so its 64 steps are our 63 and the step after them.
+    cycle = {"max_lr": 0.4, "total_steps": 64, "pct_start": 22 / 64, "cycle_momentum": False, "final_div_factor": 2.0}
+    for shape, theirs in (("cosine", "cos"), ("linear", "linear")):
+        torch_cycle = partial(torch.optim.lr_scheduler.OneCycleLR, **cycle, anneal_strategy=theirs)
+        pairs.append((OneCycle(**COMMON, peak=1 / 3, final_factor=0.02, anneal=shape), torch_cycle))
     for schedule, theirs in pairs:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
         scheduler = theirs(optimizer)
@@ -128,6 +138,17 @@ def test_equal_to_torch():
             scheduler.step()
 
 
+@pytest.mark.parametrize("anneal", ["cosine", "linear"])
+def test_one_cycle_boundary_values(anneal):
+    """Finds a peak that is not at its share of all steps, and ends that are not the factors."""
+    schedule = OneCycle(**COMMON, peak=1 / 3, warmup_start=0.1, final_factor=0.01, anneal=anneal)
+    assert schedule.lr(0) == pytest.approx(0.04)
+    assert schedule.lr(21) == 0.4
+    assert schedule.lr(21 + 21) == pytest.approx(0.4 * (1 + 0.01) / 2)  # half of the fall, for both shapes
+    assert schedule.lr(63) == pytest.approx(0.004)
+    assert OneCycle(**COMMON, peak=0.0).lr(0) == 0.4
+
+
 def test_training_that_is_all_warm_up():
     for schedule in (Constant(**COMMON, warmup_epochs=9), Cosine(**COMMON, warmup_epochs=9, final_lr=0.1)):
         assert schedule.lr(62) == pytest.approx(0.4 * (0.1 + 0.9 * 62 / 63))
@@ -135,7 +156,7 @@ def test_training_that_is_all_warm_up():
 
 
 def test_names_and_options():
-    assert SCHEDULES.names() == ("constant", "cosine", "polynomial", "step")
+    assert SCHEDULES.names() == ("constant", "cosine", "one_cycle", "polynomial", "step")
     assert SCHEDULES.find("cosine") is Cosine
     made = make("step", {"milestones_epochs": [3, 6]}, 0.1, 9, 5, 1)
     assert made == Step(base_lr=0.1, epochs=9, steps_per_epoch=5, warmup_epochs=1, milestones_epochs=(3, 6))
@@ -157,6 +178,7 @@ def test_names_and_options():
         ("cosine", {"final_lr": 0.5}, "nearest legal value is 0.4"),
         ("cosine", {"final_lr": -0.5}, "nearest legal value is 0.0"),
         ("polynomial", {"power": 0.0}, "power is 0.0"),
+        ("one_cycle", {}, "warmup_epochs is 2, but .* set peak to the same share of the training, 0.222"),
         ("constant", {"warmup_start": 1.5}, "nearest legal value is 1"),
     ],
 )
@@ -179,3 +201,17 @@ def test_bad_options_are_refused_with_a_sentence(name, options, words):
 def test_bad_training_sizes_are_refused_with_a_sentence(change, words):
     with pytest.raises(ConfigError, match=words):
         Constant(**{**COMMON, **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"peak": 1.5}, "peak 1.5 is outside .* nearest legal value is 1"),
+        ({"final_factor": -0.1}, "final_factor -0.1 is outside .* nearest legal value is 0"),
+        ({"anneal": "cos"}, "cosine"),
+        ({"final_lr": 0.1}, "final_factor"),
+    ],
+)
+def test_bad_options_of_one_cycle_are_refused_with_a_sentence(options, words):
+    with pytest.raises(ConfigError, match=words):
+        make("one_cycle", options, 0.4, 9, 7, 0)

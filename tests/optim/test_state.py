@@ -17,7 +17,7 @@ from hpctrain.nn.parameter import FlatGroup, ParameterSpec, Segment
 from hpctrain.optim.base import NormsNeeded, Optimizer, Packing, UpdateCounts
 from hpctrain.optim.ema import EMA, EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer
-from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd
+from hpctrain.optim.optimizers import Adam, Adamw, Lamb, Lars, Sgd
 from tests.optim.test_optimizers import gradients, make_group, norms_of
 
 
@@ -54,7 +54,7 @@ def test_the_average_of_weights_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("rule", [EmaRule(0.9, warm_up=False), EmaRule(0.6)])
-@pytest.mark.parametrize("inner", [Sgd, Lars, Adamw, Lamb])
+@pytest.mark.parametrize("inner", [Sgd, Lars, Adam, Adamw, Lamb])
 def test_the_average_of_weights_is_its_definition_and_changes_no_update(inner: type[Optimizer], rule: EmaRule) -> None:
     group, other = make_group(), make_group()
     optimizer, plain = with_ema(inner(), rule), with_ema(inner(), None)

@@ -66,7 +66,7 @@ TOLERANCE = 1e-9
 _UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 _AMPLIFICATION = 2
 #: optimisers that divide by the length of gradients, so that an error of a small one matters more
-_DIVIDING = ("adamw", "lamb")
+_DIVIDING = ("adam", "adamw", "lamb")
 #: with these values a training has no thread, no order by measured times, and messages that come at once
 _HIDES_NOTHING = {
     "posting": "program",

@@ -120,6 +120,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "lars-clipping": {"name": "lars", "weight_decay": 1e-2, "trust_coefficient": 0.1, "clip_norm": 0.5},
         # with a small epsilon they would make steps of what is rounding alone, as a gradient of a bias before a batch norm is
         "adamw": {"name": "adamw", "epsilon": 0.1, "beta2": 0.9, "decay_exclude": "none", "clip_norm": 0.5},
+        "adam": {"name": "adam", "epsilon": 0.1, "beta2": 0.9, "weight_decay": 1e-2},
         "lamb": {"name": "lamb", "epsilon": 0.1, "weight_decay": 1e-2},
     },
     "ema": {"no": None, "yes": EmaRule(0.3)},  # which the third update reaches

@@ -341,7 +341,7 @@ class CudaMomentDescent:
     ) -> None:
         self._tables = RunTables(runtime, data.dtype, (data, gradient, first, second, shadow))
         constants = (rule.beta1, 1.0 - rule.beta1, rule.beta2, 1.0 - rule.beta2, rule.epsilon)
-        self._constants = [self._tables.scalar(constant) for constant in constants]
+        self._constants = [*(self._tables.scalar(constant) for constant in constants), np.int32(rule.decoupled)]
 
     def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
         """Enqueue the update of the elements of `runs`."""

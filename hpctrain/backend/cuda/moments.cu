@@ -4,14 +4,15 @@
 #include "runs.cuh"
 
 template <class S> struct Rule {
-  S lr, beta1, rest1, beta2, rest2, epsilon, first_scale, second_scale;
+  S lr, beta1, rest1, beta2, rest2, epsilon; bool decoupled; S first_scale, second_scale;
   // The direction u; both moments are replaced.
   __device__ __forceinline__ S operator()(S w, S g, S& m, S& v, S gradient_scale, S decay) const {
     g = exact_product(g, gradient_scale);
+    if (decay != 0 && !decoupled) g = exact_sum(g, exact_product(w, decay));
     m = exact_sum(exact_product(m, beta1), exact_product(g, rest1));
     v = exact_sum(exact_product(v, beta2), exact_product(exact_product(g, g), rest2));
     const S u = exact_quotient(exact_product(m, first_scale), exact_sum(exact_product(exact_root(v), second_scale), epsilon));
-    return decay != 0 ? exact_sum(u, exact_product(w, decay)) : u;
+    return decay != 0 && decoupled ? exact_sum(u, exact_product(w, decay)) : u;
   }
 };
 
@@ -57,8 +58,8 @@ template <class S> struct Update {
 #define MAKE(S, tag) \
   extern "C" __global__ __launch_bounds__(256) void moments_##tag( \
       S* data, S* gradient, S* first, S* second, bf16* shadow, const Run<S>* runs, int32_t count, S lr, S beta1, S rest1, S beta2, S rest2, \
-      S epsilon, S first_scale, S second_scale, int32_t directs, int32_t aligned, int64_t tiles) { \
-    const Rule<S> rule{lr, beta1, rest1, beta2, rest2, epsilon, first_scale, second_scale}; \
+      S epsilon, int32_t decoupled, S first_scale, S second_scale, int32_t directs, int32_t aligned, int64_t tiles) { \
+    const Rule<S> rule{lr, beta1, rest1, beta2, rest2, epsilon, decoupled != 0, first_scale, second_scale}; \
     over_runs<S>(runs, count, aligned != 0, tiles, Update<S>{data, gradient, first, second, shadow, rule, directs != 0}); } \
   EXPORT_INDEPENDENT(moments_##tag)
 MAKE(float, f32)

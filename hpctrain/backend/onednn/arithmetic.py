@@ -207,16 +207,17 @@ class OnednnDescent:
 
 
 class OnednnMomentDescent:
-    """Implements `MomentDescent` in four or five passes over each chunk. Arguments: see `Arithmetic.moment_descent`."""
+    """Implements `MomentDescent` in four to six passes over each chunk. Arguments: see `Arithmetic.moment_descent`."""
 
     def __init__(
         self, engine: Engine, threads: int, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule
     ) -> None:
         self._longest = min(CHUNK * threads, max(1, data.size))
         self._rule = rule
+        # The last array holds the decayed gradient, if there is one, until the moments are updated, then the denominator.
         self._arrays = data, gradient, first, second, allocate(4 * self._longest)
         self._w, self._g, self._m, self._v, self._denominator = (array.ctypes.data for array in self._arrays)
-        names = ("scale", "first_weight", "second_weight", "root_squared", "epsilon", "step", "decay")
+        names = ("gradient_scale", "scale", "first_weight", "second_weight", "root_squared", "epsilon", "step", "decay")
         numbers = self._numbers = _Numbers(*names)
         numbers.set(epsilon=rule.epsilon)
         label = "an update by moments"
@@ -229,13 +230,15 @@ class OnednnMomentDescent:
             Pass(engine, label, Formula("/", "x", "y", then=(("*", "a"),), kept=kept), a=numbers["step"]) for kept in (0.0, 1.0)
         )
         self._add_decay, self._shrink = (Pass(engine, label, formula, a=numbers["decay"]) for formula in (_ADDED, _SCALED))
+        self._scale_gradient = Pass(engine, label, _SCALED, a=numbers["gradient_scale"])
 
     def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
         # w - lr * (first * m / denominator + decay * w) = (1 - lr * decay) * w - lr * first * m / denominator
         for run in runs:
-            self._numbers.set(step=-lr * corrections.first, decay=1.0 - lr * run.decay)
+            decoupled = self._rule.decoupled
+            self._numbers.set(step=-lr * corrections.first, decay=1.0 - lr * run.decay if decoupled else run.decay)
             for size, low, state in self._moments(run, corrections):
-                if run.decay:
+                if run.decay and decoupled:
                     self._shrink(size, self._w + low, self._w + low)
                 self._move(size, self._w + low, self._m + state, self._denominator)
 
@@ -244,17 +247,27 @@ class OnednnMomentDescent:
             self._numbers.set(step=corrections.first, decay=run.decay)
             for size, low, state in self._moments(run, corrections):
                 self._set_direction(size, self._g + low, self._m + state, self._denominator)
-                if run.decay:
+                if run.decay and self._rule.decoupled:
                     self._add_decay(size, self._g + low, self._w + low)
 
     def _moments(self, run: UpdateRun, corrections: Corrections) -> Iterator[tuple[int, int, int]]:
-        """Update m and v and compute the denominator root * sqrt(v) + epsilon, chunk by chunk; yield each chunk as `_chunks`."""
-        rule, scale = self._rule, run.gradient_scale
+        """Update m and v and compute the denominator root * sqrt(v) + epsilon, chunk by chunk; yield each chunk as `_chunks`.
+
+        Without a decoupled decay, the number `decay` is that of the run.
+        """
+        rule, decays = self._rule, bool(run.decay) and not self._rule.decoupled
+        scale = 1.0 if decays else run.gradient_scale
         first, second = (1.0 - rule.beta1) * scale, (1.0 - rule.beta2) * scale
         self._numbers.set(scale=scale, first_weight=first, second_weight=second, root_squared=corrections.root**2)
+        self._numbers.set(gradient_scale=run.gradient_scale)
         for size, low, state in _chunks(run, self._longest):
-            self._update_first(size, self._m + state, self._g + low)
-            self._update_second(size, self._v + state, self._g + low)
+            gradient = self._g + low
+            if decays:
+                self._scale_gradient(size, self._denominator, gradient)
+                self._add_decay(size, self._denominator, self._w + low)
+                gradient = self._denominator
+            self._update_first(size, self._m + state, gradient)
+            self._update_second(size, self._v + state, gradient)
             self._compute_denominator(size, self._denominator, self._v + state)
             yield size, low, state
 

@@ -173,13 +173,13 @@ def test_more_runs_in_the_same_place_get_a_larger_table(cuda_kernels: CudaKernel
     np.testing.assert_array_equal(kernels.arithmetic.to_host(arrays[0]), expected)
 
 
-@pytest.mark.parametrize("directs", [False, True])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "lamb"])
 @pytest.mark.parametrize("start", [0, 1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_moments_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory, dtype: str, start: int, directs: bool) -> None:
+def test_moments_have_the_hosts_bits(cuda_kernels: CudaKernelsFactory, dtype: str, start: int, kind: str) -> None:
     """Three steps: of numbers as they come, of very small and of large ones. start: of the buffers in their memory."""
     random, arithmetic = np.random.default_rng(7), cuda_kernels(seed=start).arithmetic
-    rule = MomentRule(0.9, 0.99, 1e-8)
+    rule, directs = MomentRule(0.9, 0.99, 1e-8, decoupled=kind != "adam"), kind == "lamb"
     host = [random.standard_normal(SIZE).astype(dtype) for _ in range(2)] + [np.zeros(SIZE, dtype) for _ in range(2)]
     device = [arithmetic.zeros(x.size + start, dtype)[start:] for x in host]
     shadow = arithmetic.zeros(SIZE + start, "bfloat16")[start:] if dtype == "float32" else None

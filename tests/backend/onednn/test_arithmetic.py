@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -64,12 +65,14 @@ def updated(service: HostArithmetic, dtype: str, kind: str, through: Sequence[Up
         service.descent(w, g, m[:0], factor=0.0, nesterov=False).update(through, 0.1)
     elif kind == "moments":
         service.moment_descent(w, g, m, v, RULE).update(through, Corrections(1.5, 2.5), 0.1)
+    elif kind == "decayed gradient":
+        service.moment_descent(w, g, m, v, replace(RULE, decoupled=False)).update(through, Corrections(1.5, 2.5), 0.1)
     else:
         service.moment_descent(w, g, m, v, RULE).direct(through, Corrections(1.5, 2.5))
     return [w, g, m, v]
 
 
-KINDS = ["descent", "nesterov", "plain", "moments", "direction"]
+KINDS = ["descent", "nesterov", "plain", "moments", "decayed gradient", "direction"]
 
 
 @settings(deadline=None, max_examples=40)
