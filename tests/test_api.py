@@ -210,7 +210,7 @@ def test_held_out_samples_are_read_by_the_loader_of_validation_alone(tmp_path: P
         validation = job.loader(replica, tmp_path / "a.h5", validation_of=training, shuffle=False)
         ids = [[sample for batch in loader.epoch(0) for sample in batch.sample_ids] for loader in (training, validation)]
         assert sorted(ids[0] + ids[1]) == list(range(30))
-        assert np.bincount(labels[ids[1]]).tolist() == [1, 1, 1, 1, 1]
+        assert np.bincount(labels[ids[1]]).tolist() == [2, 1, 1, 1, 1]
         assert len(training) == 3
         replica.evaluate(validation)
         plain = job.loader(replica, tmp_path / "a.h5")

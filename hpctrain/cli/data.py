@@ -179,6 +179,8 @@ def info(file: Path) -> None:
     echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {megabytes:.1f} MB")
     if "blob" in opened.manifest:
         echo(f"stored   as picture files, {opened.stored_bytes / 1e6:.1f} MB")
+    if opened.value_range is not None:
+        echo("range    {:g} to {:g}, which became 0 to 255".format(*opened.value_range))
     echo(f"mean     {_numbers(opened.mean)}")
     echo(f"std      {_numbers(opened.std)}")
     echo(f"classes  {len(opened.class_names)}")

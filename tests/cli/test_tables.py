@@ -505,7 +505,7 @@ def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_told(capsy
     counts[np.arange(100), np.arange(100)] = 9
     counts[70, 3], counts[4, 100] = 8, 5
     print_text(_evaluation(counts, tuple(f"class {n}" for n in range(100))), per_class=False, confusion=True)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
     assert lines == [
         ["class", "taken", "for", "times"],
         ["class", "70", "class", "3", "8"],

@@ -182,7 +182,7 @@ VALUES = (
     "[]", "[1]", "[1, 2, 3]", "[a, b]", "[0, 1]", "[1.5, 2]", "[[1], 2]", "[null]",
     "{}", "{a: 1}", "'1'", "'1e5'", "x/y", "{name: 3}", "{name: ''}", "!!binary aGk=",
 )  # fmt: skip
-NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation", "parse", "required", "unable", "Value error", "dictionary")
+NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation error", "parse", "required", "unable", "Value error", "dictionary")
 
 
 @pytest.mark.slow

@@ -98,7 +98,8 @@ def opened(file: Path, images: str | None = None, labels: str | None = None, lay
         pixels, targets = _npy(file), _npy(Path(labels))
         names = str(file), labels
     else:
-        with _errors_of(file)("cannot be read"), np.load(file, allow_pickle=False) as arrays:
+        with _errors_of(file)("cannot be read"), file.open("rb") as content:  # NumPy leaves a damaged file open
+            arrays = np.load(content, allow_pickle=False)
             if not hasattr(arrays, "zip"):
                 raise DataError(f"{file} holds a single array; rename it to .npy, and give the labels in --labels.")
             chosen = _key(file, arrays, images, IMAGES, "--images"), _key(file, arrays, labels, LABELS, "--labels")
