@@ -120,14 +120,15 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
 
 def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", indent: str = "  ") -> list[str]:
     """Return lines, each with as many pieces as fit; all lines except the first begin with the indent."""
-    lines = [pieces[0]]
-    for piece in pieces[1:]:
-        longer = f"{lines[-1]}{between}{piece}"
-        if len(longer) <= room:
-            lines[-1] = longer
+    end = between.rstrip()
+    gap = between[len(end) :]
+    lines: list[str] = []
+    for number, piece in enumerate(pieces, 1):
+        closed = piece + end if number < len(pieces) else piece
+        if lines and len(lines[-1] + gap + closed) <= room:
+            lines[-1] += gap + closed
         else:
-            lines[-1] += between.rstrip()
-            lines.append(indent + piece)
+            lines.append(indent + closed if lines else closed)
     return lines
 
 

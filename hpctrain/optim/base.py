@@ -145,6 +145,10 @@ class ForwardingOptimizer(Optimizer):
         self.clip_norm, self.momentum, self.prepares_norms = inner.clip_norm, inner.momentum, inner.prepares_norms
 
     @property
+    def passes(self) -> float:
+        return self.inner.passes
+
+    @property
     def norms_needed(self) -> NormsNeeded:
         return self.inner.norms_needed
 

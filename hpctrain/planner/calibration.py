@@ -352,20 +352,15 @@ def _between(
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:
     """Return the number of ranks of a node per network card, a divisor of the ranks of a node.
 
-    It is the divisor nearest to the slowdown of large messages when all ranks send.
+    It is the divisor nearest to the quotient of the highest rates of single large messages, of one pair and of all pairs at once.
+    A disturbance only makes a message longer, so the highest rates are those of undisturbed messages.
     """
-    seconds = {point.n_bytes: _both(point) for point in alone}
-    slowed = sum(map(_both, at_once)) / max(1e-9, sum(seconds[point.n_bytes] for point in at_once))
+    seconds = {point.n_bytes: point.seconds for point in alone}
+    large = [point for point in at_once if 2 * point.n_bytes >= at_once[-1].n_bytes]  # smaller ones may pass in a burst
+    fastest = max(point.n_bytes / max(1e-9, seconds[point.n_bytes]) for point in large)
+    slowed = fastest * min(point.seconds / point.n_bytes for point in large)
     divisors = [count for count in range(1, ranks_per_node + 1) if ranks_per_node % count == 0]
     return min(divisors, key=lambda count: abs(count - slowed))
-
-
-def _both(point: MessagePoint) -> float:
-    """Return the time of two operations posted together.
-
-    Disturbances affect this time less than the additional time of the second operation.
-    """
-    return point.seconds + point.next_seconds
 
 
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:

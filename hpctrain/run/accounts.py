@@ -167,7 +167,7 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
     pieces[0] = f"step time {measured.seconds * 1e3:,.{digits}f} ms: {pieces[0]}"
     if predicted is not None:
         pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
-    lines = folded(pieces, LOG_COLUMNS - 1, between=", ")  # a folded line ends with a comma
+    lines = folded(pieces, between=", ")
     if reason:
         head = "no prediction" if predicted is None else "the prediction does not apply"
         lines += textwrap.wrap(f"{head}: {reason}", LOG_COLUMNS, initial_indent="  ", subsequent_indent="    ")
@@ -182,8 +182,9 @@ def decimals(seconds: float) -> int:
 def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedStep, *, from_samples: bool) -> str:
     """Return the reason for a prediction that is off by more than `ACCEPTED_ERROR`; "" for other predictions.
 
-    The reason is the part that differs most, in the direction of the error, from what the prediction assumed. Lost cores come
-    first, because the other ranks wait for messages while one rank waits for its core.
+    The reason is the part that differs most, in the direction of the error, from what the prediction assumed; the text says if it
+    is less than half of the error. Lost cores come first, because the other ranks wait for messages while one rank waits for its
+    core.
 
     Args:
         sampled: parts of the first steps.
@@ -209,6 +210,8 @@ def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedSt
     candidates = [lost_cores] if lost and sign > 0 else pairs
     sentence = max(candidates, key=lambda one: sign * (pairs[one][0] - pairs[one][1]))
     now, assumed = pairs[sentence]
+    if sign * (now - assumed) < abs(measured.seconds - predicted.seconds) / 2:
+        sentence = f"no single part explains it; {sentence}"
     return sentence.format(_milliseconds(now), _milliseconds(assumed))
 
 

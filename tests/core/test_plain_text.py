@@ -22,6 +22,7 @@ from hpctrain.core.text import (
     echo,
     echo_block,
     escaped,
+    folded,
     forbidden,
     place,
     ranks_of,
@@ -55,6 +56,14 @@ def test_what_is_escaped_holds_none_and_others_stay(text: str) -> None:
 def test_a_shell_reads_a_word_as_it_was(text: str) -> None:
     assert shlex.split(shell_word(text)) == [text]
     assert not shell_word(text).startswith(("=", "~", "#"))
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(1, 30))
+def test_folded_lines_hold_all_pieces_in_the_room(pieces: list[str], room: int) -> None:
+    """Would find a line of several pieces that its separator makes longer than the room, and a lost piece."""
+    lines = folded(pieces, room)
+    assert " ".join(line.strip() for line in lines) == "; ".join(pieces)
+    assert all(len(line) <= room for line in lines if "; " in line)
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["x"] * 10**5, 10**3000])

@@ -493,6 +493,29 @@ def test_pairs_that_measure_at_once_take_the_time_of_the_last_one(monkeypatch: p
         assert point.seconds == pytest.approx(50e-6 + 8e-9 * 2 * point.n_bytes, rel=0.01)
 
 
+@given(
+    st.sampled_from([(ranks, count) for ranks in (2, 3, 4, 6, 8) for count in range(1, ranks + 1) if ranks % count == 0]),
+    st.sampled_from([(2 << 20,), (512 << 10, 2 << 20), (4 << 20, 8 << 20)]),
+    st.lists(st.floats(1.0, 3.0), min_size=6, max_size=6),
+)
+def test_messages_that_a_disturbance_makes_longer_do_not_hide_a_shared_card(
+    card: tuple[int, int], sizes: tuple[int, ...], longer: list[float]
+) -> None:
+    """Would find a card that seems to belong to one rank because the messages of a single pair were disturbed.
+
+    One message of the largest size of each kind is undisturbed; all second messages, and the other sizes, may take longer.
+    """
+    ranks, count = card
+
+    def points(sharing: int, disturbed: list[float]) -> list[MessagePoint]:
+        seconds = [
+            sharing * 8e-9 * size * (1.0 if size == sizes[-1] else more) for size, more in zip(sizes, disturbed, strict=False)
+        ]
+        return [MessagePoint(size, one, one * disturbed[2], 0.0, 0.0, 0.0, 0.0) for size, one in zip(sizes, seconds, strict=True)]
+
+    assert calibration._sharing(points(1, longer[:3]), points(count, longer[3:]), ranks) == count
+
+
 VIRTUAL_LINK = LinkModel(30e-6, 2e-9)
 
 

@@ -213,10 +213,15 @@ def test_printed_parts_add_up_and_fit_80_columns(seconds: float, shares: list[fl
             12.0,
             "computation, Python and messages took 6,000 ms per step, and 7,300",
         ),
+        (
+            _parts_of(10.0, 7.0, 1.0, 0.0, 1.0, 0.6, 0.4),
+            8.0,
+            "no single part explains it; computation, Python and messages took 8,000 ms per step, and 7,300",
+        ),
     ],
 )
 def test_a_prediction_that_is_off_has_a_reason(measured: StepParts, predicted: float, words: str) -> None:
-    """Would find a wrong number without words, or a reason that explains an error in the other direction."""
+    """Would find a wrong number without words, or a reason that explains another direction or a small part of the error."""
     sampled = _parts_of(8.0, 6.0, 1.3, 0.0, 0.5, 0.1, 0.1)
     reason = accounts.error_reason(measured, sampled, PredictedStep(predicted, 0.5, 1.0, "", ""), from_samples=True)
     assert reason.startswith(words)
@@ -349,8 +354,8 @@ def test_each_origin_that_gave_samples_is_told_within_80_columns() -> None:
         counts.add(origin, samples, 10_000_000)
     assert read_lines(counts.values()) == [
         "samples read: 1,200 from the data files (3 GB),",
-        "  5 from the nodes' local copies (0.01 GB), 7 from memory of the nodes (0.01 GB),",
-        "  6 from other nodes (0.01 GB)",
+        "  5 from the nodes' local copies (0.01 GB),",
+        "  7 from memory of the nodes (0.01 GB), 6 from other nodes (0.01 GB)",
     ]
 
 
