@@ -297,18 +297,18 @@ def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[K
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each name and option that its registry refuses."""
     model, optimizer = config.model, config.optimizer
-    yield from _fault(("model",), model, lambda: catalogue.build(model.name, model.options))
-    yield from _fault(("optimizer",), optimizer, lambda: OPTIMIZERS.create(optimizer.name, optimizer.options))
-    yield from _fault(("schedule",), config.schedule, lambda: _make_schedule(config))
+    yield from _faults_of(("model",), model, catalogue.build)
+    yield from _faults_of(("optimizer",), optimizer, OPTIMIZERS.create)
+    yield from _faults_of(("schedule",), config.schedule, partial(_make_schedule, config))
     if config.averager.automatic:
         yield from _automatic_faults(config)
     else:
-        yield from _fault(("averager",), config.averager, lambda: _make_strategy(config))
+        yield from _faults_of(("averager",), config.averager, partial(_make_strategy, config))
     for path, kind in LISTS.items():
         # A reporter is not constructed: its constructor may open files or connections.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
-            yield from _option_faults((*path, index), item, make)
+            yield from _faults_of((*path, index), item, make)
     yield from _order_faults(config)
 
 
@@ -343,7 +343,7 @@ def _optimizer(config: Config) -> Optimizer:
         return Sgd()
 
 
-def _make_strategy(config: Config) -> None:
+def _make_strategy(config: Config, name: str, options: Mapping[str, Any]) -> None:
     """Make the strategy for no parameters on one rank: its faults depend on neither."""
     group = PlannedGroup(
         GroupLayout({}, config.dtype),
@@ -355,36 +355,22 @@ def _make_strategy(config: Config) -> None:
         momentum=_optimizer(config).momentum,
         shards=config.exact.shards,
     )
-    make_strategy(config.averager.name, config.averager.options, group)
+    make_strategy(name, options, group)
 
 
-def _make_schedule(config: Config) -> None:
-    schedule, epochs = config.schedule, max(1, config.epochs)
+def _make_schedule(config: Config, name: str, options: Mapping[str, Any]) -> None:
+    epochs = max(1, config.epochs)
     SCHEDULES.create(
-        schedule.name,
-        schedule.options,
+        name,
+        options,
         base_lr=config.optimizer.lr,
         epochs=epochs,
         steps_per_epoch=1,
-        warmup_epochs=min(schedule.warmup_epochs, epochs),  # a warm-up longer than the run is reported by `_value_faults`
+        warmup_epochs=min(config.schedule.warmup_epochs, epochs),  # a warm-up longer than the run is reported by `_value_faults`
     )
 
 
-def _fault(path: KeyPath, section: Named, make: Callable[[], object]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the fault in making a named object: at the option that causes it, or else at the name."""
-    try:
-        choice(kind_of(path), section.name)
-        make()
-    except OptionError as error:
-        named = error.option in section.options or error.option in type(section).model_fields
-        yield (*path, error.option if named else "name"), str(error)
-    except HpctrainError as error:
-        yield (*path, "name"), str(error)
-
-
-def _option_faults(
-    path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]
-) -> Iterator[tuple[KeyPath, str]]:
+def _faults_of(path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]) -> Iterator[tuple[KeyPath, str]]:
     """Yield all faults in making a named object. After the fault of an option, the others are checked without it."""
     removed: set[str] = set()
     while True:

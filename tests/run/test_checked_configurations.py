@@ -164,6 +164,15 @@ def test_all_faults_are_told_at_once_each_at_its_place():
     ]
 
 
+def test_all_faulty_options_are_told_at_once():
+    """Would find a second faulty option of the same augmentation, optimiser or averager that is told only in the next attempt."""
+    jitter = "{name: color_jitter, brightness: -1, hue: 2, contrast: 0.1, saturaton: 1}"
+    lines = faults(TEXT, f"data.augment=[{jitter}]", "optimizer={name: sgd, lr: 0.1, momentum: fast, nestrov: true}")
+    for words in ("hue = 2", "brightness = -1", 'no option "saturaton"', 'is "fast", but', 'no option "nestrov"'):
+        assert sum(words in line for line in lines) == 1, lines
+    assert len(lines) == 5
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
