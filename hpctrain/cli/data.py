@@ -538,7 +538,7 @@ def convert_csv(
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)
-    tree = table.scan(file, directory, _class_names(names_file), table.Columns(*columns, suffix))
+    tree = table.scan(file, directory, _class_names(names_file), table.TableColumns(*columns, suffix))
     with progress(f"converting {file.name}", len(tree.files)) as advance:
         skipped = folder.convert(
             tree,

@@ -380,7 +380,7 @@ def _faults_of(path: KeyPath, section: Named, make: Callable[[str, Mapping[str, 
             make(section.name, options)
             return
         except OptionError as error:
-            if error.option in removed:  # it has no default
+            if removed and error.option not in options:  # it has no default, or a faulty key stands for it
                 return
             yield (*path, error.option if error.option in options else "name"), str(error)
             if error.option not in options:

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import PIL
@@ -28,10 +28,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import read_regular
-from hpctrain.data.readers import BlockReader, Extents, sum_of
-
-if TYPE_CHECKING:
-    from hpctrain.data.image_file import ValueRange
+from hpctrain.data.readers import BlockReader, Extents, ValueRange, sum_of
 
 try:
     import simplejpeg

@@ -44,7 +44,7 @@ import numpy as np
 from hpctrain.backend.counter_random import key, words
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, reason
+from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
 
 FORMAT = "hpctrain-images"
 VERSION = 2
@@ -63,10 +63,6 @@ RANGE = "range"
 DATASETS = ("images", "labels", "class_names", "mean", "std")
 _ENCODED_DATASETS = ("blob", "offsets", "sums", "pixel_sums", "labels", "class_names", "mean", "std")
 _SUMS = "sums"
-
-
-#: values that become 0 and 255
-ValueRange = tuple[float, float]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.core.log import get_logger
 
+#: values that become 0 and 255
+ValueRange = tuple[float, float]
 #: index of images: one or several samples, or a region (rows, columns) of them
 ImageIndex = int | slice | tuple[int | slice, slice, slice]
 

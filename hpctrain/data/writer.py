@@ -36,13 +36,12 @@ from hpctrain.data.image_file import (
     MAX_PIXELS,
     RANGE,
     VERSION,
-    ValueRange,
     check_labels,
     check_names,
     digest_of,
     names_digest,
 )
-from hpctrain.data.readers import sum_of
+from hpctrain.data.readers import ValueRange, sum_of
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, publish, target_of
 from hpctrain.storage.hdf5_store import StoreFile

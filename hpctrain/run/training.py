@@ -355,7 +355,7 @@ def _train(
         test = None
         if not outcome.stopped:
             evaluation = trainer.evaluate(outcome.position) if evaluation is None else evaluation
-            test = trainer.test(outcome.position)
+            test = trainer.evaluate(outcome.position, final=True)
         enter(session, RunPhase.DRAIN)
         setup.replica.drain()
     except CommunicationTimeoutError:

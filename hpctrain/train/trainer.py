@@ -177,38 +177,31 @@ class Trainer:
         self._check()
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
-    def evaluate(self, position: Position) -> RunningSums | None:
-        """Evaluate, record the sums and return them; None if there is no set to evaluate."""
-        if self._evaluation_loader is None:
-            return None
-        sums = self._evaluate(self._evaluation_loader)
-        for observer in self._observers:
-            observer.after_evaluation(position, sums)
-        if self._early_stop is not None:
-            state = self._early_stop.after(position.stagnation, position.epoch, sums.means())
-            # All ranks have these sums. Rank 0's decision counts, in case their last bits differ.
-            position.stagnation = self._replica.groups.all_ranks.broadcast_object(state)
-        self._record("evaluation", self._evaluated, position, sums)
-        self._rate.restart()
-        return sums
+    def evaluate(self, position: Position, *, final: bool = False) -> RunningSums | None:
+        """Evaluate, record the sums and return them; None if there is no set to evaluate.
 
-    def test(self, position: Position) -> RunningSums | None:
-        """Evaluate the test set on which no decision depends, record the sums and return them; None if there is none."""
-        if self._test_loader is None:
+        Args:
+            final: whether to evaluate the test set, on which no decision depends, instead of the set of evaluations in training.
+        """
+        loader = self._test_loader if final else self._evaluation_loader
+        if loader is None:
             return None
-        sums = self._evaluate(self._test_loader)
-        self._record("test", "test", position, sums)
-        return sums
-
-    def _evaluate(self, loader: BatchSource) -> RunningSums:
         self._notes.phase(RunPhase.EVALUATE)
         samples = loader.sampler.samples * (1 if self._replica.average is None else 2)
         with self._limit.evaluating(), self._reporter.evaluation(samples) as advance:
-            return self._replica.evaluate(loader, advance=advance)
-
-    def _record(self, kind: str, split: str, position: Position, sums: RunningSums) -> None:
-        place = {"epoch": position.epoch, "step": position.global_step}
-        self._reporter.record(kind, {**place, "set": split, **sums.means()})
+            sums = self._replica.evaluate(loader, advance=advance)
+        if not final:
+            for observer in self._observers:
+                observer.after_evaluation(position, sums)
+        if not final and self._early_stop is not None:
+            state = self._early_stop.after(position.stagnation, position.epoch, sums.means())
+            # All ranks have these sums. Rank 0's decision counts, in case their last bits differ.
+            position.stagnation = self._replica.groups.all_ranks.broadcast_object(state)
+        kind, split = ("test", "test") if final else ("evaluation", self._evaluated)
+        record = {"epoch": position.epoch, "step": position.global_step, "set": split, **sums.means()}
+        self._reporter.record(kind, record)
+        self._rate.restart()
+        return sums
 
     def _run_epoch(self, position: Position) -> bool:
         """Train the rest of an epoch. Return whether it ended early on request."""

@@ -66,7 +66,11 @@ def number_paths():
     for path in known_paths():
         section = section_at(path[:-1])
         annotation = str(section.model_fields[path[-1]].annotation)
-        if ("int" in annotation or "float" in annotation) and "Literal" not in annotation and "augment" not in path:
+        if (
+            ("int" in annotation or "float" in annotation)
+            and "Literal" not in annotation
+            and not {"augment", "validation"} & {*path}
+        ):
             yield ".".join(path)
 
 

@@ -20,8 +20,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, range_up_to, require_memory
 from hpctrain.data.decoding import scaled
 from hpctrain.data.files import require_file, require_new, system_errors_as
-from hpctrain.data.image_file import ValueRange
-from hpctrain.data.readers import reason
+from hpctrain.data.readers import ValueRange, reason
 from hpctrain.data.writer import write_data_file
 
 Layout = Literal["nhwc", "nchw"]

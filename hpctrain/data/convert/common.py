@@ -23,7 +23,8 @@ from hpctrain.core.text import escaped
 from hpctrain.data import decoding
 from hpctrain.data.decoding import Fit, decode, deep_maximum, read_picture
 from hpctrain.data.files import read_regular, require_file, system_errors_as
-from hpctrain.data.image_file import ImageFile, ValueRange, normal_name
+from hpctrain.data.image_file import ImageFile, normal_name
+from hpctrain.data.readers import ValueRange
 from hpctrain.data.writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
 from hpctrain.launch.control_groups import available_bytes, whole_quota
 

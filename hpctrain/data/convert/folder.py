@@ -31,7 +31,8 @@ from hpctrain.data.convert.common import (
 )
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
-from hpctrain.data.image_file import ValueRange, normal_name
+from hpctrain.data.image_file import normal_name
+from hpctrain.data.readers import ValueRange
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 #: directories that systems and programs create in any directory, in lower case

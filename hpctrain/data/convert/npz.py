@@ -27,7 +27,8 @@ from hpctrain.data.convert.common import (
 )
 from hpctrain.data.decoding import Fit
 from hpctrain.data.files import require_file, require_new
-from hpctrain.data.image_file import ValueRange, digest_of
+from hpctrain.data.image_file import digest_of
+from hpctrain.data.readers import ValueRange
 
 #: bytes that are unpacked between two checks of the available memory
 _CHECKED_BYTES = 1 << 26

@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Columns:
+class TableColumns:
     """Header of the column of files, header of the column of labels, and suffix that files lack in their column."""
 
     file: str = "file"
@@ -33,7 +33,7 @@ def scan(
     table: Path,
     directory: Path | None = None,
     class_names: Sequence[str] | None = None,
-    columns: Columns | None = None,
+    columns: TableColumns | None = None,
 ) -> Tree:
     """Return the classes and the picture files of a table, in the order of its lines.
 
@@ -48,7 +48,7 @@ def scan(
             of an earlier line, or an unknown label. The message names all such lines.
     """
     require_file(table, "CSV file", "it must have a header and a line with file and label for each picture")
-    columns, top = columns or Columns(), table.parent if directory is None else directory
+    columns, top = columns or TableColumns(), table.parent if directory is None else directory
     files, labels, faults = _lines(table, top, columns)
     if not faults and not files:
         raise DataError(f"{table} has a header, but no line with a picture; add one for each picture.")
@@ -71,7 +71,9 @@ def scan(
     return Tree(tuple(names), labelled, class_names is not None)
 
 
-def _lines(table: Path, directory: Path, columns: Columns) -> tuple[list[tuple[int, Path]], list[str], list[tuple[int, str]]]:
+def _lines(
+    table: Path, directory: Path, columns: TableColumns
+) -> tuple[list[tuple[int, Path]], list[str], list[tuple[int, str]]]:
     """Return (line, file) and the label of each line without a fault, and (line, fault) of the other lines."""
     with system_errors_as(f"The CSV file {table} cannot be read"):
         content = read_regular(table, _MOST_BYTES)

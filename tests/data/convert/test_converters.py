@@ -406,7 +406,7 @@ def test_a_table_with_other_columns_in_another_directory(tmp_path):
     path = write_table(tmp_path, ["5\tcat\ta", "6\tdog\tb"], header="age\tbreed\tid", name="t.tsv")
     (tmp_path / "elsewhere").mkdir()
     path = path.rename(tmp_path / "elsewhere" / "t.tsv")
-    tree = table.scan(path, tmp_path, columns=table.Columns("id", "breed", ".png"))
+    tree = table.scan(path, tmp_path, columns=table.TableColumns("id", "breed", ".png"))
     assert tree.files == ((tmp_path / "a.png", 0), (tmp_path / "b.png", 1))
 
 
@@ -422,7 +422,7 @@ WRONG = ["a.png,cat", "x.png,dog", "b.png", ",dog", "a.png,dog"]
         (["a.png,cat", "b.png,cow"], {"class_names": ["cat", "dog"]}, r"line 3: there is no class 'cow'"),
         (["a.png,0", "b.png,2"], {"class_names": ["cat", "dog"]}, r"line 3: there is no class '2'"),
         (["a.png,0", "b.png,2"], {}, "have 2 values from 0 to 2, but none is 1"),
-        (["a.png,0"], {"columns": table.Columns("path", "label")}, r"has no column 'path'; .* in --columns"),
+        (["a.png,0"], {"columns": table.TableColumns("path", "label")}, r"has no column 'path'; .* in --columns"),
         ([], {}, "has a header, but no line with a picture"),
         (['"a.png,0'], {}, "is damaged in line 2"),
     ],
