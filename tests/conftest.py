@@ -40,6 +40,10 @@ hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("r
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Python's readline, which pytest loads, sets them for the processes that it starts; output without a terminal follows COLUMNS.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # Every plan that a test makes is checked, also on virtual ranks and in the jobs that tests start.
 os.environ[validate.ENVIRONMENT_VARIABLE] = "1"
 

@@ -170,7 +170,7 @@ def alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"batch": 0}, "the smallest batch is 1"),
         ({"progress": "tread"}, 'There is no progress mode "tread"; the nearest is "thread"'),
         ({"deadline_seconds": 0}, "deadline_seconds is 0, but must be above 0; the default is 300."),
-        ({"threads": 1000}, "threads is 1000, but a rank here has"),
+        ({"threads": 1000}, "threads is 1000, but a rank here may run on"),
     ],
 )
 def test_what_start_cannot_use_is_refused(given: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def progress(
 
     from hpctrain.train.progress_bar import ProgressBar  # loads rich, which takes longer than short commands
 
-    bar = ProgressBar(Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True), clock, stays=False)
+    bar = ProgressBar(Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True), clock)
     try:
         bar.begin(description, total)
         yield _Line(bar, description, total, noun, clock).advance

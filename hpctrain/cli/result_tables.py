@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
-from hpctrain.core.text import echo, echo_block, escaped, loss_text
+from hpctrain.core.text import echo, echo_block, escaped, loss_text, pipe_columns
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
 from hpctrain.runs.results import summary_texts
@@ -213,7 +213,7 @@ class _Form:
 
     def __init__(self, class_names: tuple[str, ...]) -> None:
         self._text = io.StringIO()
-        width = None if sys.stdout.isatty() else _COLUMNS
+        width = None if sys.stdout.isatty() else pipe_columns()
         self._console = PlainConsole(file=self._text, width=width)
         self._name = min(_WIDEST_NAME, max(map(cell_len, map(escaped, (*class_names, "class")))))
         self._file = self._console.width - self._name - _PROBABILITY - 2 * _GAP

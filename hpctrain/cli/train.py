@@ -49,7 +49,12 @@ _PRINTED = "-"  # value of --confusion without a file name
     help="Resume from this run directory or checkpoint file; auto: from the newest valid checkpoint of the newest run of this "
     "name; best: from its checkpoint with the best evaluation.",
 )
-@click.option("--steps", type=click.IntRange(min=0), default=0, help="Number of steps after which to stop; 0 trains all epochs.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Number of steps after which to stop, counted from the start or resume; 0 trains all epochs.",
+)
 @click.option(
     "--compute-only",
     is_flag=True,

@@ -514,6 +514,8 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     backstop.start()
     flush_to_reader()
     keeper.current_keeper().pulse.announce_end()
+    with contextlib.suppress(OSError):  # MPICH prints a line of its own, which would follow our message and hide it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     comm.Abort(code)
     # MPICH returns from Abort if it cannot reach its launcher; MPI_Finalize at exit would then wait for the launcher.
     os._exit(code)

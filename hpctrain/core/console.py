@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.core.text import escaped
+from hpctrain.core.text import escaped, pipe_columns
 
 
 class PlainConsole(Console):
@@ -26,8 +26,8 @@ class PlainConsole(Console):
 
 
 def output_console(columns: int = 80, **options: Any) -> PlainConsole:
-    """Return a console on standard output, as wide as the terminal, or `columns` wide without a terminal."""
-    return PlainConsole(width=None if sys.stdout.isatty() else columns, **options)
+    """Return a console on standard output, as wide as the terminal; without a terminal as COLUMNS says, or `columns` wide."""
+    return PlainConsole(width=None if sys.stdout.isatty() else pipe_columns(columns), **options)
 
 
 def plain_table(*titles: str, left: int = 1, gap: int = 2, bold: bool = False, widest: int | None = None) -> Table:

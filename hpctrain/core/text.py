@@ -82,8 +82,14 @@ def shell_word(text: str) -> str:
     return text if _PLAIN_WORD.fullmatch(text) else "'" + text.replace("'", "'\"'\"'") + "'"
 
 
-#: width of lines about steps and epochs without a terminal
+#: width of lines without a terminal
 LOG_COLUMNS = 80
+
+
+def pipe_columns(columns: int = LOG_COLUMNS, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the width of output that is not a terminal: the variable COLUMNS if it is a positive integer, else `columns`."""
+    text = environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and int(text) else columns
 
 
 def counted(number: int, noun: str) -> str:

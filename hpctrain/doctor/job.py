@@ -26,6 +26,7 @@ CHECKS: Sequence[Check] = (
     ranks.GRID,
     ranks.BINDING,
     ranks.THREADS,
+    nodes.LOAD,
     nodes.MEMORY,
     nodes.PROGRESS,
     nodes.GPUS,

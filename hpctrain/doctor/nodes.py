@@ -1,4 +1,4 @@
-"""Checks of the nodes: memory, GPUs, kernels, versions, start-up time, clocks, and whether messages move while layers compute.
+"""Checks of the nodes: load, memory, GPUs, kernels, versions, start-up time, clocks, and messages under computation.
 
 For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
 """
@@ -30,13 +30,51 @@ from hpctrain.doctor.check import (
     OwnPlace,
     Severity,
     StartFacts,
+    capital,
     fine,
     present,
 )
 from hpctrain.job.same_start import check_same_start
+from hpctrain.launch.threads import NodeLoad, node_load
 from hpctrain.planner.measurement import facts_here
 from hpctrain.planner.planned_run import description, prepare
 from hpctrain.runs.directory import software_versions
+
+BUSY = FindingKind(
+    "busy",
+    Severity.REMARK,
+    "Other programs run on a node, as on login nodes, and leave too few cores for the threads of the ranks.",
+    "Use another node, or set `threads` to 1.",
+)
+CROWDED = FindingKind(
+    "crowded",
+    Severity.WARNING,
+    "Other programs use all cores of a node, and ranks have several threads, of which one always waits for a core: a step may "
+    "take a hundred times as long.",
+    "Use another node, or set `threads` to 1.",
+)
+
+
+def gather_load(place: OwnPlace) -> NodeLoad | None:
+    """Return the load of this node, on its first rank."""
+    return node_load(place.launcher, place.threads or 1) if place.leads_node else None
+
+
+def judge_load(job: JobView, facts: Sequence[NodeLoad | None]) -> list[DoctorFinding]:
+    """Return one finding on the node with the most other programs per core."""
+    known = present(facts)
+    if not known:
+        return [fine("Not checked: the system does not report it.")]
+    rank, worst = max(known, key=lambda one: one[1].others / one[1].cores)
+    sentence = f"{worst.sentence(f'on {job.hosts[rank]}')}."
+    if not worst.is_busy:
+        return [fine(sentence)]
+    kind = CROWDED if worst.threads > 1 and worst.others >= worst.cores else BUSY
+    return [kind.found(sentence, capital(f"{worst.advice()}."))]
+
+
+LOAD = Check("load", "the programs of others that run on each node", (BUSY, CROWDED), gather_load, judge_load)
+
 
 TOO_LITTLE = FindingKind(
     "too-little-memory",

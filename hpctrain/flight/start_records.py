@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import file_name
 from hpctrain.launch.launcher import Launcher
-from hpctrain.launch.process_end import End
+from hpctrain.launch.process_end import FINISHED, STOPPED, End
 from hpctrain.launch.processes import launcher_process, status_of
 
 #: environment variable with the directory for the records of a start
@@ -63,7 +63,7 @@ def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
     try:
         yield
     except SystemExit as left:
-        if left.code in (0, None):
+        if left.code in (FINISHED, STOPPED, None):
             recorder.ended(End.FINISHED)
         else:
             recorder.ended(End.FAILED, f"the program exited with {left.code!r}")

@@ -6,6 +6,7 @@ A `StartedJob` has ranks, but no grid yet. A `StartedRank` has a place on the gr
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.launch.launcher import Launcher, check_world, environment_fault, lone_fault
-from hpctrain.launch.threads import ThreadPlan, outnumbers_cores, usable_cores
+from hpctrain.launch.threads import NodeLoad, ThreadPlan, outnumbers_cores, usable_cores
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.tracer import Tracer, capacity_for
 
@@ -103,6 +104,21 @@ def ranges(numbers: Iterable[int]) -> str:
         members = [number for _, number in run]
         runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return ",".join(runs)
+
+
+def busy_node(world: Communicator, load: NodeLoad | None) -> str:
+    """Return a line on the busiest node if other programs compete with its ranks, else "". Collective over `world`.
+
+    Args:
+        load: load of this rank's node at the start, if this rank has measured it.
+    """
+    loads = world.allgather_object((platform.node(), load))
+    busy = [(load, host) for host, load in loads if load is not None and load.is_busy]
+    if not busy:
+        return ""
+    worst, host = max(busy, key=lambda one: one[0].others / one[0].cores)
+    where = "here" if world.size == worst.ranks else f"on {host}"
+    return f"busy machine: {worst.sentence(where)}; {worst.advice()}"
 
 
 def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +31,17 @@ class ThreadPlan:
         threads: size of every library's thread pool.
         cores: number of physical cores that this rank does not share; 1 if ranks outnumber them.
         reason: origin of the number, in words.
+        load: load of the node when its first rank started; None on other ranks, or if it is unknown.
     """
 
     threads: int
     cores: int
     reason: str
+    load: NodeLoad | None = None
 
     def __str__(self) -> str:
-        return f"{counted(self.threads, 'thread')} per rank ({self.reason})"
+        turns = f", which take turns on {counted(self.cores, 'core')}" if self.threads > self.cores else ""
+        return f"{counted(self.threads, 'thread')} per rank{turns} ({self.reason})"
 
 
 def set_threads(launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ) -> ThreadPlan:
@@ -49,13 +53,15 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
         environ: environment; changed in place.
 
     Raises:
-        LaunchError: more threads are requested than the rank has cores, or OMP_NUM_THREADS is no number.
+        LaunchError: more threads are requested than there are CPUs on which the rank may run, or OMP_NUM_THREADS is no number.
     """
     cores, how = rank_cores(launcher, environ)
     if requested is not None:
-        plan = _requested(requested, cores, how)
+        plan = _requested("threads", str(requested), requested, cores, how)
     elif _VARIABLE in environ:
-        plan = _from_environment(environ[_VARIABLE], cores)
+        text = environ[_VARIABLE]
+        first = text.split(",")[0].strip()  # a list contains numbers for nested levels
+        plan = _requested(_VARIABLE, text, int(first) if first.isdecimal() else None, cores, how)
     else:
         plan = ThreadPlan(cores, cores, how)
     for variable in VARIABLES:
@@ -70,22 +76,84 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
     return plan
 
 
-def _requested(requested: int, cores: int, how: str) -> ThreadPlan:
-    if not 1 <= requested <= cores:
+def _requested(name: str, text: str, threads: int | None, cores: int, how: str) -> ThreadPlan:
+    """Return the plan for a requested number of threads, which may be larger than the number of the rank's cores.
+
+    Args:
+        name: key or variable that contains the number.
+        text: its value.
+        threads: the number; None: the value is no number.
+    """
+    cpus = len(os.sched_getaffinity(0))
+    if threads is None or not 1 <= threads <= cpus:
+        otherwise = "to auto" if name == "threads" else "unset it"
         raise LaunchError(
-            f"threads is {requested}, but a rank here has {counted(cores, 'core')} ({how}); "
-            f"set threads to {'1' if cores == 1 else f'a number from 1 to {cores}'}, or to auto."
+            f"{name} is {text if name == 'threads' else repr(text)}, but a rank here may run on {counted(cpus, 'CPU')} ({how}); "
+            f"set {name} to {'1' if cpus == 1 else f'a number from 1 to {cpus}'}, or {otherwise}."
         )
-    return ThreadPlan(requested, cores, f"as configured; {how}")
+    origin = "as configured" if name == "threads" else f"{name} was set"
+    return ThreadPlan(threads, cores, f"{origin}; {how}")
 
 
-def _from_environment(text: str, cores: int) -> ThreadPlan:
-    first = text.split(",")[0].strip()  # a list contains numbers for nested levels
-    if not first.isdecimal() or int(first) < 1:
-        raise LaunchError(f"{_VARIABLE} is {text!r}, but must be a positive integer; a rank here has {counted(cores, 'core')}.")
-    threads = int(first)
-    note = f", more than the rank's {cores}: they share cores" if threads > cores else ""
-    return ThreadPlan(threads, cores, f"{_VARIABLE} was set{note}")
+#: number and interval of the counts of running tasks: a task that runs for an instant only does not compete for a core
+_COUNTS, _COUNT_SECONDS = 5, 2e-3
+
+
+@dataclass(frozen=True)
+class NodeLoad:
+    """Programs that compete with the ranks of a node for its cores.
+
+    Attributes:
+        others: number of threads of other programs that are running or ready to run.
+        ranks: number of ranks of the node.
+        threads: number of threads per rank.
+        cores: number of physical cores of the node.
+    """
+
+    others: int
+    ranks: int
+    threads: int
+    cores: int
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the node has too few cores for the ranks and the other programs."""
+        return self.others > 0 and self.others + self.ranks * self.threads > self.cores
+
+    def sentence(self, where: str = "here") -> str:
+        """Return the facts without a full stop. `where` names the node."""
+        return (
+            f"{counted(self.others, 'thread')} of other programs {'runs' if self.others == 1 else 'run'} {where}, next to "
+            f"{self.ranks * self.threads} of this job on {counted(self.cores, 'core')}"
+        )
+
+    def advice(self) -> str:
+        """Return how to lose less time on a busy node, without a full stop."""
+        if self.threads > 1:
+            return "train on another machine or later, or set threads to 1, so that no thread waits for one without a core"
+        return f"train on another machine or later{', or on fewer ranks' if self.ranks > 1 else ''}"
+
+
+def node_load(launcher: Launcher, threads: int, proc: Path = Path("/proc")) -> NodeLoad | None:
+    """Return the load of this node; None if the system does not report it. Call it before this rank computes.
+
+    A program counts if it has run for a while, by the load average of a minute, and is running now.
+
+    Args:
+        launcher: result of `detect`.
+        threads: number of threads per rank.
+        proc: directory with the file of the load, for tests.
+    """
+    ranks, counts = launcher.local_size or 1, []
+    try:
+        for _ in range(_COUNTS):
+            average, _, _, tasks, _ = (proc / "loadavg").read_text().split()
+            counts.append(min(round(float(average)), int(tasks.partition("/")[0]) - ranks))
+            time.sleep(_COUNT_SECONDS)
+    except (OSError, ValueError):
+        return None
+    others = max(0, min(counts))
+    return NodeLoad(others, ranks, threads, physical_cores(range(os.cpu_count() or 1)))
 
 
 def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.environ) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import io
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 
 import numpy as np
@@ -200,6 +200,7 @@ class Table:
     Attributes:
         numbers: indices of the columns of numbers.
         folded: whether the table is collapsed at first.
+        of_runs: whether each column after the first belongs to a run. Equal values are then one cell.
     """
 
     title: str
@@ -207,6 +208,7 @@ class Table:
     lines: tuple[Line, ...]
     numbers: frozenset[int] = frozenset()
     folded: bool = False
+    of_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,11 +251,13 @@ class Page:
 
     Attributes:
         names: names of its runs, in the order of their numbers.
+        headline: sentence with the main result; "" if there is none yet.
     """
 
     title: str
     names: tuple[str, ...]
     parts: tuple[PagePart, ...] = field(repr=False)
+    headline: str = ""
 
     @property
     def drawings(self) -> tuple[Drawing, ...]:
@@ -275,6 +279,7 @@ def html(page: Page) -> str:
     style = style.replace("{{ light }}", theme.css_variables(theme.LIGHT)).replace("{{ dark }}", theme.css_variables(theme.DARK))
     return environment.from_string((templates / "report.html.j2").read_text(encoding="utf-8")).render(
         title=page.title,
+        headline=page.headline,
         names=names,
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
@@ -312,6 +317,7 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
     Args:
         results: results on test sets, if they were computed.
     """
+    records = _with_short_names(records)
     names = tuple(record.name for record in records)
     title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     parts = (
@@ -323,13 +329,32 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
         _checkpoints(records),
         _settings(records),
     )
-    return Page(title, names, tuple(part for part in parts if not part.is_empty))
+    return Page(title, names, tuple(part for part in parts if not part.is_empty), _headline(records))
+
+
+def _with_short_names(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the records of several runs with their configured names if these differ; those of directories also have a time."""
+    short = [record.settings.get("name", record.name) for record in records]
+    if len(records) == 1 or len(set(short)) < len(short):
+        return list(records)
+    return [replace(record, name=name) for record, name in zip(records, short, strict=True)]
+
+
+def _headline(records: Sequence[RunRecord]) -> str:
+    """Return the best test accuracy of all runs, and the model, data and optimiser that it belongs to; "" without evaluations."""
+    figures = [(summary(record), record.name) for record in records]
+    best, name = max(figures, key=lambda one: -1.0 if one[0].best_top1 is None else one[0].best_top1)
+    if best.best_top1 is None:
+        return ""
+    of_run = f"{name}, " if len(records) > 1 else ""
+    setup = ", ".join(filter(None, (best.model, best.data, best.batch and f"batch {best.batch}", best.optimizer)))
+    return f"Best {best.evaluated} accuracy {best.best_top1:.2%} ({of_run}epoch {best.best_epoch}){setup and ': '}{setup}"
 
 
 def _summary(records: Sequence[RunRecord]) -> PagePart:
     """Return a table with a row for each quantity and a column for each run."""
     lines = tuple(Line((heading, *values)) for heading, values in summary_texts([summary(record) for record in records]))
-    return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines),))
+    return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines, of_runs=True),))
 
 
 def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
@@ -362,8 +387,6 @@ def _time(records: Sequence[RunRecord]) -> PagePart:
                 continue
             if steps:
                 drawings.append(timeline_drawing(steps, key, record.name))
-    if not drawings and not sentences:
-        sentences.append("No run was traced; train with trace=true to see where the time of a step goes.")
     return PagePart("time", "Time of a step", drawings=tuple(drawings), sentences=tuple(sentences))
 
 
@@ -375,7 +398,7 @@ def _events(records: Sequence[RunRecord]) -> PagePart:
             lines.append(Line((when, event.text) if len(records) == 1 else (when, record.name, event.text)))
     headings = ("time", "event") if len(records) == 1 else ("time", "run", "event")
     tables = (Table("", headings, tuple(lines)),) if lines else ()
-    return PagePart("events", "Events", tables=tables, sentences=() if lines else ("No unusual events were recorded.",))
+    return PagePart("events", "Events", tables=tables)
 
 
 def _checkpoints(records: Sequence[RunRecord]) -> PagePart:
@@ -405,10 +428,10 @@ def _settings(records: Sequence[RunRecord]) -> PagePart:
         settings = side_by_side(of_runs)
         different = tuple(Line((setting.key, *setting.values)) for setting in settings if setting.differs)
         if different:
-            tables.append(Table(f"Differences in {title}", headings, different))
+            tables.append(Table(f"Differences in {title}", headings, different, of_runs=True))
         every = tuple(Line((setting.key, *setting.values), setting.differs) for setting in settings)
         if every:
-            tables.append(Table(f"All values: {title}", headings, every, folded=True))
+            tables.append(Table(f"All values: {title}", headings, every, folded=True, of_runs=True))
     same = len(records) > 1 and not any(table.title.startswith("Differences") for table in tables)
     return PagePart(
         "settings",

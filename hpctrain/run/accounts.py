@@ -209,6 +209,8 @@ def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedSt
     lost = measured.core_seconds - sampled.others_seconds > ACCEPTED_ERROR * measured.seconds
     candidates = [lost_cores] if lost and sign > 0 else pairs
     sentence = max(candidates, key=lambda one: sign * (pairs[one][0] - pairs[one][1]))
+    if sign * (pairs[sentence][0] - pairs[sentence][1]) <= 0:
+        sentence = lost_cores  # no part differs in this direction, and predictions have no waits for cores
     now, assumed = pairs[sentence]
     if sign * (now - assumed) < abs(measured.seconds - predicted.seconds) / 2:
         sentence = f"no single part explains it; {sentence}"

@@ -22,7 +22,7 @@ from hpctrain.comm.link import ClockMap, Offset, measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig, EvaluateConfig, HashesConfig
 from hpctrain.core.intervals import even, even_interval
-from hpctrain.core.text import folded
+from hpctrain.core.text import folded, pipe_columns
 from hpctrain.job.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
@@ -251,7 +251,7 @@ class TraceReport:
             write_json(directory / TABLE_FILE, content)
         except OSError as error:
             summary.append(f"{directory / TABLE_FILE} was not written ({reason(error)})")
-        shown = lines(table, error_ns * 1e-9, self._world.size, width or COLUMNS)
+        shown = lines(table, error_ns * 1e-9, self._world.size, width or pipe_columns(COLUMNS))
         if any(is_sum(line) for line in shown):
             summary.append(f"all rows: hpctrain trace {directory} --all")
         return [*shown, *summary]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,12 +32,12 @@ from hpctrain.core.errors import (
     HpctrainError,
     RankLostError,
 )
-from hpctrain.core.text import loss_text, spans
+from hpctrain.core.text import LOG_COLUMNS, loss_text, spans
 from hpctrain.flight.autopsy import different_phases
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.job import flight_records
 from hpctrain.job.lost_ranks import RunOwnership, ShrinkState
-from hpctrain.job.session import Session, cores_of_ranks, oversubscribed
+from hpctrain.job.session import Session, busy_node, cores_of_ranks, oversubscribed
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
 from hpctrain.launch.signals import SignalWatch
@@ -503,10 +504,13 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
         reporter.say(line)
     ranks = f"{session.world.size} {'rank' if session.world.size == 1 else 'ranks'}"
     reporter.say(f"{ranks} as {grid}, launcher {session.launcher.name}")
-    reporter.say(str(session.threads))
-    cores = cores_of_ranks(session.world, session.grid.node_of)
+    for line in _wrapped(str(session.threads)):
+        reporter.say(line)
+    cores, busy = cores_of_ranks(session.world, session.grid.node_of), busy_node(session.world, session.threads.load)
     if session.launcher.starts_mpi:
         reporter.say(cores)
+    for line in _wrapped(busy):
+        reporter.say(line)
     reporter.say(f"kernels {setup.backend.description}; averager {config.averager.name}")
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
@@ -517,6 +521,11 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     reporter.say(f"data {config.data.train}: {images:,} images{validation}, batch {config.batch}, {steps}")
     for note in filter(None, (describe_frozen(network), *setup.notes, *notes)):
         reporter.say(note)
+
+
+def _wrapped(text: str) -> list[str]:
+    """Return a long sentence in lines of at most 80 columns."""
+    return textwrap.wrap(text, LOG_COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _introduce_start(

@@ -50,12 +50,11 @@ _BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 
 
 class ProgressBar:
-    """Bar at the bottom of a terminal, until `close`.
+    """Bar at the bottom of a terminal, which `close` erases.
 
     Args:
         console: console on which the bar is drawn.
         clock: function that returns seconds.
-        stays: whether the last state of the bar remains visible after `close`.
         over_stdout: whether output to stdout appears above the bar.
     """
 
@@ -64,7 +63,6 @@ class ProgressBar:
         console: Console,
         clock: Callable[[], float] = time.monotonic,
         *,
-        stays: bool = True,
         over_stdout: bool = True,
     ) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # slow to import
@@ -78,7 +76,7 @@ class ProgressBar:
             console=console,
             refresh_per_second=4,
             expand=True,
-            transient=not stays,
+            transient=True,
             redirect_stdout=over_stdout,
         )
         self._task: TaskID | None = None
@@ -152,7 +150,7 @@ def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, desc
 
     # Without truncation; output of stdout to the same terminal appears above the bar.
     console = Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True)
-    bar = ProgressBar(console, stays=False, over_stdout=sys.stdout.isatty())
+    bar = ProgressBar(console, over_stdout=sys.stdout.isatty())
     try:
         with bar.pass_over(description, samples) as advance:
             yield advance

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import log
-from hpctrain.core.text import LOG_COLUMNS, duration_text, echo_block, fitting, loss_text
+from hpctrain.core.text import duration_text, echo_block, fitting, loss_text, pipe_columns
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
 from hpctrain.train.metrics import Reporter, RunningSums
@@ -124,7 +124,7 @@ class ConsoleReporter(Reporter):
         self.record("interval", record)
         if self._style == "lines":
             where, facts = self._facts(record)
-            self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], LOG_COLUMNS))
+            self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], pipe_columns()))
 
     def _facts(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
         """Return the text for the epoch, and the facts of a step, each with its priority; 0 is the most important."""

@@ -101,7 +101,8 @@ BROKEN = {
     each.key: each
     for each in (
         Broken("thread-level", "unset MPI4PY_RC_THREAD_LEVEL", env={"MPI4PY_RC_THREAD_LEVEL": "single"}),
-        Broken("too-many-threads", "OMP_NUM_THREADS=", env={"OPENBLAS_NUM_THREADS": "1024", "OMP_NUM_THREADS": "1024"}),
+        Broken("too-many-threads", "OPENBLAS_NUM_THREADS=", env={"OPENBLAS_NUM_THREADS": "1024"}),
+        Broken("threads-refused", "Set OMP_NUM_THREADS to ", env={"OMP_NUM_THREADS": "1024"}),
         Broken("no-scratch", "export TMPDIR=", env={"TMPDIR": "/nowhere/scratch"}),
         Broken("no-mpi-library", "pip install mpich", env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}),
         Broken("world-size", "mpiexec -n 3", env={"HPCTRAIN_EXPECT_RANKS": "3"}),

@@ -223,7 +223,7 @@ KINDS = (
     Kind(r"make ", is_target, "installs, trains for minutes, or is what runs this test"),
     Kind(r"(python -m )?pip (install|wheel) ", installs, "needs a network"),
     Kind(r"(sbatch|scancel|scontrol|sinfo|qsub|qsig|bash jobs/)", names_files, "needs a scheduler, or minutes"),
-    Kind(r"(eval|printf|squeue|tail) ", nothing, "test_tutorial.py runs those of the pages that users begin with"),
+    Kind(r"(eval|printf|squeue|tail|grep) ", nothing, "test_tutorial.py runs those of the pages that users begin with"),
     Kind(r"(curl|git clone|apt-get|sudo apt-get) ", nothing, "needs a network"),
     Kind(r"(cd|mkdir|tar|module|export|python3? -m venv) |(\.|source) \S*bin/activate$", nothing, "sets up what the tests have"),
 )

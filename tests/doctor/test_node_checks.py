@@ -26,6 +26,7 @@ from hpctrain.doctor.files import DirectoryFacts, Hdf5Facts, ScratchFacts
 from hpctrain.doctor.nodes import AWARE, UNAWARE, GpuFacts, KernelFacts
 from hpctrain.doctor.ranks import CoreFacts
 from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.threads import NodeLoad
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.cli.test_starting import folder as folder
@@ -144,6 +145,20 @@ def test_the_variables_that_are_too_large_are_named() -> None:
     [found] = rank_checks.judge_threads(view(2), facts)
     assert found.sentence == "2 ranks compute with 16 threads on 4 cores (OPENBLAS_NUM_THREADS=8)."
     assert found.fix == "export OPENBLAS_NUM_THREADS=2"
+
+
+def test_the_busiest_node_is_named() -> None:
+    """A training on a login node was a hundred times slower without a word."""
+    facts = [NodeLoad(1, 2, 2, 4), None, NodeLoad(3, 2, 2, 4), None]
+    [found] = node_checks.judge_load(view(2, 2), facts)
+    assert (found.key, found.severity) == ("busy", Severity.REMARK)
+    assert found.sentence == "3 threads of other programs run on nid1, next to 4 of this job on 4 cores."
+    assert "set threads to 1" in found.fix
+    for threads, key in ((2, "crowded"), (1, "busy")):  # ranks of one thread are slower, but do not wait for each other's cores
+        [found] = node_checks.judge_load(view(2), [NodeLoad(8, 2, threads, 4), None])
+        assert found.key == key
+    [found] = node_checks.judge_load(view(2), [NodeLoad(0, 2, 2, 4), None])
+    assert (found.key, found.sentence) == ("", "0 threads of other programs run on nid0, next to 4 of this job on 4 cores.")
 
 
 def test_threads_that_a_training_refuses_are_named_by_its_sentence() -> None:

@@ -421,14 +421,15 @@ def test_a_start_that_fails_leaves_its_end(tmp_path: Path) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_one_that_finishes_leaves_nothing(tmp_path: Path, leaves: bool) -> None:
+@pytest.mark.parametrize("code", [None, 0, 85])
+def test_one_that_finishes_leaves_nothing(tmp_path: Path, code: int | None) -> None:
+    """A training that a signal had stopped, with a checkpoint and code 85, was reported as one that failed."""
     path = place_of_start({"TMPDIR": str(tmp_path)}, _RANK_1)
     try:
         with recorded(path, _RANK_1):
             assert path.is_file()
-            if leaves:
-                raise SystemExit(0)
+            if code is not None:
+                raise SystemExit(code)
     except SystemExit:
         pass
     assert not path.parent.exists()

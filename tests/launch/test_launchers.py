@@ -21,7 +21,7 @@ from hpctrain.launch.launcher import (
     without_launcher,
 )
 from hpctrain.launch.supervisor import TrainCommand
-from hpctrain.launch.threads import outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
+from hpctrain.launch.threads import node_load, outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
@@ -332,18 +332,18 @@ def test_hardware_threads_that_slurm_counts_are_not_cores(monkeypatch: pytest.Mo
     assert rank_cores(SRUN, {"SLURM_CPUS_PER_TASK": "8"})[0] == 4
 
 
-def test_the_users_variable_is_respected_and_said() -> None:
+def test_the_users_variable_is_respected_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cpus(monkeypatch, 4)
     environ = {"OMP_NUM_THREADS": "3,2", "MKL_NUM_THREADS": "1"}
     plan = set_threads(ALONE, None, environ)
     assert (plan.threads, environ["OMP_NUM_THREADS"], environ["MKL_NUM_THREADS"]) == (3, "3,2", "1")
     assert environ["OPENBLAS_NUM_THREADS"] == "3"
-    assert "OMP_NUM_THREADS was set" in str(plan)
-    assert ("share cores" in str(plan)) == (CORES < 3)
+    assert str(plan) == "3 threads per rank (OMP_NUM_THREADS was set; 1 rank on 4 cores)"
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", "-2"])
 def test_a_variable_that_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"OMP_NUM_THREADS is .* must be a positive integer"):
+    with pytest.raises(LaunchError, match=r"OMP_NUM_THREADS is .* set OMP_NUM_THREADS to .*, or unset it"):
         set_threads(ALONE, None, {"OMP_NUM_THREADS": text})
 
 
@@ -353,14 +353,51 @@ def test_the_configuration_comes_before_the_variable() -> None:
     assert environ["OMP_NUM_THREADS"] == environ["OPENBLAS_NUM_THREADS"] == "1"
 
 
-@pytest.mark.parametrize("requested", [0, -1, CORES + 1])
-def test_more_threads_than_cores_are_refused(requested: int) -> None:
+@pytest.mark.parametrize("requested", [0, -1, 5])
+def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch, requested: int) -> None:
+    _cpus(monkeypatch, 4)
     environ: dict[str, str] = {}
-    with pytest.raises(LaunchError, match=f"threads is {requested}, but a rank here has .*set threads to .*{CORES}, or to auto"):
+    rule = "but a rank here may run on 4 CPUs .*set threads to a number from 1 to 4, or to auto"
+    with pytest.raises(LaunchError, match=f"threads is {requested}, {rule}"):
         set_threads(ALONE, requested, environ)
     assert environ == {}
-    with pytest.raises(LaunchError, match="set threads to 1, or to auto"):
-        set_threads(SHARED, 2, {})
+
+
+def test_one_rule_for_the_key_and_for_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key was refused where the variable was accepted: two ranks of two threads each on two cores."""
+    _cpus(monkeypatch, 2, 2)
+    two = Launcher("MPICH hydra mpiexec", 2, 0, 2, 0, "PMI_RANK")
+    turns = "2 threads per rank, which take turns on 1 core"
+    assert str(set_threads(two, 2, {})) == f"{turns} (as configured; 2 ranks share 2 cores)"
+    assert str(set_threads(two, None, {"OMP_NUM_THREADS": "2"})) == f"{turns} (OMP_NUM_THREADS was set; 2 ranks share 2 cores)"
+    for requested, environ in ((3, {}), (None, {"OMP_NUM_THREADS": "3"})):
+        with pytest.raises(LaunchError, match="may run on 2 CPUs"):
+            set_threads(two, requested, environ)
+
+
+@pytest.mark.parametrize(
+    ("average", "running", "threads", "others", "busy"),
+    [
+        ("8.10", 9, 2, 8, True),
+        ("8.10", 2, 2, 1, True),  # most of them have ended or wait for a disk
+        ("2.90", 1, 2, 0, False),  # the load of a training that has ended a moment ago
+        ("0.20", 9, 2, 0, False),  # programs that have just started, such as other ranks of this node
+        ("1.00", 2, 1, 1, False),  # a core for each
+        ("nothing", 1, 1, None, False),
+    ],
+)
+def test_the_load_of_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, average: str, running: int, threads: int, others: int | None, busy: bool
+) -> None:
+    """A load average alone would blame the training that ended a minute ago, a count alone the ranks that start next to it."""
+    monkeypatch.setattr("hpctrain.launch.threads.physical_cores", lambda cpus: 2)
+    (tmp_path / "loadavg").write_text(f"{average} 1.00 1.00 {running}/80 11\n")
+    load = node_load(ALONE, threads, tmp_path)
+    assert (None if load is None else load.others) == others
+    assert (load is not None and load.is_busy) == busy
+    if busy:
+        assert load is not None
+        assert "set threads to 1" in load.advice()
 
 
 @pytest.mark.parametrize(
@@ -376,8 +413,7 @@ def test_ranks_share_the_processor_time_that_control_groups_allow(monkeypatch, q
     assert outnumbers_cores(launcher) is (quota is not None and ranks > quota)
     assert usable_cores(range(1000, 1012)) == min(12, quota or 12)
     if cores == 1:
-        with pytest.raises(LaunchError, match="a control group allows the time of"):
-            set_threads(launcher, 2, {})
+        assert "a control group allows the time of" in str(set_threads(launcher, 2, {}))
 
 
 def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:

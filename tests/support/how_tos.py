@@ -108,7 +108,8 @@ def followed(page: str, folder: Path) -> Iterator[None]:
 
 
 def write_own_code(folder: Path) -> None:
-    """The files of docs/own-code.md."""
+    """The files of docs/own-code.md, and its configuration `my.yaml`, which must be complete."""
+    (folder / "my.yaml").write_text(blocks(OWN_CODE, "yaml")[0], encoding="utf-8")
     for path, text in files(OWN_CODE).items():
         (folder / path).write_text(text, encoding="utf-8")
 
