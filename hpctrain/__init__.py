@@ -6,6 +6,9 @@ module of a name is imported when the name is first used.
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 from hpctrain.version import __version__ as __version__
 
 # Not from `typing`, whose import takes longer than the rest of this module: until signals are blocked, one ends the process
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.api import model as model
     from hpctrain.api import schedule as schedule
     from hpctrain.api import start as start
+    from hpctrain.api import train as train
     from hpctrain.core.errors import DivergedError as DivergedError
     from hpctrain.core.errors import HpctrainError as HpctrainError
     from hpctrain.nn.layers import AdaptiveAveragePool as AdaptiveAveragePool
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from hpctrain.nn.layers import Sequential as Sequential
     from hpctrain.run.automatic_search import Automatic as Automatic
     from hpctrain.run.python_job import Job as Job
+    from hpctrain.run.result import TrainingResult as TrainingResult
     from hpctrain.train.metrics import RunningSums as RunningSums
     from hpctrain.train.replica import Replica as Replica
 
@@ -41,9 +46,11 @@ _HOMES = {
     "model": "hpctrain.api",
     "schedule": "hpctrain.api",
     "start": "hpctrain.api",
+    "train": "hpctrain.api",
     "DivergedError": "hpctrain.core.errors",
     "HpctrainError": "hpctrain.core.errors",
     "Job": "hpctrain.run.python_job",
+    "TrainingResult": "hpctrain.run.result",
     "Automatic": "hpctrain.run.automatic_search",
     "Layer": "hpctrain.nn.layers",
     "AdaptiveAveragePool": "hpctrain.nn.layers",
@@ -72,3 +79,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """This package. `hpctrain.train` is the function, although the import system binds the name to the subpackage `train`."""
+
+    @property
+    def train(self) -> Any:
+        return __getattr__("train")
+
+    @train.setter
+    def train(self, subpackage: ModuleType) -> None:
+        """Leave the name to the function. `from hpctrain.train.step import ...` does not need it."""
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,7 @@
-"""Training from Python: your own models and training loops, on one rank or on many.
+"""Training from Python: a configured training as a function, or your own models and training loops, on one rank or on many.
+
+    result = hpctrain.train("config.yaml", batch=64)
+    print(result.metrics["top1"])
 
     with hpctrain.start(batch=64) as job:
         replica = job.replica(model, (28, 28, 1), optimizer={"name": "sgd", "momentum": 0.9})
@@ -12,39 +15,57 @@ Arguments have the names of configuration keys (docs/config.md). docs/python-api
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
+from hpctrain.cli.arguments import load_config
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job_process import JobProcess
+from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.core.errors import ConfigError, CorruptedStateError, DivergedError
+from hpctrain.config.checks import refusal
+from hpctrain.config.load import flow, from_mapping
+from hpctrain.config.schema import Config
+from hpctrain.core import log
+from hpctrain.core.errors import (
+    CommunicationTimeoutError,
+    ConfigError,
+    CorruptedStateError,
+    DivergedError,
+    HpctrainError,
+    RankLostError,
+)
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import choices
+from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job import flight_records
 from hpctrain.job.same_start import check_same_program
-from hpctrain.job.session import StartedJob, on_grid
+from hpctrain.job.session import Session, StartedJob, on_grid
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.signals import SignalWatch, taken_signals
-from hpctrain.launch.threads import set_threads
+from hpctrain.launch.threads import VARIABLES, set_threads
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.run.automatic_search import Automatic
 from hpctrain.run.python_job import Job, LoopCheckpoints, Stopped
+from hpctrain.run.result import EpochCallback, EpochValues, TrainingResult, stored_result
+from hpctrain.run.training import RunEnd, run_training
 from hpctrain.train.replica import BETWEEN
+from hpctrain.train.reporting import ProgressStyle
 
 _log = get_logger(__name__)
 _DEADLINE_SECONDS = 300.0
@@ -215,6 +236,171 @@ def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communica
     warning = flight_records.missing_on(world, sentence)
     if warning is not None and world.rank == 0:
         _log.warning(warning)
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    /,
+    *,
+    resume: str | os.PathLike[str] | None = None,
+    steps: int = 0,
+    on_epoch: Callable[[EpochValues], object] | None = None,
+    style: ProgressStyle | None = None,
+    **overrides: Any,
+) -> TrainingResult:
+    """Train as `hpctrain train` does, in this process or on all ranks of its MPI job, and return the result on every rank.
+
+    May be called repeatedly. A request to stop (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP) ends the training after a step, with a
+    checkpoint. The signal is then delivered again, so that Ctrl-C raises KeyboardInterrupt. This needs the main thread; in
+    another thread signals are left alone.
+
+    Args:
+        config: path of a configuration file, or a mapping of its keys.
+        resume: "auto", "best", or the path of a run or checkpoint to resume from; None starts a new run.
+        steps: number of steps after which to stop; 0 trains all epochs.
+        on_epoch: function that rank 0 calls after the evaluation and checkpoint of each epoch, with its values as in
+            `TrainingResult.history`. A true result ends the training in order, and so does an exception, which is raised once the
+            run has ended (an HpctrainError on other ranks). It must return within `deadline_seconds`.
+        style: display of the progress: "bar", "lines" or "none"; default: a bar on a terminal, lines elsewhere.
+        overrides: values that replace keys of `config`; keys of sections have dots, as in `**{"optimizer.lr": 0.2}`.
+
+    Raises:
+        HpctrainError: the configuration, data or run has a fault; raised on all ranks. Any other error of one of several ranks
+            ends the job, because the others would wait for that rank.
+    """
+
+    def read() -> tuple[Config, Source]:
+        given = [f"{key}={flow(value)}" for key, value in overrides.items()]
+        if isinstance(config, Mapping):
+            loaded = from_mapping(config, given, refusal)
+        else:
+            loaded = load_config(path_of(config), tuple(given))
+        if loaded[0].on_lost_rank.shrinks:
+            raise ConfigError("on_lost_rank.action is shrink, which needs the command `hpctrain train`; set it to stop.")
+        if steps < 0:
+            raise ConfigError(f"steps is {steps}, but must be at least 0, which trains all epochs.")
+        if style not in (None, *get_args(ProgressStyle)):
+            raise ConfigError(f'There is no style "{style}"; {choices(str(style), get_args(ProgressStyle))}.')
+        return loaded
+
+    with contextlib.ExitStack() as restored:
+        restored.callback(gc.collect)  # replica, loaders and groups refer to each other
+        restored.enter_context(log.restored())
+        restored.enter_context(_same_environment())
+        watch = SignalWatch()
+        if threading.current_thread() is threading.main_thread():
+            watch = restored.enter_context(taken_signals(detect(os.environ).rank or 0, trains=True))
+        process = _CalledProcess(watch, resume=resume is not None, steps=steps, on_epoch=on_epoch is not None)
+        source = None if resume is None else str(path_of(resume))
+        end, result, callback = process.called(read, source, steps, on_epoch, style)
+    if callback is not None:
+        callback.raise_error()
+    of_any_rank = None if end.reason is None else signal.Signals.__members__.get(end.reason.name)
+    if (request := of_any_rank or watch.request) is not None:  # a request in the last step changes nothing in the run
+        signal.raise_signal(request)
+    return result
+
+
+class _CalledProcess(ConfiguredProcess):
+    """Process that a program has started, in which MPI stays when a training ends.
+
+    Args:
+        watch: watch of the process's signals.
+        resume, on_epoch: whether the program has passed these arguments, which must be the same on all ranks.
+        steps: argument of the program.
+    """
+
+    #: revision of the repository and outcome of the trial of MPI, from the first training: processes must not start under MPI
+    _first: ClassVar[tuple[Mapping[str, object], str | None] | None] = None
+
+    def __init__(self, watch: SignalWatch, *, resume: bool, steps: int, on_epoch: bool) -> None:
+        super().__init__(watch, resume=resume, steps=steps, on_epoch=on_epoch)
+        self._signals = watch
+
+    def end_mpi(self) -> None:
+        """Leave MPI to the end of the program, since a process can start it once only."""
+
+    def start_processes(self) -> None:
+        if self.launcher.starts_mpi and _CalledProcess._first is not None:
+            self._revision, self._device_messages = _CalledProcess._first
+            return
+        super().start_processes()
+        _CalledProcess._first = self._revision, self._device_messages
+
+    def called(
+        self,
+        read: Callable[[], tuple[Config, Source]],
+        resume: str | None,
+        steps: int,
+        on_epoch: Callable[[EpochValues], object] | None,
+        style: ProgressStyle | None,
+    ) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
+        """Train and leave nothing behind: no threads, messages or communicators. Arguments: see `train`."""
+
+        def work(
+            session: Session, source: str | None, repeated: str | None, complete: Callable[[], None]
+        ) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
+            callback = None if on_epoch is None else EpochCallback(session, on_epoch)
+            try:
+                end = run_training(
+                    session,
+                    self._signals,
+                    resume=source,
+                    steps=steps,
+                    style=style,
+                    state=self.shrink_state,
+                    complete=complete,
+                    end_after=callback,
+                    in_program=True,
+                )
+            except (DivergedError, CorruptedStateError):  # all ranks raise them in the same step, with messages in flight
+                session.progress.drain()
+                raise
+            outcome, means = end.outcome, {} if end.outcome.evaluation is None else end.outcome.evaluation.means()
+            stopped = "steps" if outcome.steps_reached else "on_epoch" if end.reason is None else str(end.reason)
+            result = stored_result(session, end.directory, outcome.position, means, stopped if outcome.stopped else None)
+            return end, result, callback
+
+        with _raised_or_ended(self), self.exits:
+            if not self.launcher.starts_mpi:  # no other rank writes to the run after an error of this one
+                self.exits.callback(self.shrink_state.ownership.release)
+            self.refuse_alone()
+            ended = self.train(read, work, resume)
+            if self.launcher.starts_mpi and self.world is not None:
+                from hpctrain.comm import mpi
+
+                mpi.free(self.world)
+            return ended
+
+
+@contextlib.contextmanager
+def _raised_or_ended(process: JobProcess) -> Iterator[None]:
+    """Raise errors that all ranks raise alike. Any other error of one of several ranks ends the job."""
+    alike: HpctrainError | None = None
+    alone = not process.launcher.starts_mpi
+    with contextlib.nullcontext() if alone else job_ends_on_error(process.rank, process.abort, process.failed):
+        try:
+            yield
+        except HpctrainError as error:
+            of_one = error.reported_by is None or isinstance(error, CommunicationTimeoutError | RankLostError)
+            if of_one and not alone:
+                raise
+            alike = error
+    if alike is not None:
+        raise alike
+
+
+@contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
+    """Restore the numbers of threads in the environment at the end: a later training would take them for the user's."""
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def model(name: str, **options: Any) -> Layer:

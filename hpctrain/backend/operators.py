@@ -306,11 +306,20 @@ class LossOperator(ABC):
     """Softmax cross entropy over logits (N, classes)."""
 
     @abstractmethod
-    def run(self, logits: Array, labels: Array | MixedLabels, global_count: int, d_logits: Array | None) -> LossHandle:
+    def run(
+        self,
+        logits: Array,
+        labels: Array | MixedLabels,
+        global_count: int,
+        d_logits: Array | None,
+        class_scale: float | None = None,
+    ) -> LossHandle:
         """Compute the sums over this batch, and d_logits = d(sum loss / global_count)/d logits if given. Never waits.
 
         Args:
             labels: integers (N,) in the host's memory, or two labels of each sample; the arrays may change afterwards.
+            class_scale: factor on the weights of classes, such that the mean over the step is the weighted mean: number of
+                samples of the step divided by the sum of their labels' weights. None: weights of classes are not applied.
         """
 
 

@@ -362,6 +362,8 @@ class SoftmaxCrossEntropySpec:
     """
 
     smoothing: float = 0.0
+    #: weight of each class, above 0, as in torch.nn.CrossEntropyLoss(weight=...); empty: all are 1
+    class_weights: tuple[float, ...] = ()
     #: k of the second accuracy (top-k)
     top: ClassVar[int] = 5
 

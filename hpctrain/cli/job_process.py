@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.cli.arguments import NONE, begin_log, load_config
 from hpctrain.cli.start import start_job
@@ -140,9 +140,10 @@ _log = get_logger(__name__)
 #: deadline of waits if the configuration could not be read
 DEADLINE_SECONDS = 300.0
 
+Result = TypeVar("Result")
 #: callback that trains over a session. Arguments: session; source to resume from, or None; run whose averaging is repeated, or
-#: None; callback to call once the training is complete. Returns whether the training was stopped.
-Training = Callable[["Session", str | None, str | None, Callable[[], None]], bool]
+#: None; callback to call once the training is complete.
+Training = Callable[["Session", str | None, str | None, Callable[[], None]], Result]
 
 
 class ConfiguredProcess(JobProcess):
@@ -213,14 +214,15 @@ class ConfiguredProcess(JobProcess):
         start_job(self, read)
         return self._session(resume, repeated)
 
-    def train(self, file: Path, overrides: tuple[str, ...], work: Training, resume: str | None, repeated: str | None) -> bool:
+    def train(self, read: ReadConfig, work: Training[Result], resume: str | None, repeated: str | None = None) -> Result:
         """Return the result of `work`. If ranks are lost and the configuration allows it, start again on the remaining ranks.
 
         Args:
+            read: as for `start_from`.
             work: callback that trains; see `Training`.
             resume, repeated: as for `start`.
         """
-        start_job(self, partial(load_config, file, overrides), trains=True)
+        start_job(self, read, trains=True)
         while True:
             try:
                 return self._attempt(work, resume, repeated)
@@ -238,7 +240,7 @@ class ConfiguredProcess(JobProcess):
             repeated = None
             self._shrink(self._config)
 
-    def _attempt(self, work: Training, resume: str | None, repeated: str | None) -> bool:
+    def _attempt(self, work: Training[Result], resume: str | None, repeated: str | None) -> Result:
         if self.shrink_state.shrunk:
             self.shrink_state.agree(self._joined)
             resume = self.shrink_state.resume(resume)

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
-from hpctrain.core.text import echo, echo_block, escaped, loss_text, pipe_columns
+from hpctrain.core.text import counted, echo, echo_block, escaped, loss_text, pipe_columns
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
 from hpctrain.runs.results import summary_texts
@@ -190,6 +190,33 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
         return {"image": str(picture.file), "error": picture.error}
     classes = [{"class": one.name, "label": one.label, "probability": one.probability} for one in picture.classes]
     return {"image": str(picture.file), "predictions": classes}
+
+
+def write_predictions(predictions: Predictions, *, path: Path, visible: bool) -> list[Path]:
+    """Write a CSV file with a row per picture once all are predicted; return the files without a prediction. Collective.
+
+    A row has the picture, its most probable class with its probability, the next classes, and the error of a picture that was not
+    predicted.
+
+    Args:
+        visible: whether this rank writes and prints.
+    """
+    text, broken, most = io.StringIO(newline=""), [], 1
+    rows: list[tuple[str, list[str], str]] = []
+    for picture in predictions.answers:
+        if picture.error is not None:
+            broken.append(picture.file)
+        values = [value for one in picture.classes for value in (one.name, f"{one.probability:.6g}")]
+        rows.append((os.fsencode(picture.file).decode(errors="replace"), values, picture.error or ""))
+        most = max(most, len(picture.classes))
+    if visible:
+        further = [title for number in range(2, most + 1) for title in (f"class_{number}", f"probability_{number}")]
+        writer = csv.writer(text)
+        writer.writerow(["image", "class", "probability", *further, "error"])
+        writer.writerows([file, *values, *[""] * (2 * most - len(values)), error] for file, values, error in rows)
+        write_text(path, text.getvalue())
+        echo(f"{predictions.checkpoint}: {counted(len(rows), 'image')} in {path}")
+    return broken
 
 
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:

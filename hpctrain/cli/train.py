@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath, OutputFile, check_output, log_ranks_option
+from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath, OutputFile, check_output, load_config, log_ranks_option
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.core.errors import ConfigError
@@ -113,7 +113,7 @@ def train(
     def work(session: Session, source: str | None, repeated: str | None, complete: Callable[[], None]) -> bool:
         from hpctrain.run.training import run_training
 
-        return run_training(
+        end = run_training(
             session,
             watch,
             resume=source,
@@ -123,6 +123,7 @@ def train(
             state=job.shrink_state,
             complete=complete,
         )
+        return end.reason is not None
 
     stopped = False
     with job_ends_on_error(job.rank, job.abort, job.failed):
@@ -133,7 +134,7 @@ def train(
 
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
-            stopped = job.train(file, overrides, work, resume, schedule_from)
+            stopped = job.train(partial(load_config, file, overrides), work, resume, schedule_from)
         job.finish()
     if smoke and not stopped:
         _remove_trial(job)
@@ -289,6 +290,12 @@ _MOST_LISTED = 20
 )
 @click.option("--max-pixels", type=click.IntRange(1), help="Maximum number of pixels of an image; default: 178,956,970.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line with a JSON object per image.")
+@click.option(
+    "--csv",
+    "csv_file",
+    type=OutputFile(streams=True, of_job=True),
+    help="Write a row per image to this file instead of printing a table: the image, and its classes with their probabilities.",
+)
 @PASS_STYLE
 def predict(
     places: tuple[Path, ...],
@@ -303,6 +310,7 @@ def predict(
     batch: int | None,
     max_pixels: int | None,
     as_json: bool,
+    csv_file: Path | None,
     style: PassStyle | None,
 ) -> None:
     """Predict the classes of images.
@@ -313,18 +321,26 @@ def predict(
     """
     if file is not None and runs is not None:
         raise click.UsageError("--config already determines the directory of runs; leave --runs or --config out.")
+    if as_json and csv_file is not None:
+        raise click.UsageError("--json and --csv both replace the table; leave one of them out.")
     job = ConfiguredProcess(top=top, flip=flip, averaged=averaged, fit=fit, batch=batch)
     chosen = _Choice(checkpoint, runs or _RUNS, file, overrides)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start_from(chosen.read)
-        from hpctrain.cli.result_tables import print_lines, print_table
+        from hpctrain.cli.result_tables import print_lines, print_table, write_predictions
+        from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.run.evaluation import PredictionRequest, run_prediction
         from hpctrain.train.progress_bar import pass_on_stderr
 
         source: str = session.world.broadcast_object(chosen.source)
+        if session.is_root and chosen.note:
+            echo(chosen.note, err=True)
+        show = print_lines if as_json else print_table
+        if csv_file is not None:
+            raise_on_all_ranks(session.world, lambda: check_output(csv_file, "--csv", streams=True) if session.is_root else None)
+            show = partial(write_predictions, path=csv_file)
         request = PredictionRequest(places, top, flip, averaged, fit, batch, max_pixels)
         predictions = run_prediction(session, source, request)
-        show = print_lines if as_json else print_table
         with pass_on_stderr(style, len(predictions.files), visible=session.is_root, description="prediction") as advance:
             broken = show(predictions.counted(advance), visible=session.is_root)
         job.finish()
@@ -346,10 +362,11 @@ class _Choice:
 
     Attributes:
         source: argument for `find_checkpoint`, final once `read` has returned.
+        note: sentence on a run that was selected among runs of several names; empty if there was no such choice.
     """
 
     def __init__(self, checkpoint: str, directory: Path, file: Path | None, overrides: tuple[str, ...]) -> None:
-        self.source = checkpoint
+        self.source, self.note = checkpoint, ""
         self._directory, self._file, self._overrides = directory, file, overrides
 
     def read(self) -> tuple[Config, Source]:
@@ -358,13 +375,12 @@ class _Choice:
         Settings that depend on the training's ranks, machine or duration are reset to their defaults.
         """
         set_threads(detect(os.environ), None)  # before NumPy is loaded: reading a checkpoint needs it
-        from hpctrain.cli.arguments import load_config
         from hpctrain.run.stored_run import FRESH, find_run
 
         if self._file is not None:
             return load_config(self._file, (*FRESH, *self._overrides))
         run = find_run(self.source, self._directory)
-        self.source = run.source
+        self.source, self.note = run.source, run.note
         return run.parsed(self._overrides)
 
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
@@ -476,6 +476,14 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
     return _of_world(comm, world.deadline_seconds, flight, world.origin.wait_policy), lost_ranks
 
 
+def free(world: Communicator) -> None:
+    """Free a world's communicators, on which nothing is in flight: a process has a limited number of them. Collective."""
+    if isinstance(world, MpiCommunicator):
+        for comm in reversed(world.origin.parts):
+            comm.Free()
+        world.comm.Free()
+
+
 def leave(world: Communicator, code: int) -> NoReturn:
     """End this process once all remaining ranks have called this function. Collective. Skips Python's clean-up at exit.
 
@@ -591,11 +599,13 @@ class _Origin:
         world: MPI communicator of the world.
         lost: registry of lost ranks, if MPI continues without them; else None.
         wait_policy: rules for the waits of object operations and splits.
+        parts: MPI communicators that were split from the world, in the same order on every rank that has them.
     """
 
     world: MPI.Comm
     lost: LostRanks | None
     wait_policy: WaitPolicy
+    parts: list[MPI.Comm] = field(default_factory=list)
 
 
 class MpiCommunicator:
@@ -695,6 +705,7 @@ class MpiCommunicator:
         self._waits.wait_handle(handle, f"{purpose} ({self._place})")
 
     def _part(self, comm: MPI.Comm, name: str) -> MpiCommunicator:
+        self.origin.parts.append(comm)
         return MpiCommunicator(comm, name, self.deadline_seconds, self._flight, self.origin)
 
     def _posted(self, post: Callable[[], MPI.Request], operation: str, buffer: Array | None = None) -> Handle:

@@ -32,7 +32,7 @@ from hpctrain.nn.network import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
-from hpctrain.optim.schedules import SCHEDULES
+from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.weights_file import SUFFIXES
 from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
@@ -205,21 +205,24 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each key that needs an evaluation or metric that the run does not compute."""
-    stop = config.early_stop
-    if stop.patience is not None and config.data.evaluated is None:
-        yield (
-            ("early_stop", "patience"),
-            "early_stop.patience needs evaluations, but neither data.validation nor data.test is set; set data.validation, such "
-            "as 0.1, or patience to null.",
-        )
-    if stop.patience is not None and not config.evaluate.every_epochs:
-        yield (
-            ("early_stop", "patience"),
-            "early_stop.patience needs evaluations, but evaluate.every_epochs is 0; set it to at least 1.",
-        )
+    stop, falls = config.early_stop, config.schedule.name == "plateau"
+    needs = [(("early_stop", "patience"), "patience to null")] if stop.patience is not None else []
+    needs += [(("schedule", "name"), "another schedule")] if falls else []
+    for path, instead in needs:
+        label = "schedule plateau" if falls and path[0] == "schedule" else ".".join(path)
+        if config.data.evaluated is None:
+            yield (
+                path,
+                f"{label} needs evaluations, but neither data.validation nor data.test is set; set data.validation, such as 0.1, "
+                f"or {instead}.",
+            )
+        if not config.evaluate.every_epochs:
+            yield path, f"{label} needs evaluations, but evaluate.every_epochs is 0; set it to at least 1."
     measures = {("checkpoint", "best"): config.checkpoint.best, ("early_stop", "metric"): stop.metric}
+    if falls:
+        measures["schedule", "metric"] = config.schedule.options.get("metric", "loss")
     for path, measure in measures.items():
-        if measure.startswith("ema_") and config.ema.decay is None:
+        if str(measure).startswith("ema_") and config.ema.decay is None:
             yield (
                 path,
                 f"{'.'.join(path)} is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "
@@ -299,7 +302,7 @@ def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     model, optimizer = config.model, config.optimizer
     yield from _faults_of(("model",), model, catalogue.build)
     yield from _faults_of(("optimizer",), optimizer, OPTIMIZERS.create)
-    yield from _faults_of(("schedule",), config.schedule, partial(_make_schedule, config))
+    yield from _faults_of(("schedule",), config.schedule, lambda name, options: make_schedule(config, options=options))
     if config.averager.automatic:
         yield from _automatic_faults(config)
     else:
@@ -358,15 +361,25 @@ def _make_strategy(config: Config, name: str, options: Mapping[str, Any]) -> Non
     make_strategy(name, options, group)
 
 
-def _make_schedule(config: Config, name: str, options: Mapping[str, Any]) -> None:
-    epochs = max(1, config.epochs)
-    SCHEDULES.create(
-        name,
-        options,
+def make_schedule(
+    config: Config, steps_per_epoch: int = 1, options: Mapping[str, Any] | None = None
+) -> LearningRateSchedule:
+    """Return the configured learning-rate schedule.
+
+    Args:
+        options: options of the schedule; None: the configured ones.
+
+    Raises:
+        ConfigError: the schedule has a fault.
+    """
+    schedule, epochs = config.schedule, max(1, config.epochs)
+    return SCHEDULES.create(
+        schedule.name,
+        schedule.options if options is None else options,
         base_lr=config.optimizer.lr,
         epochs=epochs,
-        steps_per_epoch=1,
-        warmup_epochs=min(config.schedule.warmup_epochs, epochs),  # a warm-up longer than the run is reported by `_value_faults`
+        steps_per_epoch=steps_per_epoch,
+        warmup_epochs=min(schedule.warmup_epochs, epochs),  # a warm-up longer than the run is reported by `_value_faults`
     )
 
 

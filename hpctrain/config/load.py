@@ -6,7 +6,7 @@ Pydantic's errors become sentences with the key, the rule and the nearest legal 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -227,8 +227,21 @@ def parse(
         label: path of the file in messages.
     """
     data, places = read_yaml(text, label)
-    if data is None:
-        data, places = {}, {(): label}
+    return _checked({} if data is None else data, {(): label} if data is None else places, label, overrides, refusal)
+
+
+def from_mapping(
+    mapping: Mapping[str, Any], overrides: Sequence[str] = (), refusal: Refusal | None = None
+) -> tuple[Config, Source]:
+    """Return the configuration in a mapping of keys to plain values, paths and NumPy's numbers; otherwise as `load`."""
+    data, _ = read_yaml(flow(mapping), "config")
+    return _checked(data, {(): "config"}, "config", overrides, refusal)
+
+
+def _checked(
+    data: Any, places: dict[KeyPath, str], label: str, overrides: Sequence[str], refusal: Refusal | None
+) -> tuple[Config, Source]:
+    """Return the configuration in plain data, with overrides; otherwise as `load`."""
     for override in overrides:
         data = _override(data, places, override)
     source = Source(label, places)
@@ -337,6 +350,26 @@ _WIDEST = 1_000_000  # wide enough for any value in one line
 
 
 def flow(value: Any) -> str:
-    """Return a value as YAML in one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=_WIDEST)
+    """Return a value of a program as YAML in one line. Paths become strings, and NumPy's numbers those of Python.
+
+    Raises:
+        ConfigError: a value cannot be written as YAML.
+    """
+    try:
+        text: str = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, width=_WIDEST)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"A configuration has numbers, strings, lists and mappings, but a value is {error.args[-1]!r}."
+        ) from error
     return text.removesuffix("\n...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a program as plain data, where possible."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value

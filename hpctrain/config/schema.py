@@ -353,7 +353,7 @@ class ScheduleConfig(Named):
     """The learning rate over time."""
 
     name: Text = Field(
-        description="Name of a schedule: constant, step, cosine, polynomial or one_cycle; further keys are its options."
+        description="Name of a schedule: constant, step, cosine, polynomial, one_cycle or plateau; further keys are its options."
     )
     warmup_epochs: Number = Field(
         default=0.0,
@@ -384,6 +384,11 @@ class LossConfig(Section):
         ge=0,
         lt=1,
         description="Share of the target probability that is distributed evenly over all classes, in [0, 1).",
+    )
+    class_weights: Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None = Field(
+        default=None,
+        description="Weight of each class in the loss of training steps, above 0, in the order of the classes; balanced for "
+        "weights in inverse proportion to the numbers of training images, with mean 1 over the images; null for none.",
     )
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.core.text import beginning_with, colours, escaped, place
@@ -185,6 +186,19 @@ def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) 
         root.addHandler(kept)
     root.setLevel(handler.level if kept is None else logging.DEBUG)
     root.propagate = False
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Restore handlers, level and propagation of the loggers that `configure` and `leave_warnings_to_rank_0` set, at the end."""
+    loggers = [logging.getLogger(name) for name in ("hpctrain", "py.warnings")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
 def leave_warnings_to_rank_0(rank: int) -> None:

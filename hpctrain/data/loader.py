@@ -70,6 +70,8 @@ class Batch:
         mixed: partners of the samples in mixup or cutmix; None: the images are not mixed.
         image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: the shape for which the network was
             built.
+        class_scale: number of samples of the step divided by the sum of their classes' weights, a factor on the weights of the
+            loss; None: the loss has no weights.
     """
 
     x: np.ndarray | PixelBatch
@@ -82,6 +84,7 @@ class Batch:
     share: Share
     mixed: MixedWith | None = None
     image_shape: tuple[int, int, int] | None = None
+    class_scale: float | None = None
 
 
 class LoaderRank(TypedDict):
@@ -151,12 +154,24 @@ class _Batches:
         tiles: TileOfRank | None,
         shards: int | None,
         mixing: Mixing | None,
+        class_weights: Sequence[float],
     ) -> None:
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
         assert ranks % split_size == 0, f"{ranks} ranks in split groups of {split_size}"
         self.sampler = sampler
         self._rank, self._ranks, self._split_size, self._shards = rank, ranks, split_size, shards
         self._tiles, self._mixing = tiles, mixing
+        self._class_weights = np.array(class_weights, np.float64)
+
+    def _class_scale(self, labels: np.ndarray) -> float | None:
+        """Return `Batch.class_scale` of a step.
+
+        Mixing does not change it, since the partners of all samples are the samples in another order.
+
+        Args:
+            labels: labels of the samples of all ranks, in order, so that every rank adds in the same order.
+        """
+        return len(labels) / float(self._class_weights[labels].sum()) if self._class_weights.size else None
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
@@ -186,6 +201,7 @@ class Loader(_Batches):
         pixels: reader of the file's images, such as a cache; None: the file itself.
         mixing: mixing of the images of a step; None: images are not mixed.
         sizes: sizes of images by epoch; None: the pipeline's size in all epochs.
+        class_weights: weight of each class in the loss of the steps; empty: all are 1.
         leaves_pixels: whether batches hold uint8 pixels, to which a kernel set applies the last steps of the pipeline. Ignored if
             images are tiled or mixed, or if the pipeline does not support it.
     """
@@ -205,9 +221,10 @@ class Loader(_Batches):
         pixels: ImageArray | None = None,
         mixing: Mixing | None = None,
         sizes: ImageSizes | None = None,
+        class_weights: Sequence[float] = (),
         leaves_pixels: bool = False,
     ) -> None:
-        super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing)
+        super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing, class_weights)
         assert sampler.samples <= len(file), f"{sampler.samples} samples of {len(file)}"
         self.file = file
         self._any_size, self._sizes = pipeline, sizes
@@ -306,7 +323,8 @@ class Loader(_Batches):
         self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images, because samples may be replaced
         mixed = self._mix(slot, ids[::-1], epoch, begin + step * self.sampler.batch, box, division)
         number, labels = -(-begin // self.sampler.batch) + step, slot.y[: len(own_ids)]
-        return Batch(x, labels, group_ids, division.counts, len(ids), epoch, number, share, mixed, self.image_shape)
+        scale = self._class_scale(self.file.labels[ids])
+        return Batch(x, labels, group_ids, division.counts, len(ids), epoch, number, share, mixed, self.image_shape, scale)
 
     def _pixels_of(self, slot: _Slot, ids: np.ndarray, epoch: int) -> PixelBatch:
         """Return the batch of samples `ids`, with its pixels stored in `slot`."""
@@ -517,6 +535,7 @@ class ArrayLoader(_Batches):
         shards: number of shards into which the samples of a step are divided, a multiple of the number of ranks; None: number of
             ranks.
         mixing: mixing of the images of a step; None: images are not mixed.
+        class_weights: weight of each class in the loss of the steps; empty: all are 1.
 
     Raises:
         ShapeError: the arrays have other shapes, or another number of samples.
@@ -534,10 +553,11 @@ class ArrayLoader(_Batches):
         tiles: TileOfRank | None = None,
         shards: int | None = None,
         mixing: Mixing | None = None,
+        class_weights: Sequence[float] = (),
     ) -> None:
         if images.ndim != 4 or labels.shape != images.shape[:1] or len(images) != sampler.samples:
             raise _no_samples(images, labels, sampler.samples)
-        super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing)
+        super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing, class_weights)
         self._images, self._labels = images, labels.astype(np.int64, casting="same_kind")
         height, width, channels = images.shape[1:]
         self._image_shape = height, width, channels
@@ -560,7 +580,8 @@ class ArrayLoader(_Batches):
             mix.apply(x, self._cut(partner_ids[read], box), whole(shape[:2]) if box is None else (box[1], box[2]))
             mixed = MixedWith(self._labels[partner_ids[own]], mix.weight)
         number, labels = -(-begin // self.sampler.batch) + step, self._labels[ids[own]]
-        return Batch(x, labels, ids[division.group], division.counts, len(ids), epoch, number, share, mixed, shape)
+        scale = self._class_scale(self._labels[ids])
+        return Batch(x, labels, ids[division.group], division.counts, len(ids), epoch, number, share, mixed, shape, scale)
 
     def _cut(self, ids: np.ndarray, box: Box | None) -> np.ndarray:
         """Return a copy of the images of samples, or of a box of these images."""

@@ -44,14 +44,20 @@ def of_process(watch: SignalWatch) -> None:
     _OF_PROCESS[:] = [watch]
 
 
+#: answers to a request: of a training, and of a program with a loop of its own
+_TRAINING_ENDS = "the run ends after this step with a checkpoint"
+_PROGRAM_ASKED = "the program is asked to save a checkpoint and to end"
+
+
 @contextlib.contextmanager
-def taken_signals(rank: int) -> Iterator[SignalWatch]:
+def taken_signals(rank: int, *, trains: bool = False) -> Iterator[SignalWatch]:
     """Note requests to stop during the block. Call it in the main thread, before the threads that compute are created.
 
     Args:
         rank: rank of this process.
+        trains: whether the block is a training, which ends with a checkpoint, and not the loop of a program.
     """
-    answer = "the program is asked to save a checkpoint and to end"
+    answer = _TRAINING_ENDS if trains else _PROGRAM_ASKED
     if _OF_PROCESS:
         _OF_PROCESS[0].remember(answer)
         yield _OF_PROCESS[0]
@@ -91,7 +97,7 @@ class SignalWatch:
         *,
         rank: int | None = None,
         at_once: bool = False,
-        answer: str = "the run ends after this step with a checkpoint",
+        answer: str = _TRAINING_ENDS,
     ) -> None:
         self.request: Signals | None = None
         self._answer = answer

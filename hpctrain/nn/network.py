@@ -9,6 +9,7 @@ backward skips that layer, and its activations are not kept.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,6 +178,7 @@ class Network:
         dtype: dtype of the activations.
         seed: seed of the initial values.
         smoothing: label smoothing of the loss.
+        class_weights: weight of each class in the loss of training steps, above 0; empty: all are 1.
         mergers: mergers of batch statistics by group of ranks: "all", "data" or "split" (see `BatchNormSpec.merge`).
         distribution: this rank's share of the model; default: the whole model.
         frozen: name patterns of the layers that are not trained (see `frozen_layers`).
@@ -195,7 +197,8 @@ class Network:
 
     Raises:
         ShapeError: the layers do not fit each other or the image; the message names the layer.
-        ConfigError: a pattern of frozen layers matches nothing, or the patterns leave nothing to train.
+        ConfigError: a pattern of frozen layers matches nothing, the patterns leave nothing to train, or the weights of classes
+            are not one positive number per class.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class Network:
         dtype: str = "float32",
         seed: int = 0,
         smoothing: float = 0.0,
+        class_weights: Sequence[float] = (),
         mergers: Mapping[str, StatisticsMerger] | None = None,
         distribution: Distribution | None = None,
         frozen: Sequence[str] = (),
@@ -217,7 +221,7 @@ class Network:
         self._captures = isinstance(kernels, CapturesWork) and kernels.captures
         self.slices: Slices = {}
         self.distribution: Distribution = distribution if distribution is not None else Undistributed()
-        self.loss_spec = SoftmaxCrossEntropySpec(smoothing)
+        self.loss_spec = SoftmaxCrossEntropySpec(smoothing, tuple(class_weights))
         self._loss = kernels.make_loss(self.loss_spec)
         self._programs: OrderedDict[_ProgramKey, SideBySide] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
@@ -243,6 +247,16 @@ class Network:
             kernels.arithmetic.from_host(parameter.data, value if shard is None else value[shard.index])
         for group in self._all_groups():
             group.refresh_shadow()
+        self._check_class_weights()
+
+    def _check_class_weights(self) -> None:
+        weights = self.loss_spec.class_weights
+        if weights and len(weights) != self.classes:
+            raise ConfigError(
+                f"There are {len(weights)} weights of classes, but the model has {self.classes} classes; give one per class."
+            )
+        if not all(0.0 < weight < math.inf for weight in weights):
+            raise ConfigError(f"The weights of classes are {list(weights)}, but must be finite numbers above 0.")
 
     @property
     def classes(self) -> int:

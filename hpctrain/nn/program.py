@@ -340,17 +340,18 @@ class Program:
         """Start copying the batch statistics of the latest training forward to the host. Call it before the next forward."""
         return self._statistics.fetch_batch()
 
-    def loss(self, labels: Array | MixedLabels, global_count: int) -> LossHandle:
+    def loss(self, labels: Array | MixedLabels, global_count: int, class_scale: float | None = None) -> LossHandle:
         """Compute the loss, and write the gradient of the logits, divided by `global_count`, for `backward`.
 
         Args:
             labels: int64 (N,), or two labels per sample with their weight.
             global_count: number of samples of the step over all ranks and micro-batches.
+            class_scale: factor on the weights of classes, as for `LossOperator.run`; None: they are not applied.
 
         Returns:
             Handle of the sums over this batch. Reading it after `backward` avoids a wait.
         """
-        return self._loss.run(self.logits, labels, global_count, self.d_logits)
+        return self._loss.run(self.logits, labels, global_count, self.d_logits, class_scale)
 
     def backward(self, hooks: StepHooks = _NO_HOOKS) -> None:
         """Compute the gradients of all parameters, last layer first, and announce each as soon as it is final."""

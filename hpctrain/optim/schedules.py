@@ -1,6 +1,7 @@
 """Learning-rate schedules: pure functions of the step, each with a warm-up.
 
-A schedule holds no state, so `lr(step)` is the same after a restart. Steps count from 0 at the start of training. `SCHEDULES`
+A schedule holds no state, so the rate is the same after a restart. Only `Plateau` also depends on the evaluations so far, whose
+state is part of the position of a training (`rate`, `observed`). Steps count from 0 at the start of training. `SCHEDULES`
 finds the schedules by name ("cosine" is `Cosine`).
 """
 
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from hpctrain.core.errors import ConfigError, OptionError
 from hpctrain.core.registry import Registry
+from hpctrain.optim.stagnation import ImprovementRule, Stagnation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,20 @@ class LearningRateSchedule(ABC):
             return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * self.rise(step / warmup))
         remaining = self.total_steps - warmup
         return self.after_warmup(step, min(1.0, (step - warmup) / remaining) if remaining else 1.0)
+
+    def rate(self, step: float, state: PlateauState | None) -> float:
+        """Return the learning rate of `step` in a training whose evaluations so far have led to `state`."""
+        return self.lr(step)
+
+    def observed(self, state: PlateauState | None, epoch: int, means: Mapping[str, float]) -> PlateauState | None:
+        """Return the state after an evaluation that follows `epoch` epochs. It has an effect on `Plateau` only.
+
+        Args:
+            state: state before the evaluation; None: there was none.
+            epoch: number of epochs trained.
+            means: means of the evaluation, by metric.
+        """
+        return None
 
     def rise(self, progress: float) -> float:
         """Return the share of the rise that is reached when a share of the warm-up's steps is done. Linear by default."""
@@ -239,6 +255,77 @@ class OneCycle(LearningRateSchedule):
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self.base_lr * (self.final_factor + (1.0 - self.final_factor) * self.rise(1.0 - progress))
+
+
+@dataclass(frozen=True)
+class PlateauState:
+    """State of a learning rate that evaluations reduce.
+
+    Attributes:
+        stagnation: evaluations so far; `waited` counts those since the last reduction at most.
+        reductions: number of reductions so far.
+    """
+
+    stagnation: Stagnation
+    reductions: int = 0
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> PlateauState:
+        """Return the state whose fields a checkpoint's metadata contain."""
+        return cls(Stagnation(**meta["stagnation"]), int(meta["reductions"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau(LearningRateSchedule):
+    """Reduction on a plateau: the rate is multiplied by `factor` whenever evaluations stop improving.
+
+    As torch.optim.lr_scheduler.ReduceLROnPlateau with threshold_mode "abs", whose patience is smaller by 1. The state is part of
+    checkpoints. `lr(step)` is the rate without reductions.
+
+    Args:
+        factor: Factor on the learning rate at each reduction, in (0, 1).
+        patience: Number of consecutive evaluations without improvement after which the rate is reduced, at least 1. The count
+            starts again after a reduction.
+        metric: Metric of the evaluations that must improve, as in early_stop.metric.
+        min_delta: Minimum change that counts as an improvement, at least 0.
+        min_lr: Learning rate below which the rate is not reduced, in [0, lr].
+    """
+
+    factor: float = 0.1
+    patience: int = 5
+    metric: Literal["loss", "top1", "top5", "ema_loss", "ema_top1", "ema_top5"] = "loss"
+    min_delta: float = 0.0
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.factor < 1.0:
+            raise OptionError(f"factor {self.factor} is outside (0, 1); the usual value is 0.1.", "factor")
+        if self.patience < 1:
+            raise OptionError(f"patience {self.patience} is less than 1; the nearest legal value is 1.", "patience")
+        if not (self.min_delta >= 0.0 and math.isfinite(self.min_delta)):
+            raise OptionError(
+                f"min_delta is {self.min_delta}, but must be a number of at least 0; the default is 0.", "min_delta"
+            )
+        if not 0.0 <= self.min_lr <= self.base_lr:
+            legal = 0.0 if not self.min_lr >= 0.0 else self.base_lr
+            raise OptionError(
+                f"min_lr {self.min_lr} is outside [0, {self.base_lr}]; the nearest legal value is {legal}.", "min_lr"
+            )
+
+    def after_warmup(self, step: float, progress: float) -> float:
+        return self.base_lr
+
+    def rate(self, step: float, state: PlateauState | None) -> float:
+        reductions = 0 if state is None else state.reductions
+        return self.lr(step) * max(self.factor**reductions, self.min_lr / self.base_lr)
+
+    def observed(self, state: PlateauState | None, epoch: int, means: Mapping[str, float]) -> PlateauState:
+        before, reductions = (None, 0) if state is None else (state.stagnation, state.reductions)
+        after = ImprovementRule(self.metric, min_delta=self.min_delta).after(before, epoch, means)
+        if after.waited < self.patience:
+            return PlateauState(after, reductions)
+        return PlateauState(replace(after, waited=0), reductions + 1)
 
 
 SCHEDULES: Registry[LearningRateSchedule] = Registry(

@@ -120,6 +120,7 @@ def make_network(
     dtype: str = "float32",
     seed: int = 0,
     smoothing: float = 0.0,
+    class_weights: Sequence[float] = (),
     frozen: Sequence[str] = (),
 ) -> Network:
     """Return this rank's part of a model on a grid. Not collective.
@@ -134,6 +135,7 @@ def make_network(
         dtype: "float32" or "float64".
         seed: seed of the initial values.
         smoothing: label smoothing of the loss.
+        class_weights: as for `Network`.
         frozen: name patterns of the layers that are not trained.
 
     Raises:
@@ -152,6 +154,7 @@ def make_network(
         dtype=dtype,
         seed=seed,
         smoothing=smoothing,
+        class_weights=class_weights,
         mergers=groups.mergers(progress),
         distribution=distribution,
         frozen=frozen,

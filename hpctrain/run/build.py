@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.config.checks import check_device
+from hpctrain.config.checks import check_device, make_schedule
 from hpctrain.config.grid import check_overlap, model_options, parallel_plan
 from hpctrain.config.images import (
     CHECKPOINT,
@@ -31,6 +32,7 @@ from hpctrain.config.images import (
 )
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, DataError, DivergedError
+from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, Split
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
@@ -43,7 +45,7 @@ from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.run.data_cache import DataCache, give_levels
 from hpctrain.run.images import make_loader, open_alike
@@ -250,25 +252,27 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     if train.sizes is None:
         for images in evaluated.values():
             check_shapes(shapes[0], images.shape)
-    replica = build_replica(session, backend, len(data.class_names), shapes[0])
+    labels = train.file.labels if train.subset is None else train.file.labels[train.subset]
+    weights = class_weights(config, labels, data.class_names)
+    replica = build_replica(session, backend, len(data.class_names), shapes[0], class_weights=weights)
     check_image_shapes(replica.network, (*shapes[1:], *(images.shape for images in evaluated.values())))
     check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.following)
     kernels, shards = replica.network.kernels, config.exact.shards
-    loader = make_loader(session, train, replica.tiles, batch=config.batch, shuffle=True, kernels=kernels, shards=shards)
+    loader = make_loader(
+        *(session, train, replica.tiles),
+        batch=config.batch,
+        shuffle=True,
+        kernels=kernels,
+        shards=shards,
+        class_weights=weights,
+    )
     batch = config.evaluate.batch or config.batch
     loaders = [
         make_loader(session, images, replica.tiles, batch=batch, shuffle=False, kernels=kernels, shards=shards)
         for images in evaluated.values()
     ]
     evaluation_loader, test_loader, *_ = (*loaders, None, None)
-    schedule = SCHEDULES.create(
-        config.schedule.name,
-        config.schedule.options,
-        base_lr=config.optimizer.lr,
-        epochs=max(1, config.epochs),
-        steps_per_epoch=len(loader),
-        warmup_epochs=config.schedule.warmup_epochs,
-    )
+    schedule = make_schedule(config, len(loader))
     plan = parallel_plan(config, session.grid.cols)
     single = single_values(config, shapes, len(data.class_names), len(train), plan, config.data.train)
     single.check()
@@ -277,13 +281,49 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     return TrainingSetup(backend, replica, loader, evaluation_loader, test_loader, schedule, data, notes, train.sizes)
 
 
+def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> tuple[float, ...]:
+    """Return the weight of each class in the loss of training steps; empty without weights.
+
+    Args:
+        labels: labels of the training images.
+        names: names of the classes.
+
+    Raises:
+        DataError: the number of weights is not that of the classes, or a class without images would have a balanced weight.
+    """
+    chosen, classes = config.loss.class_weights, len(names)
+    if chosen is None:
+        return ()
+    if not isinstance(chosen, str):
+        if len(chosen) != classes:
+            raise DataError(
+                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has {classes} classes; give "
+                "one weight per class, in their order."
+            )
+        return tuple(chosen)
+    counts = np.bincount(labels, minlength=classes)
+    if not counts.all():
+        raise DataError(
+            f"loss.class_weights is balanced, but {config.data.train} has no image of the class {names[int(counts.argmin())]!r}; "
+            "give the weights themselves."
+        )
+    return tuple((len(labels) / (classes * counts)).tolist())
+
+
 def build_replica(
-    session: Session, backend: Backend, classes: int, image_shape: tuple[int, int, int], *, trains: bool = True
+    session: Session,
+    backend: Backend,
+    classes: int,
+    image_shape: tuple[int, int, int],
+    *,
+    trains: bool = True,
+    class_weights: Sequence[float] = (),
 ) -> Replica:
     """Return this rank's replica of the configured model for images of the given shape (H, W, C). Not collective.
 
     Args:
         trains: False for a replica that only evaluates, which has no averagers.
+        class_weights: weight of each class in the loss of training steps; empty: all are 1.
 
     Raises:
         ConfigError: the plan or `init.freeze` names layers that the model lacks, or the averager cannot add up norms of split
@@ -303,6 +343,7 @@ def build_replica(
         dtype=backend.dtype,
         seed=config.seed,
         smoothing=config.loss.label_smoothing,
+        class_weights=class_weights,
         frozen=config.init.freeze,
     )
     replica = Replica(
@@ -340,6 +381,7 @@ def build_trainer(
     limit: TimeLimit | None = None,
     saver: Saver | None = None,
     observers: Sequence[Observer] = (),
+    end_after: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Trainer:
     """Return the training loop over `setup`. Arguments are those of `Trainer`."""
     config = session.config
@@ -366,6 +408,7 @@ def build_trainer(
         stop_requested=stop_requested,
         limit=limit,
         saver=saver,
-        early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, stop.min_delta),
+        early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, min_delta=stop.min_delta),
         observers=(*sizes, *observers),
+        end_after=end_after,
     )

@@ -156,6 +156,7 @@ def make_loader(
     shuffle: bool,
     kernels: KernelSet | None = None,
     shards: int | None = None,
+    class_weights: Sequence[float] = (),
 ) -> Loader:
     """Return the loader of this rank's share of a data file, which reads the file without a cache.
 
@@ -163,6 +164,7 @@ def make_loader(
         kernels: kernel set that reads the batches. Batches contain pixels if the kernel set accepts them, otherwise images. None:
             images.
         shards: number of shards that divide a batch (`exact.shards`); None: ranks divide it.
+        class_weights: weight of each class in the loss of the steps; empty: all are 1.
 
     Raises:
         ConfigError: unreadable samples may be skipped, but ranks share samples.
@@ -184,6 +186,7 @@ def make_loader(
         prefetch=config.data.prefetch,
         mixing=_mixing(config) if shuffle else None,
         sizes=images.sizes,
+        class_weights=class_weights,
         leaves_pixels=isinstance(kernels, PixelInput),
     )
 

@@ -258,6 +258,7 @@ class Job(StartedRank):
         precision: str = "float32",
         seed: int = 0,
         label_smoothing: float = 0.0,
+        class_weights: Sequence[float] = (),
         ema_decay: float | None = None,
         checks_every_steps: int = 10,
         on_nonfinite: str | Mapping[str, Any] = "stop",
@@ -281,6 +282,7 @@ class Job(StartedRank):
             precision: "float32"; with backend cuda also "tf32" or "bfloat16".
             seed: seed of the initial parameters.
             label_smoothing: label smoothing of the loss, in [0, 1).
+            class_weights: weight of each class in the loss of steps with batches of loaders, above 0; empty: all are 1.
             ema_decay: decay of an exponential moving average of the weights, in (0, 1); None: no average.
             checks_every_steps: number of steps between comparisons of the ranks' state; 0: no comparisons.
             on_nonfinite: "stop" raises `DivergedError`; "skip" or {"action": "skip", "most": 3} undoes the step on all ranks.
@@ -295,8 +297,9 @@ class Job(StartedRank):
         def make() -> Replica:
             answer = _answer(on_nonfinite, checks_every_steps)
             chosen = make_backend(backend, dtype, precision, self.place)
+            loss = {"smoothing": label_smoothing, "class_weights": tuple(class_weights)}
             return Replica(
-                self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, label_smoothing, frozen),
+                self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, loss, frozen),
                 groups=self.groups,
                 progress=self.progress,
                 strategy=self._strategy(averager),
@@ -337,7 +340,7 @@ class Job(StartedRank):
         backend: Backend,
         plan: ParallelPlan,
         seed: int,
-        label_smoothing: float,
+        loss: Mapping[str, Any],
         frozen: Sequence[str],
     ) -> Network:
         return make_network(
@@ -349,7 +352,7 @@ class Job(StartedRank):
             plan=plan,
             dtype=backend.dtype,
             seed=seed,
-            smoothing=label_smoothing,
+            **loss,
             frozen=frozen,
         )
 
@@ -451,7 +454,12 @@ class Job(StartedRank):
             sampler = Sampler(samples, batch or self.batch, seed, shuffle, subset)
             if validation_of is not None:  # the other loader's cache fills its memory with the same file
                 levels = levels.model_copy(update={"fill": "first_epoch"})
-            return Loader(file, sampler, pipeline, **replica.place, prefetch=prefetch, mixing=mixed, sizes=by_epoch), levels
+            weights = replica.network.loss_spec.class_weights
+            place = replica.place
+            loader = Loader(
+                *(file, sampler, pipeline), **place, prefetch=prefetch, mixing=mixed, sizes=by_epoch, class_weights=weights
+            )
+            return loader, levels
 
         loader, levels = raise_on_all_ranks(self.world, make)
         give_levels(self, levels, [loader], auto_share=0.25, stop_requested=_asked_of(self.watch))
@@ -487,7 +495,8 @@ class Job(StartedRank):
             check_shape(samples.images.shape[1:], replica)
             sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)
             mixed = mixing_of(mixing, seed, replica)
-            loader = ArrayLoader(samples.images, samples.labels, sampler, **replica.place, mixing=mixed)
+            weights = replica.network.loss_spec.class_weights
+            loader = ArrayLoader(samples.images, samples.labels, sampler, **replica.place, mixing=mixed, class_weights=weights)
             facts = samples.facts() if self.size > 1 else {}
             return loader, Subject("other arrays in job.array_loader", "give all ranks the same", facts, error=DataError)
 

@@ -6,6 +6,7 @@ the checkpoint was written are checked by `config/resume_rules.py`, reported and
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ import yaml
 
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.config import resume_rules
+from hpctrain.config.checks import make_schedule
 from hpctrain.config.grid import model_options
 from hpctrain.config.images import CHECKPOINT, validation_split
 from hpctrain.config.load import dump, parse
@@ -28,6 +30,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core import user_code
 from hpctrain.core.errors import CheckpointError, HpctrainError
 from hpctrain.core.log import get_logger
+from hpctrain.core.text import counted, folded
 from hpctrain.data.image_file import DataFacts, ImageFile, class_difference, with_class_order
 from hpctrain.job.lost_ranks import RunOwnership
 from hpctrain.job.same_start import Subject, compare, is_trusted
@@ -365,8 +368,29 @@ def describe(position: Position, samples: int | None) -> str:
     return f"epoch {position.epoch + 1}, step {position.global_step}, {position.samples:,}{of_all} images of the epoch done"
 
 
+def rate_words(start: Start, config: Config, samples: int) -> list[str]:
+    """Return words on a learning rate that changes at a resume, such as that of a finished cosine over more epochs; else none.
+
+    Args:
+        samples: number of samples of an epoch.
+    """
+
+    def rate(values: Config) -> float:
+        schedule = make_schedule(values, -(-samples // values.batch))
+        return schedule.rate(start.position.in_steps(samples, values.batch), start.position.plateau)
+
+    stored, before, after = stored_config(start.content, config), math.nan, rate(config)
+    with suppress(HpctrainError):  # a schedule that an earlier version had
+        before = after if stored is None else rate(stored)
+    if math.isnan(before) or math.isclose(before, after, rel_tol=0.01):
+        return []
+    epochs = f"{config.schedule.name} over {counted(config.epochs, 'epoch')}"
+    advice = ["for another one, set schedule=constant and optimizer.lr"] if after > before else []
+    return [f"learning rate {after:.3g} from here ({epochs})", f"{before:.3g} with the checkpoint's values", *advice]
+
+
 def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
-    """Report and record the position at which the run resumes, and each change."""
+    """Report and record the position at which the run resumes, each change, and a learning rate that changes."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:
@@ -375,10 +399,13 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
         rest = "there is nothing to train" if config.data.evaluated is None else "it is only evaluated"
         done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
         reporter.say(f"resumed a run that is finished after {done}, step {position.global_step}: {rest}")
+        reporter.say(f"give a larger number of epochs to train further, such as epochs={epochs + 5}")
     else:
         reporter.say(f"resumed at {describe(position, samples)}")
     for change in start.changes:
         reporter.say(f"  {change}")
+    for line in folded(rate_words(start, config, samples)) if position.epoch + over < epochs else ():
+        reporter.say(line)
     reporter.record(
         "resume",
         {

@@ -6,7 +6,7 @@ NumPy is imported only if the argument is a checkpoint outside of any run direct
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.config.load import parse
@@ -15,8 +15,10 @@ from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.yaml_source import Source
 from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import RunDirectory, runs
+from hpctrain.runs.owner import STAMP
 
 AUTO, BEST = "auto", "best"
+_MOST_NAMES = 4
 
 #: settings of ranks, machine and course of a training, which a prediction resets to their defaults
 FRESH = (
@@ -43,11 +45,13 @@ class StoredRun:
         source: path of the run directory or checkpoint, for `find_checkpoint`.
         config: text of its configuration.
         label: path of the file that contains the text, for messages.
+        note: sentence on the choice, if it was made among runs of several names; else empty.
     """
 
     source: str
     config: str
     label: str
+    note: str = ""
 
     def parsed(self, overrides: Sequence[str]) -> tuple[Config, Source]:
         """Return the configuration with the settings of ranks and machine reset to defaults, and its source.
@@ -79,10 +83,9 @@ def find_run(checkpoint: str, directory: Path) -> StoredRun:
     Raises:
         CheckpointError: there is no such run or checkpoint.
     """
-    if checkpoint == AUTO:
-        return _of_run(_newest(directory))
-    if checkpoint == BEST:
-        return _best(directory)
+    if checkpoint in (AUTO, BEST):
+        found = _of_run(_newest(directory)) if checkpoint == AUTO else _best(directory)
+        return replace(found, note=_choice(directory, Path(found.label).parent))
     path = Path(checkpoint)
     if path.is_file() or path.suffix == ".shards":
         return _of_checkpoint(path)
@@ -105,6 +108,21 @@ def _best(directory: Path) -> StoredRun:
         f"No run in {directory} has a best checkpoint, which needs an evaluation and a checkpoint after the same step; "
         "use auto for the newest, or name a run by --checkpoint."
     )
+
+
+def _choice(directory: Path, taken: Path) -> str:
+    """Return a sentence on the run that was taken and how to choose another, if there are runs of other names; else ""."""
+    others = sorted({_name(run.path) for run in runs(directory, None)} - {_name(taken)})
+    if not others:
+        return ""
+    names = ", ".join(others[:_MOST_NAMES]) + (", ..." if len(others) > _MOST_NAMES else "")
+    return f"predicting with {taken}; {directory} also has runs named {names}: choose one by --checkpoint"
+
+
+def _name(run: Path) -> str:
+    """Return the name of a run without the time of its start."""
+    match = STAMP.fullmatch(run.name)
+    return run.name if match is None else run.name[: match.start(1) - 1]
 
 
 def _of_run(run: RunDirectory) -> StoredRun:

@@ -46,6 +46,7 @@ from hpctrain.run.accounts import DataAccount, ReadReport, RunAccount, RunHashes
 from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_frozen, keep_choice, start_from_weights
 from hpctrain.run.checkpoints import RunCheckpoints, nothing_to_choose, rollback
 from hpctrain.run.messages import set_progress
+from hpctrain.run.result import EpochCallback
 from hpctrain.run.resume import Start, find_start, introduce
 from hpctrain.runs.directory import RunDirectory, runs, software_versions
 from hpctrain.runs.owner import claim, living_owner
@@ -141,13 +142,13 @@ def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = Non
     return StopReason(first, ranks if len(ranks) < len(names) else ())
 
 
-def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, directory: Path, checkpoint: Path) -> list[str]:
+def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, continuation: str, checkpoint: Path) -> list[str]:
     """Return the lines on how the run ended and how to resume it."""
     position = outcome.position
     return [
         f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
         f"checkpoint {checkpoint}",
-        f"continue with the same command and --resume {directory} (exit code {STOPPED})",
+        f"continue with {continuation}",
     ]
 
 
@@ -170,7 +171,9 @@ def run_training(
     style: ProgressStyle | None = None,
     state: ShrinkState | None = None,
     complete: Callable[[], None] = lambda: None,
-) -> bool:
+    end_after: EpochCallback | None = None,
+    in_program: bool = False,
+) -> RunEnd:
     """Train; print the last test accuracy and the path of the run's files. Collective.
 
     From the search for a checkpoint or the creation of the run until this call returns, this job owns the run by
@@ -182,16 +185,15 @@ def run_training(
         schedule_from: run or checkpoint whose averaging is repeated (see `agree_schedules`); None: no repetition.
         state: state of a run that continues without lost ranks; None: no ranks were lost.
         complete: callback after the run, before its end is printed; may raise.
-
-    Returns:
-        True if a signal noted by `watch` or `max_time` ended the run early, after writing a checkpoint.
+        end_after: callback of a program, called after each epoch on all ranks; None: there is none.
+        in_program: whether a Python program called, not the command line; lines on how to resume differ.
 
     Raises:
         CollectiveMismatchError: ranks have entered different phases.
     """
     state = ShrinkState() if state is None else state
     with state.ownership.held():
-        return _run_phases(session, watch, state, _Request(resume, steps, schedule_from, style), complete)
+        return _run_phases(session, watch, state, _Request(resume, steps, schedule_from, style, end_after, in_program), complete)
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,27 @@ class _Request:
     steps: int
     schedule_from: str | None
     style: ProgressStyle | None
+    end_after: EpochCallback | None = None
+    in_program: bool = False
+
+    def continuation(self, directory: Path) -> str:
+        """Return the end of a sentence on how to resume the run."""
+        return f"resume={str(directory)!r}" if self.in_program else f"the same command and --resume {directory}"
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """End of a run.
+
+    Attributes:
+        directory: directory of the run.
+        outcome: result of the training loop.
+        reason: signal or time limit that ended the run early, after a checkpoint was written; None: neither did.
+    """
+
+    directory: RunDirectory
+    outcome: Outcome
+    reason: StopReason | None
 
 
 def enter(session: Session, phase: RunPhase) -> None:
@@ -220,7 +243,9 @@ def enter(session: Session, phase: RunPhase) -> None:
         raise CollectiveMismatchError(sentence, ranks=ranks).of_all_ranks()
 
 
-def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked: _Request, complete: Callable[[], None]) -> bool:
+def _run_phases(
+    session: Session, watch: SignalWatch, state: ShrinkState, asked: _Request, complete: Callable[[], None]
+) -> RunEnd:
     """Run all collective phases of a training in order, while this job owns the run."""
     enter(session, RunPhase.START)
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
@@ -250,8 +275,7 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
     try:
         enter(session, RunPhase.INTRODUCE)
         _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
-        state.tell(reporter, position, session.world.size)
-        _introduce_start(session, setup, reporter, start, asked.resume, directory)
+        _introduce_start(session, setup, reporter, start, asked.resume, directory, state)
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=state.shrunk)
         enter(session, RunPhase.MEASURE)
@@ -270,6 +294,7 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
             limit=limit.limit,
             saver=checkpoints.saver,
             observers=(checkpoints, *run_accounts.records, *run_accounts.steps.observers),
+            end_after=asked.end_after,
         )
         outcome = _train(session, setup, trainer, checkpoints, position, nothing_left=steps < 0)
         enter(session, RunPhase.REPORT)
@@ -278,8 +303,7 @@ def _run_phases(session: Session, watch: SignalWatch, state: ShrinkState, asked:
     finally:
         session.progress.stop_thread()
         reporter.close()
-    _end(session, outcome, directory, reason, checkpoints, complete)
-    return reason is not None
+    return _end(session, asked, RunEnd(directory, outcome, reason), checkpoints, complete)
 
 
 def _most_steps(session: Session, setup: TrainingSetup, done: int, steps: int) -> int:
@@ -364,7 +388,10 @@ def _train(
     except RankLostError:
         checkpoints.saver.wait_own_part()
         raise
-    except HpctrainError:  # raised on all ranks; the checkpoint in progress is the one to resume from
+    except Exception as error:
+        if session.world.size > 1 and not isinstance(error, HpctrainError):
+            raise
+        # All ranks raise the error: the checkpoint in progress is the one to resume from.
         with session.progress.notes.meanwhile("a checkpoint"), contextlib.suppress(CheckpointError):
             checkpoints.saver.finish()
         raise
@@ -529,9 +556,17 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _introduce_start(
-    session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None, directory: RunDirectory
+    session: Session,
+    setup: TrainingSetup,
+    reporter: Reporter,
+    start: Start | None,
+    resume: str | None,
+    directory: RunDirectory,
+    state: ShrinkState,
 ) -> None:
-    """Report where the run resumes, if requested, its weights, and the path of its directory."""
+    """Report lost ranks, where the run resumes, if requested, its weights, and the path of its directory."""
+    position = Position() if start is None else start.position
+    state.tell(reporter, position, session.world.size)
     config = session.config
     if start is not None:
         introduce(start, config, setup.loader.sampler.samples, reporter)
@@ -573,30 +608,28 @@ def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outc
     if not outcome.stopped:
         return None
     reason = None if outcome.steps_reached else stop_reason(session.world, watch, limit)
-    by, position = "--steps" if reason is None else str(reason), outcome.position
+    requested = "--steps" if outcome.steps_reached else "on_epoch"
+    by, position = requested if reason is None else str(reason), outcome.position
     reporter.record("stop", {"epoch": position.epoch + 1, "step": position.global_step, "by": by})
     return reason
 
 
-def _end(
-    session: Session,
-    outcome: Outcome,
-    directory: RunDirectory,
-    reason: StopReason | None,
-    checkpoints: RunCheckpoints,
-    complete: Callable[[], None],
-) -> None:
-    """End the run on all ranks, and print how it ended on rank 0. Collective."""
+def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpoints, complete: Callable[[], None]) -> RunEnd:
+    """End the run on all ranks, print how it ended on rank 0, and return the end. Collective."""
     enter(session, RunPhase.END)
     complete()
     if not session.is_root:
-        return
+        return end
+    directory, outcome, continuation = end.directory, end.outcome, asked.continuation(end.directory.path)
     epochs = session.config.epochs
-    if reason is not None:
+    if end.reason is not None:
         written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
-        print("\n".join(stop_lines(reason, outcome, epochs, directory.path, written)))
+        code = "" if asked.in_program else f" (exit code {STOPPED})"
+        print("\n".join(stop_lines(end.reason, outcome, epochs, f"{continuation}{code}", written)))
     elif outcome.steps_reached:
-        print(_steps_reached(outcome, epochs, directory))
+        print(_steps_reached(outcome, epochs, continuation))
+    elif outcome.stopped:
+        print(f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch\ncontinue with {continuation}")
     if outcome.position.skipped:
         print(_skipped(outcome.position))
     then = f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
@@ -606,6 +639,7 @@ def _end(
     if checkpoints.best is not None and (best := checkpoints.best.line()) is not None:
         print(best)
     print(f"files of this run: {directory.path}", flush=True)
+    return end
 
 
 def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
@@ -617,12 +651,12 @@ def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
         yield f"{label} of the averaged weights {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
 
 
-def _steps_reached(outcome: Outcome, epochs: int, directory: RunDirectory) -> str:
+def _steps_reached(outcome: Outcome, epochs: int, continuation: str) -> str:
     """Return lines on the end of a run with --steps and on how to resume it, with a remark if no evaluation was made."""
     position = outcome.position
     end = "" if outcome.evaluation is not None else "\nno evaluation was made; evaluations are made only at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as requested by --steps{end}\ncontinue with the same command and --resume {directory.path}"
+    return f"ended {where}, as requested by --steps{end}\ncontinue with {continuation}"
 
 
 def _skipped(position: Position) -> str:

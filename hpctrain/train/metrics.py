@@ -206,6 +206,21 @@ class EvaluationSums(RunningSums):
         return super().means() | {f"ema_{name}": value for name, value in averaged.items()}
 
 
+def epoch_values(epoch: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the values of an epoch by name: its number and last step, lr, images_per_second, and means.
+
+    The means of the training images have the prefix "train_"; those of the evaluation, if there was one, have none.
+
+    Args:
+        epoch: record of the epoch.
+        evaluation: record or means of its evaluation; None: there was none.
+    """
+    values = {name: epoch.get(name) for name in ("epoch", "step", "lr", "images_per_second")}
+    values |= {f"train_{name}": epoch.get(name) for name in ("loss", "top1", "top5")}
+    tested = {} if evaluation is None else evaluation
+    return values | {name: value for name, value in tested.items() if name not in ("kind", "time", "epoch", "step")}
+
+
 class Reporter:
     """Base of reporters, which rank 0 calls with the events of a run. The default methods do nothing.
 

@@ -24,6 +24,8 @@ from hpctrain.data.sampler import Reordering
 from hpctrain.nn.network import Network, Shard
 from hpctrain.nn.parameter import Parameter
 from hpctrain.optim.ema import EMA
+from hpctrain.optim.schedules import PlateauState
+from hpctrain.optim.stagnation import Stagnation
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.storage.checkpoint import (
     CheckpointContent,
@@ -36,7 +38,6 @@ from hpctrain.storage.checkpoint import (
 from hpctrain.storage.shards import Part, WriteShares
 from hpctrain.train.evaluation import WeightAverage
 from hpctrain.train.metrics import RunningSums
-from hpctrain.train.stopping import Stagnation
 
 
 class Shards:
@@ -142,7 +143,7 @@ def _with_states_of_all_parts(
 
 _COUNTERS = "averaging"  # key of the metadata: counters of averagers by parameter group
 #: fields of a position that are stored only if they are not empty, because older programs reject them
-_LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings", "stagnation")
+_LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings", "stagnation", "plateau")
 _PENDING = "_gradient"  # suffix of states of an averager, after its name (see GradientAverager.pending)
 
 
@@ -161,6 +162,7 @@ class Position:
         skipped_in_a_row: number of consecutive steps, up to the latest, that changed nothing.
         reorderings: positions at which the run went back and changed the sample order (see `Sampler`).
         stagnation: state of early stopping; None without it.
+        plateau: state of a learning rate that evaluations reduce; None without it.
     """
 
     epoch: int = 0
@@ -171,6 +173,7 @@ class Position:
     skipped_in_a_row: int = 0
     reorderings: tuple[Reordering, ...] = ()
     stagnation: Stagnation | None = None
+    plateau: PlateauState | None = None
 
     def in_steps(self, samples_per_epoch: int, batch: int) -> float:
         """Return the progress in steps of `batch` samples, as if all steps had this batch.
@@ -193,6 +196,8 @@ class Position:
         values["reorderings"] = tuple(Reordering(*each) for each in values.get("reorderings", ()))
         if values.get("stagnation") is not None:
             values["stagnation"] = Stagnation(**values["stagnation"])
+        if values.get("plateau") is not None:
+            values["plateau"] = PlateauState.from_meta(values["plateau"])
         if "step_in_epoch" in values:  # format version 1 counted steps; its sums were complete
             del values["step_in_epoch"]
             values["samples"] = values["sums"].count

@@ -326,7 +326,11 @@ class TrainingStep:
             programs.forward(contexts, hooks, turn)
             self._lap(Category.AVERAGING, HOOKS)
             sums = [
-                (program.loss(_labels(batch, part.own), batch.global_count), program.fetch_statistics(), sum(part.counts))
+                (
+                    program.loss(_labels(batch, part.own), batch.global_count, batch.class_scale),
+                    program.fetch_statistics(),
+                    sum(part.counts),
+                )
                 for program, (_, part) in zip(programs, parts, strict=True)
             ]
             self._lap(Category.WORK, "loss")

@@ -8,65 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hpctrain.core.text import loss_text
+from hpctrain.optim.stagnation import ImprovementRule, Stagnation
 
 
 @dataclass(frozen=True)
-class Stagnation:
-    """State of early stopping: the evaluations of a run so far, by one metric.
-
-    Attributes:
-        metric: name of the metric, as in `EarlyStop`.
-        best: best value, on which later evaluations must improve; None: no value was finite.
-        best_epoch: number of epochs before the best evaluation.
-        evaluated_epoch: number of epochs before the latest evaluation.
-        waited: number of evaluations without improvement since the best.
-    """
-
-    metric: str
-    best: float | None = None
-    best_epoch: int = 0
-    evaluated_epoch: int = 0
-    waited: int = 0
-
-
-@dataclass(frozen=True)
-class EarlyStop:
+class EarlyStop(ImprovementRule):
     """End the training after `patience` consecutive evaluations without improvement.
 
     Args:
-        metric: metric of evaluations. The value of "loss" or "ema_loss" must decrease, and that of any other metric, for example
-            "top1", must increase.
         patience: number of evaluations; at least 1.
-        min_delta: minimum change that counts as an improvement.
     """
 
-    metric: str
     patience: int
-    min_delta: float = 0.0
-
-    def after(self, before: Stagnation | None, epoch: int, means: Mapping[str, float]) -> Stagnation:
-        """Return the state after an evaluation that follows `epoch` epochs.
-
-        A second evaluation of the same epoch changes nothing.
-
-        Args:
-            before: state before the evaluation; None, or a state with another metric: this evaluation is the first.
-            epoch: number of epochs trained.
-            means: means of the evaluation, by metric.
-        """
-        if before is None or before.metric != self.metric:
-            before = Stagnation(self.metric)
-        if epoch <= before.evaluated_epoch:
-            return before
-        value = means[self.metric]
-        if self._is_better(value, before.best):
-            return Stagnation(self.metric, value, epoch, epoch)
-        return Stagnation(self.metric, before.best, before.best_epoch, epoch, before.waited + 1)
 
     def ends(self, state: Stagnation | None) -> bool:
         """Return whether to end the training."""
@@ -77,19 +35,10 @@ class EarlyStop:
         count = f"{state.waited} evaluation{'' if state.waited == 1 else 's'}"
         if state.best is None:
             return f"early stop after epoch {state.evaluated_epoch}: {count} had no finite {self.metric}"
-        best = loss_text(state.best) if self._is_loss else f"{state.best:.2%}"
+        best = loss_text(state.best) if self.is_loss else f"{state.best:.2%}"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
         best_epoch = f"epoch {state.best_epoch} ({self.metric} {best})"
         return f"early stop after epoch {state.evaluated_epoch}: no improvement{by} in {count} since {best_epoch}"
-
-    @property
-    def _is_loss(self) -> bool:
-        return self.metric.endswith("loss")
-
-    def _is_better(self, value: float, best: float | None) -> bool:
-        if not math.isfinite(value):
-            return False
-        return best is None or (best - value if self._is_loss else value - best) > self.min_delta
 
 
 # Estimated times of the first checkpoint and of the end of a run: share of the limit, and maximum in seconds.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpctrain.core.errors import DivergedError
 from hpctrain.core.text import folded, loss_text
@@ -13,7 +14,7 @@ from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.train.accounts import Observer, StepTrace
-from hpctrain.train.metrics import Rate, Reporter, RunningSums
+from hpctrain.train.metrics import Rate, Reporter, RunningSums, epoch_values
 from hpctrain.train.replica import LoopState, Replica
 from hpctrain.train.saving import Saver
 from hpctrain.train.snapshot import Position
@@ -80,6 +81,8 @@ class Trainer:
         saver: saver to which `save` hands checkpoints that are written in the background; None: there is none.
         early_stop: rule that ends the training early; None: there is none.
         observers: observers, called in this order; the same on every rank.
+        end_after: function from the values of an epoch (see `epoch_values`) to whether training ends after it, called after the
+            evaluation and checkpoint of each epoch. It is collective, with the same result on every rank. None: there is none.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Trainer:
         observers: Sequence[Observer] = (),
         evaluated: str = "test",
         test_loader: BatchSource | None = None,
+        end_after: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> None:
         self._replica, self._loader = replica, loader
         self._evaluation_loader, self._evaluated, self._test_loader = evaluation_loader, evaluated, test_loader
@@ -107,6 +111,7 @@ class Trainer:
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._limit = TimeLimit() if limit is None else limit
         self._go_back, self._saver, self._early_stop = go_back, saver, early_stop
+        self._end_after, self._ends = end_after, False
         self._notes, self._trace = replica.progress.notes, replica.progress.trace
         self._observers = [*observers, *([] if self._trace is None else [StepTrace(self._trace)])]
         self._state = LoopState(self._notes, most_skips=cadence.most_skips, saver=saver)
@@ -154,7 +159,8 @@ class Trainer:
         self._replica.global_step = position.global_step
         # The learning rate of the previous step, for the record of an epoch that ended with the checkpoint.
         sampler = self._loader.sampler
-        self._replica.lr = self._schedule.lr(max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1))
+        last = max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1)
+        self._replica.lr = self._schedule.rate(last, position.plateau)
         self._replica.kept_step = position.global_step or None
         self._loader.sampler.reorder(position.reorderings)
 
@@ -167,8 +173,10 @@ class Trainer:
             stopped = self._run_epoch(position) and not self._complete(position)
             if not stopped and (sums := self._end_epoch(position)) is not None:
                 evaluation, evaluated_epochs = sums, position.epoch
+            stopped = stopped or self._ends
         if stopped:
-            self._reporter.flush()
+            if not self._ends:
+                self._reporter.flush()
             self._save_once(position)
         elif position.epoch < self._cadence.epochs:
             assert self._early_stop is not None
@@ -193,15 +201,25 @@ class Trainer:
         if not final:
             for observer in self._observers:
                 observer.after_evaluation(position, sums)
-        if not final and self._early_stop is not None:
-            state = self._early_stop.after(position.stagnation, position.epoch, sums.means())
-            # All ranks have these sums. Rank 0's decision counts, in case their last bits differ.
-            position.stagnation = self._replica.groups.all_ranks.broadcast_object(state)
+            self._decide(position, sums.means())
         kind, split = ("test", "test") if final else ("evaluation", self._evaluated)
         record = {"epoch": position.epoch, "step": position.global_step, "set": split, **sums.means()}
         self._reporter.record(kind, record)
         self._rate.restart()
         return sums
+
+    def _decide(self, position: Position, means: Mapping[str, float]) -> None:
+        """Update the states of early stopping and of the learning rate after an evaluation. Collective."""
+        stagnation, plateau = position.stagnation, self._schedule.observed(position.plateau, position.epoch, means)
+        if self._early_stop is not None:
+            stagnation = self._early_stop.after(stagnation, position.epoch, means)
+        if self._early_stop is None and plateau is None:
+            return
+        # All ranks have these means. Rank 0's decision counts, in case their last bits differ.
+        before = self._rate_at(position)
+        position.stagnation, position.plateau = self._replica.groups.all_ranks.broadcast_object((stagnation, plateau))
+        if self._rate_at(position) < before:
+            self._reporter.say(f"learning rate {before:.3g} -> {self._rate_at(position):.3g} after epoch {position.epoch}")
 
     def _run_epoch(self, position: Position) -> bool:
         """Train the rest of an epoch. Return whether it ended early on request."""
@@ -315,7 +333,7 @@ class Trainer:
         It follows from the number of samples, so that a change of the batch causes no jump.
         """
         sampler = self._loader.sampler
-        return self._schedule.lr(position.in_steps(sampler.samples, sampler.batch))
+        return self._schedule.rate(position.in_steps(sampler.samples, sampler.batch), position.plateau)
 
     @property
     def _enough(self) -> bool:
@@ -355,6 +373,9 @@ class Trainer:
             self._reporter.say(line)
         if _due(position.epoch, self._cadence.checkpoint_epochs, self._is_over(position)):
             self._save_once(position)
+        if self._end_after is not None:
+            ends = self._end_after(epoch_values(record, None if evaluation is None else evaluation.means()))
+            self._ends = ends and not self._is_over(position)
         return evaluation
 
     def _is_over(self, position: Position) -> bool:

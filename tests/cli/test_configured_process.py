@@ -69,7 +69,7 @@ class Started(ConfiguredProcess):
             complete()
             return True
 
-        return self.train(Path("f.yaml"), (), work, "auto", "earlier")
+        return self.train(lambda: parse(TEXT), work, "auto", "earlier")
 
 
 @pytest.fixture(autouse=True)

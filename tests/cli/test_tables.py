@@ -22,7 +22,14 @@ from rich.console import Console
 from hpctrain.cli import plan_tables
 from hpctrain.cli.arguments import load_config
 from hpctrain.cli.main import cli
-from hpctrain.cli.result_tables import print_json, print_lines, print_table, print_text, write_confusion
+from hpctrain.cli.result_tables import (
+    print_json,
+    print_lines,
+    print_table,
+    print_text,
+    write_confusion,
+    write_predictions,
+)
 from hpctrain.cli.simulation_tables import (
     candidate_words,
     machine_lines,
@@ -451,6 +458,17 @@ def test_a_line_of_json_for_each_picture(capsys: pytest.CaptureFixture[str]) -> 
         ],
     }
     assert last == {"image": str(ODD), "error": "The image cannot be decoded: it is cut off."}
+
+
+def test_a_row_of_csv_for_each_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Alone finds names with commas that break rows, and pictures without a prediction that have none."""
+    assert write_predictions(_predictions(), path=tmp_path / "found.csv", visible=True) == [ODD]
+    first, *_, last = csv.DictReader((tmp_path / "found.csv").read_text().splitlines())
+    names = {"image": str(LONG), "class": NAMES[1], "class_2": NAMES[2]}
+    assert first == names | {"probability": "0.75", "probability_2": "0.25", "error": ""}
+    assert last["image"] == "odd-\ufffd.png"
+    assert (last["class"], last["error"]) == ("", "The image cannot be decoded: it is cut off.")
+    assert capsys.readouterr().out == f"runs/a/checkpoints/checkpoint-00000001.h5: 4 images in {tmp_path / 'found.csv'}\n"
 
 
 @pytest.mark.parametrize("show", [print_lines, print_table])

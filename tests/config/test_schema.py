@@ -239,7 +239,7 @@ schedule: constant
             "deadline_seconds=1e300",
             "deadline_seconds is 1e300, but must be at most 1e+09; the nearest legal value is 1000000000.0.",
         ),
-        ("loss.name=focal", 'Unknown key "loss.name"; known keys are label_smoothing.'),
+        ("loss.name=focal", 'Unknown key "loss.name"; known keys are label_smoothing, class_weights.'),
         ("grid.batch=3", 'Unknown key "grid.batch"; the nearest known key is "batch".'),
         ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy', 'onednn' or 'cuda'; the nearest is 'onednn'."),
     ],

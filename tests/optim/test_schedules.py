@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 
@@ -11,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.optim.schedules import SCHEDULES, Constant, Cosine, LearningRateSchedule, OneCycle, Polynomial, Step
+from hpctrain.optim.schedules import (
+    SCHEDULES,
+    Constant,
+    Cosine,
+    LearningRateSchedule,
+    OneCycle,
+    Plateau,
+    PlateauState,
+    Polynomial,
+    Step,
+)
 
 COMMON = {"base_lr": 0.4, "epochs": 9, "steps_per_epoch": 7}
 
@@ -115,6 +127,42 @@ def test_polynomial_boundary_values():
     assert schedule.lr(63) == pytest.approx(0.04)
 
 
+VALUES = st.lists(st.one_of(st.integers(0, 8).map(float), st.just(math.nan)), min_size=1, max_size=16)
+
+
+@given(VALUES, st.integers(1, 3), st.sampled_from([0.0, 1.5]), st.booleans())
+def test_a_plateau_reduces_the_rate_where_the_definition_does(
+    values: list[float], patience: int, min_delta: float, of_loss: bool
+) -> None:
+    """Alone finds a count that goes on after a reduction, or that a second evaluation of an epoch or a checkpoint changes."""
+    metric, sign = ("ema_loss", -1) if of_loss else ("top1", 1)
+    schedule = Plateau(**COMMON, factor=0.5, patience=patience, metric=metric, min_delta=min_delta, min_lr=0.06)
+    state, best, waited, expected = None, -math.inf, 0, 0.4
+    for epoch, value in enumerate(values, 1):
+        better = math.isfinite(value) and sign * value > best + min_delta
+        best, waited = (sign * value, 0) if better else (best, waited + 1)
+        if waited == patience:
+            expected, waited = max(0.06, expected / 2), 0
+        for _ in range(2):
+            state = schedule.observed(state, epoch, {metric: value})
+            state = PlateauState.from_meta(json.loads(json.dumps(asdict(state))))
+        assert schedule.rate(3, state) == pytest.approx(expected)
+    assert schedule.rate(3, None) == schedule.lr(3) == 0.4
+
+
+@pytest.mark.torch
+def test_a_plateau_is_torchs() -> None:
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    kind = torch.optim.lr_scheduler.ReduceLROnPlateau
+    theirs = kind(optimizer, "max", 0.5, patience=1, threshold=0.1, threshold_mode="abs", min_lr=0.05)
+    ours, state = Plateau(**COMMON, factor=0.5, patience=2, metric="top1", min_delta=0.1, min_lr=0.05), None
+    for epoch, value in enumerate((0.1, 0.3, 0.35, 0.2, 0.5, 0.55, 0.5, 0.5, 0.5, 0.4, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6), 1):
+        theirs.step(value)
+        state = ours.observed(state, epoch, {"top1": value})
+        assert ours.rate(epoch, state) == pytest.approx(optimizer.param_groups[0]["lr"])
+
+
 @pytest.mark.torch
 def test_equal_to_torch():
     torch = pytest.importorskip("torch")
@@ -156,7 +204,7 @@ def test_training_that_is_all_warm_up():
 
 
 def test_names_and_options():
-    assert SCHEDULES.names() == ("constant", "cosine", "one_cycle", "polynomial", "step")
+    assert SCHEDULES.names() == ("constant", "cosine", "one_cycle", "plateau", "polynomial", "step")
     assert SCHEDULES.find("cosine") is Cosine
     made = make("step", {"milestones_epochs": [3, 6]}, 0.1, 9, 5, 1)
     assert made == Step(base_lr=0.1, epochs=9, steps_per_epoch=5, warmup_epochs=1, milestones_epochs=(3, 6))
@@ -175,6 +223,11 @@ def test_names_and_options():
         ("step", {"milestones_epochs": [1, 3]}, "inside the warm-up"),
         ("step", {"milestones_epochs": [3], "gamma": 0.0}, "gamma 0.0"),
         ("step", {"milestones_epochs": [3], "gamma": 10.0}, "gamma 10.0"),
+        ("plateau", {"factor": 1.0}, "factor 1.0 is outside"),
+        ("plateau", {"patience": 0}, "nearest legal value is 1"),
+        ("plateau", {"metric": "accuracy"}, "ema_top1"),
+        ("plateau", {"min_delta": -1.0}, "min_delta is -1.0"),
+        ("plateau", {"min_lr": 0.5}, "nearest legal value is 0.4"),
         ("cosine", {"final_lr": 0.5}, "nearest legal value is 0.4"),
         ("cosine", {"final_lr": -0.5}, "nearest legal value is 0.0"),
         ("polynomial", {"power": 0.0}, "power is 0.0"),

@@ -291,7 +291,13 @@ WHEN = {
         *("data.test=b.h5", "data.train=moved.h5", "checkpoint.keep=3", "metrics.tensorboard=true", "deadline_seconds=9"),
         *("batch_norm.statistics=synchronised", "trace=true", "evaluate.batch=3", "data.cache=false", "data.threads=3"),
     ],
-    When.BETWEEN_EPOCHS: ["seed=1", "data.augment=[]", "data.augment.0.probability=0.1", "loss.label_smoothing=0.1"],
+    When.BETWEEN_EPOCHS: [
+        "seed=1",
+        "data.augment=[]",
+        "data.augment.0.probability=0.1",
+        "loss.label_smoothing=0.1",
+        "loss.class_weights=balanced",
+    ],
     When.NEVER: [
         *("model.channels=[4, 7]", "model.hidden=5", "model=resnet20", "dtype=float64", "data.normalise=false"),
         *("batch_norm.epsilon=0.1", "optimizer={name: lars, lr: 0.1}"),

@@ -318,6 +318,8 @@ def test_auto_is_the_newest_run_with_a_checkpoint_whatever_its_name_and_best_of_
     assert (found.source, found.parsed(())[0].name) == (str(runs / NEW), "second")
     found = find_run("best", runs)
     assert (found.source, found.parsed(())[0].name) == (str(runs / OLD / "checkpoints" / "checkpoint-00000004.h5"), "first")
+    assert found.note == f"predicting with {runs / OLD}; {runs} also has runs named second, third: choose one by --checkpoint"
+    assert find_run(str(runs / OLD), runs).note == ""  # the user named it
 
 
 def test_a_path_is_a_run_or_a_checkpoint_which_says_what_it_was_written_with(runs: Path, tmp_path: Path) -> None:

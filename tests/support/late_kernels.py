@@ -260,10 +260,13 @@ class LateLoss(LossOperator):
     def __init__(self, inner: LossOperator, queue: Queue) -> None:
         self._inner, self._queue = inner, queue
 
-    def run(self, logits: Array, labels: Array, global_count: int, d_logits: Array | None) -> LossHandle:
+    def run(
+        self, logits: Array, labels: Array, global_count: int, d_logits: Array | None, class_scale: float | None = None
+    ) -> LossHandle:
         labels, sums = np.array(labels), []
         self._queue.put(
-            lambda *arrays: sums.append(self._inner.run(arrays[0], labels, global_count, arrays[1])), logits, d_logits
+            lambda *arrays: sums.append(self._inner.run(arrays[0], labels, global_count, arrays[1], class_scale)),
+            *(logits, d_logits),
         )
 
         class Handle:

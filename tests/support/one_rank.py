@@ -74,6 +74,7 @@ def train_alone(
         dtype=task.dtype,
         seed=task.seed,
         smoothing=task.smoothing,
+        class_weights=task.class_weights,
         frozen=task.frozen,
     )
     (group,) = network.groups.values()
@@ -176,11 +177,13 @@ class _Step:
         program = self._network.program(len(members), training=True, image_shape=(height, width, channels))
         program.x[...] = images[members]
         program.forward(replace(self._context, sample_ids=ids[members]))
+        weights, own = self._network.loss_spec.class_weights, labels.first if isinstance(labels, MixedLabels) else labels
+        scale = len(own) / sum(weights[label] for label in own) if weights else None  # of the whole step
         if isinstance(labels, MixedLabels):
             labels = replace(labels, first=labels.first[members], second=labels.second[members])
         else:
             labels = labels[members]
-        sums = program.loss(labels, self._context.global_count)
+        sums = program.loss(labels, self._context.global_count, scale)
         statistics = self._network.statistics
         self.statistics += statistics.weighted(len(members), len(members), statistics.batch)
         program.backward()

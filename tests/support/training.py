@@ -58,6 +58,7 @@ class Task:
     seed: int = 3
     micro_batches: int = 1
     smoothing: float = 0.1
+    weighted: bool = False
     synchronised: bool = True
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     checks: CheckCadence = field(default_factory=CheckCadence)
@@ -71,6 +72,12 @@ class Task:
     image_sizes: ImageSizes | None = None
     transport: Transport = "staged"
     exact_shards: int | None = None
+
+    @property
+    def class_weights(self) -> tuple[float, ...]:
+        """Of the loss; empty if it has none, or if samples are replaced, whose labels the sums of weights do not follow."""
+        weighted = self.weighted and self.unreadable is None
+        return tuple(0.25 + 0.7 * number for number in range(self.classes)) if weighted else ()
 
     def shape_at(self, epoch: int) -> tuple[int, int, int]:
         """(H, W, C) of an epoch's images."""
@@ -158,7 +165,11 @@ class ArraysByEpoch:
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch from its sample `first` on."""
         images, labels, _ = made_up(self._task, epoch)
-        yield from ArrayLoader(images, labels, self.sampler, mixing=self._task.mixing, **self._place).epoch(epoch, first)
+        yield from self._loader(images, labels).epoch(epoch, first)
+
+    def _loader(self, images: np.ndarray, labels: np.ndarray) -> ArrayLoader:
+        task = self._task
+        return ArrayLoader(images, labels, self.sampler, mixing=task.mixing, class_weights=task.class_weights, **self._place)
 
 
 def replica_of(
@@ -198,6 +209,7 @@ def replica_on(
         dtype=task.dtype,
         seed=task.seed,
         smoothing=task.smoothing,
+        class_weights=task.class_weights,
         frozen=task.frozen,
     )
     replica = Replica(

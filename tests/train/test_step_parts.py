@@ -23,15 +23,17 @@ from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers import Sgd
+from hpctrain.optim.stagnation import Stagnation
 from hpctrain.trace import time_table
 from hpctrain.trace.tracer import CONCURRENT, Category, Events, Tracer
+from hpctrain.train import accounts
 from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes, StepTrace
 from hpctrain.train.metrics import StepReduction, StepTotals
 from hpctrain.train.passes import check_memory, micro_batches_of, planned
 from hpctrain.train.replica import Replica
 from hpctrain.train.snapshot import Position
 from hpctrain.train.step import GradientSum
-from hpctrain.train.stopping import EarlyStop, Stagnation, TimeLimit
+from hpctrain.train.stopping import EarlyStop, TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
@@ -319,7 +321,7 @@ def test_what_happens_between_stretches_and_in_a_step_with_more_to_do_is_no_step
 
 
 def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.train.accounts._MOST_STEPS", 5)
+    monkeypatch.setattr(accounts, "_MOST_STEPS", 5)
     assert _after([(1.0, 0.0)] * 40 + [(3.0, 2.0)] * 5) == _step(3.0, 2.0, 5)
 
 
@@ -457,7 +459,7 @@ def test_early_stop_ends_where_the_definition_does_whatever_is_resumed(
     values: list[float], patience: int, min_delta: float, of_loss: bool, data: st.DataObject
 ) -> None:
     metric = "ema_loss" if of_loss else "top5"
-    rule = EarlyStop(metric, patience, min_delta)
+    rule = EarlyStop(metric, patience, min_delta=min_delta)
     position = Position()
     for epoch, value in enumerate(values, 1):
         position.epoch = epoch
@@ -486,7 +488,7 @@ def test_another_metric_begins_to_count_and_another_patience_goes_on() -> None:
     ("rule", "state", "sentence"),
     [
         (
-            EarlyStop("top1", 2, 0.5),
+            EarlyStop("top1", 2, min_delta=0.5),
             Stagnation("top1", 0.5, 1, 3, 2),
             "early stop after epoch 3: no improvement by more than 0.5 in 2 evaluations since epoch 1 (top1 50.00%)",
         ),

@@ -1,6 +1,6 @@
 """The last layers of a classifier on a device: the fully connected layer, and softmax cross entropy.
 
-The loss has label smoothing (Szegedy et al., CVPR 2016) and counts top-1 and top-5 hits.
+The loss has label smoothing (Szegedy et al., CVPR 2016) and weights of classes, and counts top-1 and top-5 hits.
 """
 
 from __future__ import annotations
@@ -130,9 +130,19 @@ class CudaSoftmaxCrossEntropy(LossOperator):
         self._sums = runtime.device.allocate(8 * _SUMS).view("float64")
         self._fetches = FetchBuffers(runtime, self._sums.nbytes)
         self._rows: dict[int, _Rows] = {}
+        self._weights: DeviceArray | None = None
+        if spec.class_weights:
+            self._weights = runtime.device.allocate(8 * len(spec.class_weights)).view("float64")
+            Staging(runtime, self._weights.nbytes, count=1).upload(self._weights, np.array(spec.class_weights))
+            runtime.stream.synchronize()  # before the pinned memory is freed
 
     def run(
-        self, logits: DeviceArray, labels: np.ndarray | MixedLabels, global_count: int, d_logits: DeviceArray | None
+        self,
+        logits: DeviceArray,
+        labels: np.ndarray | MixedLabels,
+        global_count: int,
+        d_logits: DeviceArray | None,
+        class_scale: float | None = None,
     ) -> CudaLossHandle:
         assert not isinstance(labels, MixedLabels), "configurations that mix images are refused for this set"
         count, classes = logits.shape
@@ -144,9 +154,12 @@ class CudaSoftmaxCrossEntropy(LossOperator):
         rows = self._rows[capacity]
         rows.staging.upload(rows.labels[:count], checked_labels(labels, classes))
         threads = min(_MOST_THREADS, -(-classes // _CLASSES_OF_A_WARP) * _WARP)
-        places = (logits, rows.labels, d_logits, rows.losses, rows.ranks)
+        weights, factor = (None, 1.0) if class_scale is None else (self._weights, class_scale)
+        places = (logits, rows.labels, d_logits, rows.losses, rows.ranks, weights)
         scale = 0.0 if d_logits is None else 1.0 / global_count
-        scalars = (np.int32(classes), np.float64(self.spec.smoothing), np.float64(scale))
+        mean = 1.0 if weights is None else factor * float(np.mean(self.spec.class_weights))
+        numbers = (np.float64(self.spec.smoothing), np.float64(factor), np.float64(mean), np.float64(scale))
+        scalars = (np.int32(classes), *numbers)
         self._runtime.launch("loss", f"cross_entropy_{TAGS[logits.dtype]}", (count,), (threads,), *places, *scalars)
         arguments = (rows.losses, rows.ranks, self._sums, np.int32(self.spec.top), np.int64(count))
         self._runtime.launch("loss", "sum_losses", (1,), (_MOST_THREADS,), *arguments)

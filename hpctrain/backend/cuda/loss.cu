@@ -1,4 +1,4 @@
-// Softmax cross entropy with label smoothing, ranks of the labels, and the gradient: one block per row of logits.
+// Softmax cross entropy with label smoothing and weights of classes, ranks of the labels, and the gradient: one block per row of logits.
 //
 // Exponentials have the dtype of sums, and are summed in double. A label's gradient is computed from the sum over the other classes, since
 // 1 - p of a probability p near 1 would lose all digits.
@@ -27,8 +27,14 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
 template <class S> struct Shared { S* logits; int32_t* ranks; double* sums; };
 
+// Weights of the classes (null: all are 1), a factor on them, and their mean with the factor.
+struct Weights {
+  const double* of; double factor, mean;
+  __device__ __forceinline__ double operator()(int32_t c) const { return of ? of[c] * factor : 1; }
+};
+
 template <class T> __device__ __forceinline__ void cross_entropy(
-    const T* x, int32_t label, T* dx, double* loss, int32_t* rank, int32_t classes, double smoothing, double scale,
+    const T* x, int32_t label, T* dx, double* loss, int32_t* rank, int32_t classes, double smoothing, const Weights& weights, double scale,
     const Shared<typename Sum<T>::type>& shared) {
   typedef typename Sum<T>::type S;
   const S own = value(x[label]);
@@ -46,37 +52,45 @@ template <class T> __device__ __forceinline__ void cross_entropy(
   for (int32_t c = threadIdx.x; c < classes; c += blockDim.x) {
     const S v = value(x[c]);
     if (c != label) others += double(exponential(v - top));
-    shifted += double(v) - double(top);
+    const double below = double(v) - double(top);
+    shifted += weights.of ? below * weights(c) : below;
   }
   others = over_block(others, shared.sums, Sum2());
   shifted = smoothing != 0 ? over_block(shifted, shared.sums, Sum2()) : 0;
   const double total = others + double(exponential(own - top)), uniform = smoothing / classes;
 
+  // The parts of the target: of the label, and of all classes together.
+  const double part = weights.of ? (1 - smoothing) * weights(label) : 1 - smoothing;
+  const double target = weights.of ? part + smoothing * weights.mean : 1;
+
   if (threadIdx.x == 0) {
-    double aim = (1 - smoothing) * (double(own) - double(top));
+    double aim = part * (double(own) - double(top));
     if (smoothing != 0) aim += uniform * shifted;
-    *loss = log(total) - aim;
+    *loss = target * log(total) - aim;
     *rank = top != top ? WRONG : before;
   }
   if (!dx) return;
-  const S probability = S(scale / total), share = S(scale * uniform);
-  const S at_label = S(scale * (smoothing - uniform - others / total));
+  const S probability = S(scale * target / total), share = S(scale * uniform);
+  const double all = weights.of ? smoothing * weights.mean - uniform * weights(label) : smoothing - uniform;
+  const S at_label = S(scale * (all - target * (others / total)));
   for (int32_t c = threadIdx.x; c < classes; c += blockDim.x) {
-    const S d = c == label ? at_label : exponential(value(x[c]) - top) * probability - share;
+    const S other = weights.of ? S(scale * uniform * weights(c)) : share;
+    const S d = c == label ? at_label : exponential(value(x[c]) - top) * probability - other;
     dx[c] = Round<T>::of(d);
   }
 }
 
 #define MAKE(T, tag) \
   extern "C" __global__ __launch_bounds__(256) void cross_entropy_##tag( \
-      const T* logits, const int32_t* labels, T* d_logits, double* losses, int32_t* ranks, int32_t classes, double smoothing, double scale) { \
+      const T* logits, const int32_t* labels, T* d_logits, double* losses, int32_t* ranks, const double* weights, int32_t classes, double smoothing, \
+      double factor, double mean, double scale) { \
     SHARED(Sum<T>::type, tops, MOST_WARPS); \
     SHARED(int32_t, places, MOST_WARPS); \
     SHARED(double, sums, MOST_WARPS); \
     const int64_t row = blockIdx.x; \
     cross_entropy<T>( \
         logits + row * classes, labels[row], d_logits ? d_logits + row * classes : nullptr, losses + row, ranks + row, classes, smoothing, \
-        scale, Shared<Sum<T>::type>{tops, places, sums}); } \
+        Weights{weights, factor, mean}, scale, Shared<Sum<T>::type>{tops, places, sums}); } \
   EXPORT(cross_entropy_##tag)
 MAKE(float, f32) MAKE(bf16, bf16)
 #ifdef ON_CPU

@@ -1,6 +1,6 @@
 """The last layers of a classifier: the fully connected layer, as three matrix products, and softmax cross entropy.
 
-The loss has label smoothing (Szegedy et al., CVPR 2016) and counts top-1 and top-5 hits.
+The loss has label smoothing (Szegedy et al., CVPR 2016) and weights of classes, and counts top-1 and top-5 hits.
 """
 
 from __future__ import annotations
@@ -58,12 +58,20 @@ class SoftmaxCrossEntropy(LossOperator):
     def __init__(self, spec: SoftmaxCrossEntropySpec) -> None:
         self.spec = spec
 
-    def run(self, logits: Array, labels: Array | MixedLabels, global_count: int, d_logits: Array | None) -> LossSums:
+    def run(
+        self,
+        logits: Array,
+        labels: Array | MixedLabels,
+        global_count: int,
+        d_logits: Array | None,
+        class_scale: float | None = None,
+    ) -> LossSums:
         count, classes = logits.shape
         if count == 0:
             return LossSums(0.0, 0, 0, 0)
         shares = _shares(labels, classes)
         rows, counted = np.arange(count), max(shares, key=lambda share: share[0])[1]
+        weights = _class_weights(self.spec, class_scale)
         with np.errstate(over="ignore", invalid="ignore"):
             shifted = logits.astype(np.float64)
             ranks = _ranks(shifted, rows, counted)
@@ -71,20 +79,35 @@ class SoftmaxCrossEntropy(LossOperator):
             soft = np.exp(shifted)
             total = soft.sum(axis=1, keepdims=True)
             uniform = self.spec.smoothing / classes
-            aim = sum((1.0 - self.spec.smoothing) * weight * shifted[rows, indices] for weight, indices in shares)
+            # The parts of each sample's target, which add up to 1 without weights of classes.
+            parts = [((1.0 - self.spec.smoothing) * share * _of(weights, indices), indices) for share, indices in shares]
+            target = 1.0 if weights is None else sum(part for part, _ in parts) + uniform * weights.sum()
+            aim = sum(part * shifted[rows, indices] for part, indices in parts)
             if uniform:
-                aim = aim + uniform * shifted.sum(axis=1)
-            loss = float((np.log(total[:, 0]) - aim).sum())
+                aim = aim + uniform * (shifted if weights is None else shifted * weights).sum(axis=1)
+            loss = float((target * np.log(total[:, 0]) - aim).sum())
             if not math.isfinite(loss):  # NaN in any logit makes the loss NaN; samples with NaN count as wrong
                 ranks[np.isnan(logits).any(axis=1)] = max(classes, self.spec.top)
             if d_logits is not None:
                 soft /= total
+                if weights is not None:
+                    soft *= np.asarray(target)[:, None]
                 if uniform:
-                    soft -= uniform
-                for weight, indices in shares:
-                    soft[rows, indices] -= (1.0 - self.spec.smoothing) * weight
+                    soft -= uniform if weights is None else uniform * weights
+                for part, indices in parts:
+                    soft[rows, indices] -= part
                 np.divide(soft, global_count, out=d_logits, casting="same_kind")
         return LossSums(loss, int(np.count_nonzero(ranks < 1)), int(np.count_nonzero(ranks < self.spec.top)), count)
+
+
+def _class_weights(spec: SoftmaxCrossEntropySpec, class_scale: float | None) -> np.ndarray | None:
+    """Return the scaled weight of each class; None if weights are not applied."""
+    return np.array(spec.class_weights) * class_scale if spec.class_weights and class_scale is not None else None
+
+
+def _of(weights: np.ndarray | None, labels: np.ndarray) -> np.ndarray | float:
+    """Return the weights of labels; 1 without weights."""
+    return 1.0 if weights is None else weights[labels]
 
 
 def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.ndarray]]:

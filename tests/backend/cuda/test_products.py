@@ -427,21 +427,29 @@ def test_a_weight_that_was_not_rounded_is_refused(emulated_device) -> None:
         operator.bind(Buffers(inputs=(x[:8].reshape(2, 4),), output=x[8:16].reshape(2, 4), parameters={"weight": weight[:16]}))
 
 
-def _host(logits: np.ndarray, labels: np.ndarray, smoothing: float, global_count: int) -> tuple[LossSums, np.ndarray]:
+def _host(
+    logits: np.ndarray, labels: np.ndarray, spec: SoftmaxCrossEntropySpec, global_count: int, class_scale: float | None = None
+) -> tuple[LossSums, np.ndarray]:
     """The NumPy set's, in float64."""
     d_logits = np.full(logits.shape, np.nan)
-    loss = NumpyKernelSet().make_loss(SoftmaxCrossEntropySpec(smoothing))
-    return loss.run(logits.astype(np.float64), labels, global_count, d_logits).result(), d_logits
+    loss = NumpyKernelSet().make_loss(spec)
+    return loss.run(logits.astype(np.float64), labels, global_count, d_logits, class_scale).result(), d_logits
 
 
 def _device(
-    kernels: CudaKernelSet, logits: np.ndarray, labels: np.ndarray, dtype: str, smoothing: float = 0.0, global_count: int = 7
+    kernels: CudaKernelSet,
+    logits: np.ndarray,
+    labels: np.ndarray,
+    dtype: str,
+    spec: SoftmaxCrossEntropySpec = SoftmaxCrossEntropySpec(),  # noqa: B008  it is frozen
+    global_count: int = 7,
+    class_scale: float | None = None,
 ) -> tuple[LossSums, np.ndarray]:
     arithmetic = kernels.arithmetic
     x, dx = (arithmetic.zeros(logits.size, dtype).reshape(logits.shape) for _ in range(2))
     arithmetic.from_host(x, logits)
     arithmetic.fill(dx, np.nan)
-    sums = kernels.make_loss(SoftmaxCrossEntropySpec(smoothing)).run(x, labels, global_count, dx)
+    sums = kernels.make_loss(spec).run(x, labels, global_count, dx, class_scale)
     return sums.result(), arithmetic.to_host(dx)
 
 
@@ -450,19 +458,22 @@ def _sample(count: int, classes: int, dtype: str, scale: float = 3.0) -> tuple[n
     return rounded(random.standard_normal((count, classes)) * scale, dtype), random.integers(0, classes, count)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("count", "classes", "smoothing"),
     [*((5, classes, smoothing) for classes in (2, 10, 129, 1000) for smoothing in (0.0, 0.1)), (2, 21843, 0.1), (600, 7, 0.0)],
 )
 def test_losses_equal_the_numpy_sets(
-    cuda_kernels: CudaKernelsFactory, count: int, classes: int, smoothing: float, dtype: str
+    cuda_kernels: CudaKernelsFactory, count: int, classes: int, smoothing: float, dtype: str, weighted: bool
 ) -> None:
     logits, labels = _sample(count, classes, dtype)
-    expected, gradient = _host(logits, labels, smoothing, 7)
+    weights, scale = (tuple(np.linspace(0.2, 3.0, classes).tolist()), 0.7) if weighted else ((), None)
+    spec = SoftmaxCrossEntropySpec(smoothing, weights)
+    expected, gradient = _host(logits, labels, spec, 7, scale)
     bits = set()
     for seed in range(3):
-        sums, d_logits = _device(cuda_kernels(seed=seed), logits, labels, dtype, smoothing)
+        sums, d_logits = _device(cuda_kernels(seed=seed), logits, labels, dtype, spec, class_scale=scale)
         assert sums.loss == pytest.approx(expected.loss, rel=ERRORS["float64" if dtype == "float64" else "float32"])
         assert (sums.top1, sums.top5, sums.count) == (expected.top1, expected.top5, count)
         np.testing.assert_allclose(d_logits, gradient, rtol=0, atol=ERRORS[dtype] * np.abs(gradient).max())
@@ -474,8 +485,8 @@ def test_a_gradient_keeps_its_digits_where_the_model_is_sure(cuda_kernels: CudaK
     """1 - p of p near 1 loses all digits of float32; loss and gradient do not."""
     logits, labels = np.zeros((3, 10), np.float32), np.array([2, 0, 9])
     logits[np.arange(3), labels] = 18.0
-    expected, gradient = _host(logits, labels, 0.0, 3)
-    sums, d_logits = _device(cuda_kernels(), logits, labels, "float32", 0.0, 3)
+    expected, gradient = _host(logits, labels, SoftmaxCrossEntropySpec(), 3)
+    sums, d_logits = _device(cuda_kernels(), logits, labels, "float32", SoftmaxCrossEntropySpec(), 3)
     assert expected.loss < 1e-6
     assert sums.loss == pytest.approx(expected.loss, rel=1e-6)
     np.testing.assert_allclose(d_logits, gradient, rtol=1e-5)
@@ -486,8 +497,8 @@ def test_a_gradient_keeps_its_digits_where_the_model_is_sure(cuda_kernels: CudaK
 def test_extreme_logits_stay_finite(cuda_kernels: CudaKernelsFactory, dtype: str, scale: float) -> None:
     logits, labels = rounded(np.array([[1.0, -1.0, 0.0], [0.0, 1.0, -1.0]]) * scale, dtype), np.array([0, 2])
     for smoothing in (0.0, 0.1):
-        expected, gradient = _host(logits, labels, smoothing, 2)
-        sums, d_logits = _device(cuda_kernels(), logits, labels, dtype, smoothing, 2)
+        expected, gradient = _host(logits, labels, SoftmaxCrossEntropySpec(smoothing), 2)
+        sums, d_logits = _device(cuda_kernels(), logits, labels, dtype, SoftmaxCrossEntropySpec(smoothing), 2)
         assert sums.loss == pytest.approx(expected.loss, rel=1e-6)
         np.testing.assert_allclose(d_logits, gradient, atol=ERRORS[dtype] * np.abs(gradient).max())
 
@@ -499,7 +510,7 @@ def test_ties_are_ranked_by_index(cuda_kernels: CudaKernelsFactory, dtype: str) 
     logits, labels = random.integers(0, 3, (60, 9)).astype(np.float64), random.integers(0, 9, 60)
     logits[0] = 0.0
     labels[0] = 4
-    expected, _ = _host(logits, labels, 0.0, 60)
+    expected, _ = _host(logits, labels, SoftmaxCrossEntropySpec(), 60)
     assert 0 < expected.top1 < expected.top5 < 60
     for seed in range(3):
         sums, _ = _device(cuda_kernels(seed=seed), logits, labels, dtype)
@@ -513,8 +524,8 @@ def test_what_is_not_finite_shows_as_in_the_numpy_set(cuda_kernels: CudaKernelsF
         logits, labels = np.zeros((2, classes), np.float32), np.array([0, 0])
         logits[1, place] = wrong
         with np.errstate(all="ignore"):
-            expected, gradient = _host(logits, labels, 0.0, 2)
-        sums, d_logits = _device(cuda_kernels(), logits, labels, "float32", 0.0, 2)
+            expected, gradient = _host(logits, labels, SoftmaxCrossEntropySpec(), 2)
+        sums, d_logits = _device(cuda_kernels(), logits, labels, "float32", SoftmaxCrossEntropySpec(), 2)
         assert (sums.top1, sums.top5, sums.count) == (expected.top1, expected.top5, 2)
         np.testing.assert_allclose([sums.loss], [expected.loss], rtol=1e-6)
         np.testing.assert_allclose(d_logits, gradient, rtol=1e-6)
@@ -545,7 +556,7 @@ def test_two_batches_may_be_on_their_way(cuda_kernels: CudaKernelsFactory, seed:
         kernels.arithmetic.from_host(logits, values)
         waiting.append(loss.run(logits[:count], labels[:count], 4, None))
         labels[...] = -1
-        expected.append(_host(values[:count], np.full(count, step), 0.0, 4)[0])
+        expected.append(_host(values[:count], np.full(count, step), SoftmaxCrossEntropySpec(), 4)[0])
         if len(waiting) == 2:
             for sums, reference in zip(waiting, expected, strict=True):
                 arrived = sums.result()

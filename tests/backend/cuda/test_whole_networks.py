@@ -239,8 +239,15 @@ class Rounding(NumpyKernelSet):
 class RoundingLoss(SoftmaxCrossEntropy):
     """Rounds the logits' gradient."""
 
-    def run(self, logits: np.ndarray, labels: np.ndarray, global_count: int, d_logits: np.ndarray | None) -> LossSums:
-        sums = super().run(logits, labels, global_count, d_logits)
+    def run(
+        self,
+        logits: np.ndarray,
+        labels: np.ndarray,
+        global_count: int,
+        d_logits: np.ndarray | None,
+        class_scale: float | None = None,
+    ) -> LossSums:
+        sums = super().run(logits, labels, global_count, d_logits, class_scale)
         if d_logits is not None:
             d_logits[...] = rounded(d_logits)
         return sums

@@ -223,11 +223,16 @@ def test_without_samples_gradients_are_zero() -> None:
 
 
 def run(
-    logits: np.ndarray, labels: np.ndarray | MixedLabels, smoothing: float = 0.0, global_count: int = 1
+    logits: np.ndarray,
+    labels: np.ndarray | MixedLabels,
+    smoothing: float = 0.0,
+    global_count: int = 1,
+    weights: tuple[float, ...] = (),
+    class_scale: float | None = None,
 ) -> tuple[LossSums, np.ndarray]:
     d_logits = np.full_like(logits, np.nan)
-    loss = NumpyKernelSet().make_loss(SoftmaxCrossEntropySpec(smoothing))
-    return loss.run(logits, labels, global_count, d_logits), d_logits
+    loss = NumpyKernelSet().make_loss(SoftmaxCrossEntropySpec(smoothing, weights))
+    return loss.run(logits, labels, global_count, d_logits, class_scale), d_logits
 
 
 def sample(count: int = 7, classes: int = 9) -> tuple[np.ndarray, np.ndarray]:
@@ -255,6 +260,47 @@ def test_gradient_is_that_of_the_sum_over_the_global_count(smoothing: float, glo
 
     assert_close(d_logits, numerical_gradient(share, logits, np.ones(1)), 1e-9, "logits")
     np.testing.assert_allclose(d_logits.sum(axis=1), 0, atol=1e-15)
+
+
+WEIGHTS = tuple(np.linspace(0.2, 3.0, 9).tolist())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_weights_of_classes_multiply_each_class_of_the_target(smoothing: float, share: float) -> None:
+    """Alone finds a weight that is not that of its class, or a gradient that is not that of the weighted loss."""
+    logits, first = sample()
+    second = first[::-1]
+    q = np.full(logits.shape, smoothing / 9)
+    for part, labels in ((share, first), (1 - share, second)):
+        q[np.arange(7), labels] += (1 - smoothing) * part
+    mixed = MixedLabels(first, second, share)
+    weighted, scale = q * np.array(WEIGHTS), 7 / sum(WEIGHTS[label] for label in first)
+    expected = -(weighted * np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))).sum() * scale
+    sums, d_logits = run(logits, mixed, smoothing, 7, WEIGHTS, scale)
+    assert sums.loss == pytest.approx(expected, rel=1e-13)
+
+    def loss() -> np.ndarray:
+        return np.array([run(logits, mixed, smoothing, 1, WEIGHTS, scale)[0].loss / 7])
+
+    assert_close(d_logits, numerical_gradient(loss, logits, np.ones(1)), 1e-9, "logits")
+    assert run(logits, mixed, smoothing, 7, WEIGHTS)[0] == run(logits, mixed, smoothing, 7)[0]  # an evaluation
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_weighted_mean_is_torchs(smoothing: float) -> None:
+    """Of two parts of a batch, with the sum of the weights of both."""
+    torch = pytest.importorskip("torch")
+    logits, labels = sample()
+    theirs = torch.tensor(logits, requires_grad=True)
+    criterion = torch.nn.CrossEntropyLoss(weight=torch.tensor(WEIGHTS, dtype=torch.float64), label_smoothing=smoothing)
+    loss = criterion(theirs, torch.tensor(labels))
+    loss.backward()
+    scale = 7 / sum(WEIGHTS[label] for label in labels)
+    parts = [run(logits[part], labels[part], smoothing, 7, WEIGHTS, scale) for part in (slice(0, 3), slice(3, 7))]
+    assert sum(sums.loss for sums, _ in parts) / 7 == pytest.approx(loss.item(), rel=1e-13)
+    np.testing.assert_allclose(np.concatenate([d for _, d in parts]), theirs.grad.numpy(), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e30, 3e38])

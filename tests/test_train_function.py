@@ -1,0 +1,246 @@
+"""`hpctrain.train`: results, callbacks, requests to stop, errors, and calls one after another in a process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpctrain
+from hpctrain.core.errors import ConfigError
+from hpctrain.runs import directory
+from hpctrain.storage import checkpoint
+from hpctrain.train.trainer import Trainer
+from tests.support.jobs import Outcome
+
+ROOT = Path(__file__).parents[1]
+SYNTHETIC = {"samples": 48, "test_samples": 8, "height": 8, "width": 8, "classes": 3}
+CONFIG: dict[str, Any] = {
+    "name": "called",
+    "model": {"name": "small", "hidden": 8, "dropout": 0.3},
+    "data": {"train": "synthetic", "test": "synthetic", "synthetic": SYNTHETIC, "augment": ["flip"]},
+    "batch": 16,
+    "epochs": 3,
+    "threads": 1,
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "schedule": {"name": "one_cycle"},
+    "checkpoint": {"keep": 9},
+}
+#: improves in the first epoch only, and is reduced after each later one
+PLATEAU = {"name": "plateau", "patience": 1, "min_delta": 9.0, "factor": 0.5}
+PROGRAM = """
+import json, sys
+import hpctrain
+config, first, second = json.load(open(sys.argv[1])), *sys.argv[2:]
+try:
+    hpctrain.train(config, batch=-1)
+except hpctrain.HpctrainError as error:
+    assert "batch is -1" in str(error)
+for seed, output in ((1, first), (2, second)):
+    result = hpctrain.train(config, output=output, seed=seed, style="none")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "git_state", dict)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    return {**CONFIG, "output": str(tmp_path / "runs")}
+
+
+def tensors(run: Path) -> Mapping[str, np.ndarray]:
+    return checkpoint.read(checkpoint.checkpoints(run / "checkpoints")[-1][1]).tensors
+
+
+def assert_same_bits(here: Path, there: Path) -> None:
+    ours, theirs = tensors(here), tensors(there)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
+def left() -> dict[str, object]:
+    """What a call could leave behind in its process; an exception holds files until it is collected."""
+    gc.collect()
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    logger = logging.getLogger("hpctrain")
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "files": sorted(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()),
+        "signals": (signals, signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "log": (list(logger.handlers), logger.level, logger.propagate),
+        "environment": dict(os.environ),
+    }
+
+
+def test_a_call_returns_what_the_run_recorded_and_leaves_nothing_behind(config: dict[str, Any]) -> None:
+    """Alone finds a call that leaks threads, files, handlers or settings, and a history that is not that of the run."""
+    hpctrain.train(config, epochs=1)  # loads modules, which open files of their own
+    before, values = left(), []
+    result = hpctrain.train(config, on_epoch=values.append, **{"optimizer.lr": np.float64(0.02)})
+    assert left() == before
+    assert (result.epochs, result.steps, result.stopped) == (3, 9, None)
+    assert [dict(entry) for entry in result.history] == values
+    assert [entry["epoch"] for entry in values] == [1, 2, 3]
+    assert result.metrics == {name: values[-1][name] for name in ("loss", "top1", "top5")}
+    assert max(entry["lr"] for entry in values) <= 0.02
+    assert result.best is not None
+    assert result.best.value == max(entry["top1"] for entry in values)
+    assert result.best_checkpoint is not None
+    assert result.best_checkpoint.is_file()
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_second_of_two_calls_has_the_bits_of_a_process_of_its_own(
+    job: Callable[..., Outcome], tmp_path: Path, ranks: int
+) -> None:
+    """Alone finds state of a first call, or of an error, that changes a second one, and MPI that ends with the first."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "schedule": PLATEAU}))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    outputs = [tmp_path / name for name in ("first", "second", "command")]
+    called = [str(tmp_path / "program.py"), str(tmp_path / "config.json"), *map(str, outputs[:2])]
+    if ranks > 1:
+        called = ["-m", "hpctrain", "script", *called]
+    command = ["-m", "hpctrain", "train", str(tmp_path / "config.json"), f"output={outputs[2]}", "seed=2"]
+    for words in (called, command):
+        outcome = job(ranks, words, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+        assert outcome.code == 0, outcome.output
+    _, second, own = (next(output.iterdir()) for output in outputs)
+    assert_same_bits(second, own)
+
+
+def test_a_callback_stops_a_run_which_resumes_to_the_bits_of_one_that_was_not_stopped(config: dict[str, Any]) -> None:
+    """Alone finds a stop by the callback that loses the checkpoint of its epoch, and a resume that does not go on there."""
+    stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
+    assert (stopped.epochs, stopped.stopped, len(stopped.history)) == (2, "on_epoch", 2)
+    resumed = hpctrain.train(config, resume=stopped.directory, on_epoch=lambda values: True)
+    assert (resumed.epochs, resumed.stopped, resumed.directory) == (3, None, stopped.directory)
+    assert len(resumed.history) == 3
+    assert_same_bits(resumed.directory, hpctrain.train(config).directory)
+
+
+def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
+    config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone finds more epochs that begin at another learning rate without a word."""
+    config["schedule"] = {"name": "cosine"}
+    done = hpctrain.train(config, epochs=2)
+    hpctrain.train(config, epochs=2, resume=done.directory)
+    assert "give a larger number of epochs to train further, such as epochs=7\n" in capsys.readouterr().out
+    more = hpctrain.train(config, epochs=4, resume=done.directory)
+    assert (more.epochs, more.history[1]["lr"]) == (4, done.history[1]["lr"])
+    line = "learning rate 0.005 from here (cosine over 4 epochs); 0 with the checkpoint's values; for another one, set"
+    assert line in " ".join(capsys.readouterr().out.split())
+    constant = {"schedule": "constant", "optimizer.lr": 0.001}
+    last = hpctrain.train(config, epochs=5, resume=more.directory, **constant)
+    assert last.history[-1]["lr"] == 0.001
+
+
+def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
+    """Alone finds the state of the schedule that a checkpoint lacks, and a rate that does not follow from it."""
+    config["schedule"] = PLATEAU
+    stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
+    resumed = hpctrain.train(config, resume=stopped.directory)
+    assert [entry["lr"] for entry in resumed.history] == pytest.approx([0.01, 0.01, 0.005])
+    assert_same_bits(resumed.directory, hpctrain.train(config).directory)
+
+
+def test_an_exception_of_the_callback_is_raised_once_its_epoch_has_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
+    """Alone finds a pruned trial whose checkpoint is lost, or whose exception is not the caller's."""
+
+    class PrunedError(Exception):
+        pass
+
+    def prune(values: Mapping[str, Any]) -> None:
+        raise PrunedError("too bad")
+
+    with pytest.raises(PrunedError, match="too bad"):
+        hpctrain.train(config, on_epoch=prune)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [step for step, _ in checkpoint.checkpoints(run / "checkpoints")] == [3]
+
+
+def test_a_request_to_stop_is_delivered_again_after_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
+    """Alone finds Ctrl-C that a training swallows, so that a sweep goes on with its next trial."""
+    config |= {"epochs": 500, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0}}
+    with pytest.raises(KeyboardInterrupt):
+        hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 1 and os.kill(os.getpid(), signal.SIGINT))
+    (run,) = (tmp_path / "runs").iterdir()
+    ((step, _),) = checkpoint.checkpoints(run / "checkpoints")
+    assert 3 < step < 1500
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        result = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 1 and os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (received, result.stopped) == ([signal.SIGUSR1], "SIGUSR1")
+
+
+def test_a_run_that_a_bug_ended_is_resumed_in_the_same_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone finds a run that its process owns, writes and watches after an exception that is no HpctrainError."""
+    hpctrain.train(config, epochs=1)
+    before = left()
+
+    def evaluate(trainer: Trainer, position: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", evaluate)
+        with pytest.raises(ZeroDivisionError):
+            hpctrain.train(config, name="bug", checkpoint={"every_steps": 1})
+    assert left() == before
+    assert hpctrain.train(config, name="bug", resume="auto").epochs == 3
+
+
+def test_a_path_with_overrides_and_a_number_of_steps(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    result = hpctrain.train(tmp_path / "config.yaml", steps=2, name="other", checkpoint={"every_epochs": 0})
+    assert (result.steps, result.stopped, result.metrics, result.history) == (2, "steps", {}, ())
+    assert result.directory.name.startswith("other-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batsh": 3}, 'override "batsh=3": Unknown key "batsh"; the nearest known key is "batch"'),
+        ({"optimizer.lr": -1}, "optimizer.lr is -1"),
+        ({"optimizer": {"lr": 0.1}}, 'The key "optimizer.name" is missing'),
+        ({"model": object}, "A configuration has numbers, strings, lists and mappings, but a value is <class 'object'>"),
+        ({"on_lost_rank": "shrink"}, "needs the command `hpctrain train`"),
+        ({"threads": 1000}, "threads is 1000"),
+    ],
+)
+def test_a_fault_is_an_exception_with_the_sentence_of_the_command(
+    config: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    before = left()
+    with pytest.raises(hpctrain.HpctrainError) as caught:
+        hpctrain.train(config, **changes)
+    assert words in str(caught.value)
+    assert left() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [({"steps": -1}, "steps is -1"), ({"style": "bars"}, 'no style "bars"; the nearest is "bar"')]
+)
+def test_an_argument_out_of_range_is_refused(config: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        hpctrain.train(config, **arguments)
+
+
+def test_a_missing_key_of_a_mapping_names_the_mapping() -> None:
+    with pytest.raises(ConfigError, match='config: The key "batch" is missing'):
+        hpctrain.train({key: value for key, value in CONFIG.items() if key != "batch"})
