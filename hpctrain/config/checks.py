@@ -361,9 +361,7 @@ def _make_strategy(config: Config, name: str, options: Mapping[str, Any]) -> Non
     make_strategy(name, options, group)
 
 
-def make_schedule(
-    config: Config, steps_per_epoch: int = 1, options: Mapping[str, Any] | None = None
-) -> LearningRateSchedule:
+def make_schedule(config: Config, steps_per_epoch: int = 1, options: Mapping[str, Any] | None = None) -> LearningRateSchedule:
     """Return the configured learning-rate schedule.
 
     Args:

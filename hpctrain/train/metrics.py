@@ -218,7 +218,7 @@ def epoch_values(epoch: Mapping[str, Any], evaluation: Mapping[str, Any] | None)
     values = {name: epoch.get(name) for name in ("epoch", "step", "lr", "images_per_second")}
     values |= {f"train_{name}": epoch.get(name) for name in ("loss", "top1", "top5")}
     tested = {} if evaluation is None else evaluation
-    return values | {name: value for name, value in tested.items() if name not in ("kind", "time", "epoch", "step")}
+    return values | {name: value for name, value in tested.items() if name not in ("kind", "time", "epoch", "step", "set")}
 
 
 class Reporter:
