@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ class TrainingResult:
         directory: run directory.
         epochs: number of completed epochs, including those before a resume.
         steps: number of steps, including those before a resume.
-        metrics: means of the last evaluation, such as `{"loss": 0.3, "top1": 0.9, "top5": 1.0}`, on the validation set if there is
-            one, else on the test set; empty without an evaluation.
+        metrics: means of the last evaluation, such as `{"loss": 0.3, "top1": 0.9, "top5": 1.0}`, on the validation set if there
+            is one, else on the test set; empty without an evaluation.
         best: record of the best checkpoint, with its epoch and value; None if there is none.
         history: values of each completed epoch, as the callback receives them; a value that is not finite is None.
         stopped: reason for an end before the last epoch, such as "SIGTERM", "on_epoch" or "steps"; None if the training is
@@ -45,7 +45,7 @@ class TrainingResult:
     best: BestRecord | None
     history: tuple[EpochValues, ...]
     stopped: str | None
-    test: Mapping[str, float]
+    test: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best_checkpoint(self) -> Path | None:
