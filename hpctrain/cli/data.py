@@ -399,10 +399,10 @@ def convert_npz(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Convert JPEG files packed in an .npz; for images in arrays, see `arrays`.
+    """Convert JPEG files packed in an .npz.
 
-    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. Running the same command again continues an interrupted
-    conversion.
+    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`; for arrays of images use `data convert arrays`. Running the
+    same command again continues an interrupted conversion.
     """
     from hpctrain.data.convert import npz
     from hpctrain.data.convert.common import LeftOut

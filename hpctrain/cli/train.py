@@ -213,7 +213,7 @@ def evaluate(
     style: PassStyle | None,
     log_ranks: str,
 ) -> None:
-    """Evaluate a checkpoint on the test or the validation set of FILE."""
+    """Evaluate a checkpoint on a test or validation set."""
     prints = confusion == Path(_PRINTED)
     target = None if prints else confusion
     if target is not None and target.suffix not in (".json", ".csv"):
