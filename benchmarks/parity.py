@@ -10,7 +10,7 @@ from hpctrain_testing.torch_parity import MODELS, Comparison, compare, gradient_
 
 _LIMIT_FLOAT64 = 1e-8
 _LIMIT_RATIO = 2.0
-_COLUMNS = "{:<10} {:>6} {:>5}  {:>8} {:<36} {:>12} {:>13} {:>6}  {}"
+_COLUMNS = "{:<16} {:>6} {:>5}  {:>8} {:<36} {:>12} {:>13} {:>6}  {}"
 _HEADER = ("model", "pixels", "seed", "float64", "(its worst tensor)", "ours float32", "torch float32", "ratio", "")
 
 

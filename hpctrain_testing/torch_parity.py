@@ -21,7 +21,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from tests.support import network_state
 
-MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9")
+MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9", "resnext50_32x4d", "preact_resnet18", "wrn_16_8")
 
 
 @dataclass(frozen=True)

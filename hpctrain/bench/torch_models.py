@@ -15,6 +15,22 @@ _VGG = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2
 _RESNET = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
+#: wide ResNets and ResNeXts: depth, groups, channels per group in the first stage
+_BOTTLENECKS = {
+    "wide_resnet50_2": (50, 1, 128),
+    "wide_resnet101_2": (101, 1, 128),
+    "resnext50_32x4d": (50, 32, 4),
+    "resnext101_32x8d": (101, 32, 8),
+    "resnext101_64x4d": (101, 64, 4),
+}
+#: channels of the first convolution, channels of each stage, blocks per stage
+_PREACTIVATION = {
+    "preact_resnet18": (64, (64, 128, 256, 512), 2),
+    "wrn_16_8": (16, (128, 256, 512), 2),
+    "wrn_28_10": (16, (160, 320, 640), 4),
+}
+
+
 class ResidualBlock(nn.Module):  # type: ignore[misc]
     """relu(convolutions(x) + shortcut(x)), with batch norm after each convolution.
 
@@ -23,15 +39,23 @@ class ResidualBlock(nn.Module):  # type: ignore[misc]
         kernels: kernel size of each convolution.
         strides: stride of each convolution.
         downsample: shortcut; None: the identity.
+        groups: number of groups of each convolution of more than one pixel.
     """
 
     def __init__(
-        self, channels: Sequence[int], kernels: Sequence[int], strides: Sequence[int], downsample: nn.Module | None
+        self,
+        channels: Sequence[int],
+        kernels: Sequence[int],
+        strides: Sequence[int],
+        downsample: nn.Module | None,
+        groups: int = 1,
     ) -> None:
         super().__init__()
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # plain references, because lookups of modules by name take time
         for number, ((inside, outside), kernel, stride) in enumerate(zip(pairwise(channels), kernels, strides, strict=True), 1):
-            conv, norm = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outside)
+            split = groups if kernel > 1 else 1
+            conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=split, bias=False)
+            norm = nn.BatchNorm2d(outside)
             self.add_module(f"conv{number}", conv)
             self.add_module(f"bn{number}", norm)
             self._pairs.append((conv, norm))
@@ -45,6 +69,32 @@ class ResidualBlock(nn.Module):  # type: ignore[misc]
         for conv, norm in first:
             y = self.relu(norm(conv(y)))
         return self.relu(last_norm(last_conv(y)) + (x if self.downsample is None else self.downsample(x)))
+
+
+class PreactivationBlock(nn.Module):  # type: ignore[misc]
+    """conv2(relu(bn2(conv1(a)))) + shortcut, with a = relu(bn1(x)) (He et al. 2016b; Zagoruyko and Komodakis 2016).
+
+    The shortcut is a 1x1 convolution of a if the shape changes, a itself in the network's first block, and otherwise x.
+    The names of parameters and statistics are bn1, conv1, bn2, conv2 and downsample.
+    """
+
+    def __init__(self, inside: int, outside: int, stride: int, *, first: bool) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inside)
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        changes = stride > 1 or inside != outside
+        self.downsample = nn.Conv2d(inside, outside, 1, stride, bias=False) if changes else None
+        self.shares = first or changes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (N, C, H, W) to (N, C', H', W')."""
+        a = self.relu(self.bn1(x))
+        y = self.relu(self.bn2(self.conv1(a)))
+        shortcut = a if self.shares else x
+        return self.conv2(y) + (shortcut if self.downsample is None else self.downsample(shortcut))
 
 
 class ZeroPadShortcut(nn.Module):  # type: ignore[misc]
@@ -81,8 +131,8 @@ def _resnet(stem: Sequence[tuple[str, nn.Module]], stages: Sequence[nn.Module], 
     return _named(*stem, *numbered, *head)
 
 
-def resnet(depth: int, classes: int, width: float) -> nn.Module:
-    """Build a ResNet for large images (He et al. 2016, table 1).
+def resnet(depth: int, classes: int, width: float, groups: int = 1, width_per_group: int = 64) -> nn.Module:
+    """Build a ResNet for large images (He et al. 2016, table 1), a wide ResNet or a ResNeXt (Xie et al. 2017).
 
     As in ResNet v1.5, the 3x3 convolution of a bottleneck has the stride.
     """
@@ -99,7 +149,9 @@ def resnet(depth: int, classes: int, width: float) -> nn.Module:
             same = channels == outside and stride == 1
             downsample = None if same else _projection(channels, outside, stride)
             if depth >= 50:
-                blocks.append(ResidualBlock((channels, planes, planes, outside), (1, 3, 1), (1, stride, 1), downsample))
+                middle = max(1, planes * width_per_group // 64) * groups
+                sizes = (channels, middle, middle, outside)
+                blocks.append(ResidualBlock(sizes, (1, 3, 1), (1, stride, 1), downsample, groups))
             else:
                 blocks.append(ResidualBlock((channels, planes, outside), (3, 3), (stride, 1), downsample))
             channels = outside
@@ -122,6 +174,31 @@ def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
             channels = planes
         stages.append(nn.Sequential(*blocks))
     return _resnet(stem, stages, channels, classes)
+
+
+def preact_resnet(stem: int, channels: Sequence[int], count: int, classes: int, width: float) -> nn.Module:
+    """Build a pre-activation ResNet for images of 32 px, with `count` blocks per stage.
+
+    Args:
+        stem: number of output channels of the first convolution.
+        channels: number of output channels of each stage.
+        count: number of blocks of each stage.
+        classes: number of classes.
+        width: factor of the numbers of channels.
+    """
+    inside = scaled(stem, width)
+    first = ("conv1", nn.Conv2d(3, inside, 3, 1, 1, bias=False))
+    stages = []
+    for stage, published in enumerate(channels):
+        outside = scaled(published, width)
+        blocks = []
+        for block in range(count):
+            stride = 2 if stage and not block else 1
+            blocks.append(PreactivationBlock(inside, outside, stride, first=not stage and not block))
+            inside = outside
+        stages.append((f"layer{stage + 1}", nn.Sequential(*blocks)))
+    last = [("bn", nn.BatchNorm2d(inside)), ("relu", nn.ReLU(inplace=True)), ("avgpool", nn.AdaptiveAvgPool2d(1))]
+    return _named(first, *stages, *last, ("flatten", nn.Flatten()), ("fc", nn.Linear(inside, classes)))
 
 
 class PlainSum(nn.Sequential):  # type: ignore[misc]
@@ -195,6 +272,12 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
     Raises:
         ValueError: the model has no counterpart in this module.
     """
+    if name in _PREACTIVATION:
+        stem, channels, count = _PREACTIVATION[name]
+        return preact_resnet(stem, channels, count, classes or 10, width), 3, classes or 10
+    if name in _BOTTLENECKS:
+        depth, groups, width_per_group = _BOTTLENECKS[name]
+        return resnet(depth, classes or 1000, width, groups, width_per_group), 3, classes or 1000
     family = name.rstrip("0123456789")
     depth = int(name[len(family) :] or 0)
     if name == "small":
@@ -208,6 +291,6 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
     if family == "resnet" and depth % 6 == 2:
         return resnet_small(depth, classes or 10, width), 3, classes or 10
     raise ValueError(
-        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, resnet9, resnet18 to resnet152, or resnet20 to "
-        "resnet110."
+        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, resnet9, resnet18 to resnet152, resnet20 to "
+        f"resnet110, or one of {', '.join([*_BOTTLENECKS, *_PREACTIVATION])}."
     )

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -140,15 +141,51 @@ def _command(kind: str) -> click.Command:
 
 
 for _kind in KINDS:
-    listing.add_command(_command(_kind))
+    if _kind != "models":
+        listing.add_command(_command(_kind))
+
+
+@listing.command()
+@click.option("--json", "as_json", is_flag=True, help="Print names with sizes, options, types and defaults as JSON.")
+def models(as_json: bool) -> None:
+    """List all models with their sizes.
+
+    GFLOP is the number of floating-point operations of the convolutions and linear layers in the forward pass of one image, in
+    billions (a multiply-add counts as two). MiB is the memory that each image of a batch needs in training, in addition to the
+    parameters. Both are for the images and classes that the model is designed for.
+    """
+    if as_json:
+        echo_block(_as_json("models"))
+        return
+    _print_sizes()
+    echo()
+    echo_block(_table("models"))
+
+
+def _print_sizes() -> None:
+    from hpctrain.config.options import choices
+    from hpctrain.core.console import output_console, plain_table
+    from hpctrain.models.sizes import size_of_model
+
+    table = plain_table("model", "family", "image", "parameters", "GFLOP", "MiB", left=3)
+    for choice in choices("models"):
+        size = size_of_model(choice.name)
+        image = " x ".join(map(str, size.image_shape))
+        figures = (f"{size.parameters:,}", f"{size.flops / 1e9:,.3f}", f"{size.memory_bytes / 2**20:,.1f}")
+        table.add_row(choice.name, choice.family, image, *figures)
+    output_console().print(table)
 
 
 def _table(kind: str) -> str:
-    """Return names and their descriptions in two columns, as wide as the terminal; names from installed packages come last."""
+    """Return names and their descriptions in two columns, as wide as the terminal; names from installed packages come last.
+
+    Of the models, only families are described.
+    """
     from hpctrain.config.options import choices, registry
 
     offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]
-    return _two_columns([*((choice.name, choice.sentence) for choice in choices(kind)), *offers])
+    known = (choice for choice in choices(kind) if choice.family == choice.name)
+    return _two_columns([*((choice.name, choice.sentence) for choice in known), *offers])
 
 
 def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
@@ -157,12 +194,19 @@ def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
     return formatter.getvalue()
 
 
+def _size(name: str) -> dict[str, object]:
+    from hpctrain.models.sizes import size_of_model
+
+    return asdict(size_of_model(name))
+
+
 def _as_json(kind: str) -> str:
     from hpctrain.config.options import choices, registry
 
     content: dict[str, object] = {
         choice.name: {
             "sentence": choice.sentence,
+            **(_size(choice.name) if kind == "models" else {}),
             "settled": dict(choice.fixed),
             "options": {
                 option.name: {**option.schema, "description": option.meaning}

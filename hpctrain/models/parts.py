@@ -149,6 +149,39 @@ def bottleneck_block(
     return Residual(body, shortcut, activation=ReLU(), activation_name="relu3")
 
 
+def preactivation_block(
+    channels: tuple[int, int], stride: int, norm: Norm, dropout: Mapping[str, Layer], end: Mapping[str, Layer], *, first: bool
+) -> Residual:
+    """Return a block of two 3x3 convolutions, each after its batch norm and ReLU (He et al. 2016b, figure 1b).
+
+    The first convolution has the stride. If the shape changes, the shortcut is a 1x1 convolution without batch norm, and both
+    paths read the first activation.
+
+    Args:
+        channels: channels of the input and of the output.
+        stride: stride of the first convolution.
+        norm: factory of the batch norms.
+        dropout: further layers before the second convolution.
+        end: further layers at the end of the body.
+        first: whether it is the network's first block, whose paths also share the activation (He et al. 2016b, section 4.1).
+    """
+    channels_in, channels_out = channels
+    activation: Mapping[str, Layer] = {"bn1": norm.layer(channels_in), "relu1": ReLU()}
+    body: Mapping[str, Layer] = {
+        "conv1": Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False),
+        "bn2": norm.layer(channels_out),
+        "relu2": ReLU(),
+        **dropout,
+        "conv2": Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
+        **end,
+    }
+    changes = stride > 1 or channels_in != channels_out
+    shortcut = Conv2d(channels_in, channels_out, 1, stride, bias=False) if changes else None
+    if first or changes:
+        return Residual(body, shortcut, before=activation)
+    return Residual({**activation, **body})
+
+
 def projection(channels_in: int, channels_out: int, stride: int, norm: Norm) -> Layer | None:
     """Return the shortcut of a block: a 1x1 convolution with batch norm (option B), or None if the shape stays the same."""
     if stride == 1 and channels_in == channels_out:

@@ -556,11 +556,12 @@ _SUM = "add"
 class Residual(Layer):
     """Residual block: y = activation(body(x) + shortcut(x)) (He et al. 2016, eq. 1 and 2).
 
-    Its children are the layers of the body, the shortcut and the activation.
+    Its children are the layers before both paths, the body, the shortcut and the activation.
 
     Args:
         body: layers by name, applied one after another.
         shortcut: layer of the shortcut; None: the identity.
+        before: layers by name, applied to the block's input; body and shortcut both read their result.
         shortcut_name: name of the shortcut; torchvision's is "downsample".
         activation: layer applied to the sum; None: none.
         activation_name: name of the activation.
@@ -574,23 +575,25 @@ class Residual(Layer):
         body: Mapping[str, Layer],
         shortcut: Layer | None = None,
         *,
+        before: Mapping[str, Layer] | None = None,
         shortcut_name: str = "downsample",
         activation: ReLU | None = None,
         activation_name: str = "relu",
     ) -> None:
-        self._body = dict(body)
+        self._before, self._body = dict(before or {}), dict(body)
         self._shortcut = {} if shortcut is None else {shortcut_name: shortcut}
         self._activation = {} if activation is None else {activation_name: activation}
-        names = [*self._body, *self._shortcut, *self._activation, _SUM]
+        names = [*self._before, *self._body, *self._shortcut, *self._activation, _SUM]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"A residual block has two parts named {twice!r}; call one of them '{twice}_1'.")
         check_names(self.children())
 
     def children(self) -> Mapping[str, Layer]:
-        return {**self._body, **self._shortcut, **self._activation}
+        return {**self._before, **self._body, **self._shortcut, **self._activation}
 
     def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
+        x = _chain(self._before, graph, x, name)
         body = _chain(self._body, graph, x, name)
         shortcut = _chain(self._shortcut, graph, x, name)
         total = graph.emit(join(name, _SUM), AddSpec(), (body, shortcut))

@@ -29,6 +29,9 @@ _INNER_KEYS = ("state_dict", "model_state_dict", "model")
 _WRAPPER = "module."  # put before each name by torch's DataParallel and DistributedDataParallel
 #: parts of names that torch.compile, FSDP and activation checkpointing insert at a wrapped layer
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+#: linear layers of timm's VGG -> torchvision's. timm's first two are convolutions, whose weights (out, C, H, W) read the image
+#: in the order in which torchvision flattens it.
+_TIMM_VGG = {"pre_logits.fc1": "classifier.0", "pre_logits.fc2": "classifier.3", "head.fc": "classifier.6"}
 _BLOCK = 1 << 22
 
 
@@ -48,8 +51,8 @@ class WeightsFile:
 def read(path: Path) -> WeightsFile:
     """Read all tensors of a weight file. Tensors of 16 bits are returned in float32, which represents them exactly.
 
-    Removes the name parts that PyTorch's wrappers of models and layers insert, at any depth. Names in files written by
-    `ModelWeights` are not changed.
+    Removes the name parts that PyTorch's wrappers of models and layers insert, at any depth, and returns the linear layers of
+    timm's VGGs under torchvision's names. Names in files written by `ModelWeights` are not changed.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of another kind; PyTorch is needed but not installed; or two names are
@@ -59,7 +62,7 @@ def read(path: Path) -> WeightsFile:
     if not path.is_file():
         raise CheckpointError(f"There is no weight file {path}; give a path that ends in {_listed(SUFFIXES)}.")
     content = _read_safetensors(path) if suffix == SAFETENSORS else _read_torch(path)
-    tensors = content.tensors if "model" in content.metadata else _unwrapped(content.tensors, path)
+    tensors = content.tensors if "model" in content.metadata else _with_linear_layers(_unwrapped(content.tensors, path))
     wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}
     return WeightsFile(wide, content.metadata)
 
@@ -167,6 +170,21 @@ def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.nd
                 "dictionary of the wrapped model."
             )
     return {names[name]: array for name, array in tensors.items()}
+
+
+def _with_linear_layers(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Return the tensors of timm's VGG with torchvision's linear layers; other tensors unchanged."""
+    if "pre_logits.fc1.weight" not in tensors:
+        return tensors
+    converted: dict[str, np.ndarray] = {}
+    for name, array in tensors.items():
+        layer, _, role = name.rpartition(".")
+        linear = _TIMM_VGG.get(layer)
+        if linear is None:
+            converted[name] = array
+        else:
+            converted[f"{linear}.{role}"] = array.reshape(*array.shape[:1], -1) if role == "weight" else array
+    return converted
 
 
 def _to_numpy(torch: ModuleType, tensor: Any) -> np.ndarray:

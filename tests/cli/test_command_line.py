@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -24,6 +25,7 @@ from hpctrain.config import options
 from hpctrain.config.load import known_paths, section_at
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.yaml_source import dotted
+from hpctrain.models import sizes
 from hpctrain.site import profile
 from hpctrain.version import __version__
 from tests.run.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
@@ -254,7 +256,7 @@ def test_every_kind_is_listed() -> None:
     assert set(KINDS) == set(options.KINDS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "models"])
 def test_names_come_with_a_sentence_each_and_fit_80_columns(kind: str) -> None:
     result = CliRunner().invoke(cli, ["list", kind], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
@@ -263,6 +265,28 @@ def test_names_come_with_a_sentence_each_and_fit_80_columns(kind: str) -> None:
     assert max(map(len, lines)) <= 80
     words = result.output.split()
     assert all(word in words for choice in options.choices(kind) for word in choice.sentence.split())
+
+
+@pytest.mark.slow
+def test_models_come_with_their_sizes_and_families_with_a_sentence_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without a row, a row of the wrong model, or a table that is cut off."""
+    monkeypatch.setattr(sizes, "size_of_model", functools.cache(sizes.size_of_model))
+    result = CliRunner().invoke(cli, ["list", "models"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    table, families = result.output.split("\n\n")
+    lines = table.splitlines()
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert lines[0].split() == ["model", "family", "image", "parameters", "GFLOP", "MiB"]
+    assert [line.split()[0] for line in lines[1:]] == list(options.names("models"))
+    assert next(line for line in lines if line.startswith("resnet50 ")).split()[:7] == [
+        *("resnet50", "resnet", "224", "x", "224", "x", "3"),
+    ]
+    assert " 25,557,032 " in next(line for line in lines if line.startswith("resnet50 "))
+    families_only = [choice for choice in options.choices("models") if choice.family == choice.name]
+    assert [line.split()[0] for line in families.splitlines() if not line.startswith(" ")] == [one.name for one in families_only]
+    listed = json.loads(CliRunner().invoke(cli, ["list", "models", "--json"]).output)
+    assert listed.keys() == set(options.names("models"))
+    assert (listed["resnet50"]["parameters"], listed["resnet50"]["image_shape"]) == (25_557_032, [224, 224, 3])
 
 
 def test_json_has_the_options_with_types_and_defaults() -> None:

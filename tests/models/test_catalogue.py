@@ -19,7 +19,7 @@ def test_every_name_builds_at_its_own_image_size() -> None:
         assert model.output(TensorSpec((2, *catalogue.image_shape(name)))).shape == (2, 7), name
 
 
-@pytest.mark.parametrize("name", ["vgg11", "vgg11_bn", "resnet18", "resnet50", "resnet20", "small"])
+@pytest.mark.parametrize("name", ["vgg11", "vgg11_bn", "resnet18", "resnet50", "resnet20", "preact_resnet18", "small"])
 def test_a_rank_without_samples_has_zero_gradients(name: str) -> None:
     rows, columns, channels = catalogue.image_shape(name)
     shape = (min(rows, 33), min(columns, 35), channels)
@@ -60,7 +60,7 @@ def test_names_are_families_and_variants() -> None:
     names = catalogue.names()
     assert list(names) == sorted(names)
     assert {"alexnet", "alexnet2014", "vgg", "vgg16", "vgg19_bn"} <= set(names)
-    assert {"resnet", "resnet152", "resnet_small", "resnet110", "small"} <= set(names)
+    assert {"resnet", "resnet152", "resnet_small", "resnet110", "wrn_28_10", "small"} <= set(names)
     assert not {"catalogue", "interchange", "parts"} & set(names)
 
 
@@ -75,8 +75,8 @@ def test_check_gives_all_options_with_values_of_their_types() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("resnet_50", {}, 'There is no model "resnet_50"; the nearest is "resnet50" (of '),
-        ("vgg-16", {}, 'There is no model "vgg-16"; the nearest is "vgg16"'),
+        ("resnet_50", {}, 'There is no model "resnet_50"; the nearest is "resnet50".'),
+        ("vgg-16", {}, 'There is no model "vgg-16"; the nearest is "vgg16".'),
         ("vgg16", {"drop_out": 0.1}, 'Model "vgg16" has no option "drop_out"; the nearest is "dropout"'),
         ("resnet18", {"clases": 10}, 'the nearest is "classes"'),
         ("resnet18", {"width": "wide"}, 'Option "width" of model "resnet18" is "wide", but must be a number'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hpctrain.backend.specs import Conv2dSpec, LinearSpec, TensorSpec
 from hpctrain.core.errors import ConfigError, OptionError, ShapeError
 from hpctrain.models import catalogue
 from hpctrain.models.parts import MOST_CHANNELS, scaled, stochastic_depths
+from hpctrain.models.sizes import size_of_model
 from hpctrain.nn import initialise
+from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.network import Network, declared
 from hpctrain.testing.layers import check_gradients, exported_shapes, parameter_count
 
@@ -76,6 +79,79 @@ def test_alexnet_is_the_published_one() -> None:
     assert first == [0, 1, 0, 1, 1, 1, 1, 0]
     for name, value in values.items():
         assert not name.endswith("weight") or np.std(value) == pytest.approx(0.01, rel=0.03), name
+
+
+#: 1e9 forward multiply-adds of an image of 224 px, as torchvision publishes them with its weights
+PUBLISHED_MULTIPLY_ADDS = {
+    "resnet18": 1.814,
+    "resnet34": 3.664,
+    "resnet50": 4.089,
+    "resnet101": 7.801,
+    "resnet152": 11.514,
+    "wide_resnet50_2": 11.398,
+    "wide_resnet101_2": 22.753,
+    "resnext50_32x4d": 4.230,
+    "resnext101_32x8d": 16.414,
+    "resnext101_64x4d": 15.460,
+    "vgg11": 7.609,
+    "vgg13": 11.308,
+    "vgg16": 15.470,
+    "vgg19": 19.632,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_MULTIPLY_ADDS)
+def test_operations_are_the_published_ones(name: str) -> None:
+    """A convolution whose groups, stride or image size is counted wrongly."""
+    size = size_of_model(name)
+    assert size.parameters == TORCHVISION[name][0]
+    assert size.flops / 2e9 == pytest.approx(PUBLISHED_MULTIPLY_ADDS[name], abs=0.0006)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "resnext50_32x4d", "wrn_28_10"])
+def test_memory_of_an_image_is_that_of_a_training_plan(name: str) -> None:
+    """Memory of parameters, of a whole batch or of evaluation; an image of another batch needs as much, within a tenth."""
+    size, model = size_of_model(name), built(name)
+    builder = GraphBuilder(TensorSpec((24, *size.image_shape)))
+    plan = compile_graph(builder.build(model.lower(builder, 0, "")), NumpyKernelSet(), training=True)
+    assert size.memory_bytes == pytest.approx(plan.arena_bytes / 24, rel=0.1)
+
+
+def test_preactivation_networks_are_the_published_ones() -> None:
+    """He et al. 2016b and Zagoruyko and Komodakis 2016, table 1: stem, blocks of two batch norms and convolutions, last norm."""
+
+    def count(stem: int, stages: Sequence[int], blocks: int) -> int:
+        total, inside = 27 * stem, stem
+        for outside in stages:
+            total += (inside * outside if inside != outside else 0) + (blocks - 1) * (4 * outside + 18 * outside**2)
+            total += 2 * inside + 2 * outside + 9 * inside * outside + 9 * outside**2
+            inside = outside
+        return total + 2 * inside + 10 * inside + 10
+
+    published = {
+        "preact_resnet18": ((64, (64, 128, 256, 512), 2), 11_172_170),
+        "wrn_16_8": ((16, (128, 256, 512), 2), 10_961_370),
+        "wrn_28_10": ((16, (160, 320, 640), 4), 36_479_194),
+    }
+    for name, (sizes, total) in published.items():
+        assert parameter_count(built(name)) == count(*sizes) == total, name
+    names = list(exported_shapes(built("wrn_28_10")))
+    assert names[:2] == ["conv1.weight", "layer1.0.bn1.weight"]
+    assert [name for name in names if "downsample" in name] == [f"layer{stage}.0.downsample.weight" for stage in (1, 2, 3)]
+    assert exported_shapes(built("preact_resnet18"))["layer2.0.downsample.weight"] == (128, 64, 1, 1)
+
+
+def test_paths_of_a_block_share_its_activation_where_the_shape_changes_and_in_the_first_block() -> None:
+    """He et al. 2016b, section 4.1: a shortcut that reads the raw input there, or the activation elsewhere."""
+    graph = graph_of(built("preact_resnet18", width=0.125, dropout=0.3, stochastic_depth=0.2), 16, 16, 3)
+    nodes = {node.name: node for node in graph.nodes}
+    for name, (first, later) in {"layer1": ("add", "add"), "layer2": ("downsample", "add")}.items():
+        activation = nodes[f"{name}.0.relu1"].output
+        assert activation in nodes[f"{name}.0.{first}"].inputs
+        assert nodes[f"{name}.0.add"].output in nodes[f"{name}.1.{later}"].inputs
+        assert nodes[f"{name}.1.bn1"].inputs == (nodes[f"{name}.0.add"].output,)
+        assert nodes[f"{name}.1.conv2"].inputs == (nodes[f"{name}.1.dropout"].output,)
+    assert {node for node in nodes if "stochastic_depth" in node} >= {"layer4.1.stochastic_depth"}
 
 
 @pytest.mark.parametrize("depth", [20, 32, 44, 56, 110])
@@ -167,6 +243,7 @@ def test_batch_norm_options_reach_every_batch_norm() -> None:
         ("resnet9", {"width": 0.05, "classes": 5}, (9, 8, 3), {"step": 1e-7, "elements": 2}),
         *(("resnet20", {"shortcut": shortcut, "width": 0.2, "classes": 5}, (9, 7, 3), {"step": 1e-7, "elements": 2})
           for shortcut in ("padding", "projection")),
+        ("preact_resnet", {"stem": 2, "channels": [2, 3], "blocks": [2, 1], "dropout": 0.3}, (7, 6, 3), {"step": 1e-7}),
     ],
 )  # fmt: skip
 def test_gradients(name: str, options: dict[str, Any], image: tuple[int, int, int], tolerances: dict[str, Any]) -> None:
@@ -180,6 +257,7 @@ def test_gradients(name: str, options: dict[str, Any], image: tuple[int, int, in
         ("vgg16_bn", 0.125, [(32, 32), (65, 33), (225, 224)]),
         ("resnet9", 0.1, [(8, 8), (9, 15), (32, 225)]),
         ("resnet20", 0.1, [(1, 1), (7, 9), (33, 225)]),
+        ("wrn_16_8", 0.05, [(1, 1), (7, 9), (33, 225)]),
     ],
 )
 def test_images_of_other_sizes_fit(name: str, width: float, sizes: list[tuple[int, int]]) -> None:
@@ -204,7 +282,7 @@ def test_depths_rise_linearly_to_the_last_block() -> None:
     assert list(stochastic_depths(0.0, 5, 3)) == [{}] * 5
 
 
-FAMILIES = ("vgg11", "resnet18", "resnet20", "resnet9", "small")
+FAMILIES = ("vgg11", "resnet18", "resnet20", "resnet9", "preact_resnet18", "small")
 LARGEST = "the largest width for this layer is"
 
 
@@ -223,7 +301,10 @@ LARGEST = "the largest width for this layer is"
         ("resnet34", {"width_per_group": 128}, "width_per_group is 128, but a ResNet of depth 34 has no bottlenecks"),
         *(("resnet50", {option: value}, ".") for option, value in (
             ("groups", 0), ("width_per_group", 0), ("width_per_group", 1_000_000), ("groups", 10**9))),
-        ("small", {"channels": []}, "at least one stage"),
+        *((model, {"channels": []}, "at least one stage") for model in ("small", "preact_resnet")),
+        *(("preact_resnet", {"blocks": value}, ".") for value in ([2, 2], [], [2, 0, 1, 1])),
+        ("preact_resnet", {"stem": 0}, "it must have at least 1"),
+        *(("wrn_28_10", {option: 1.0}, "outside") for option in ("dropout", "stochastic_depth")),
         *(("small", more, "it must have at least 1") for more in ({"channels": [-4]}, {"channels": [4, 0]}, {"hidden": -1})),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Steps of models against PyTorch's: loss, logits and every gradient, with layers frozen or dropped; LAMB against timm's.
 
-The ResNets have their full width; VGG-16, whose linear layers alone hold 123 million numbers, a quarter of it.
+ResNets have their full width; VGG-16, whose linear layers alone hold 123 million numbers, and others that would be slow are
+narrower. The networks in PyTorch are those of `hpctrain.bench.torch_models`, and parameters have the same names in both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from tests.support import network_state
 
 pytestmark = pytest.mark.torch
 
-PIXELS = {"vgg16": 45, "resnet18": 65, "resnet50": 63, "resnet20": 17, "resnet9": 19}
+PIXELS = {"vgg16": 45, "resnet18": 65, "resnet50": 63, "resnet20": 17, "resnet9": 19, "resnext50_32x4d": 33}
+PIXELS |= {"preact_resnet18": 15, "wrn_16_8": 9}
+WIDTHS = {"vgg16": 0.25, "resnext50_32x4d": 0.125, "preact_resnet18": 0.25, "wrn_16_8": 0.25}
 CLASSES, LAST, SEED, STEP = 7, 0.6, 3, 5
 IDS = np.array([4, 0, 17, 3, 9, 2])
 
@@ -36,7 +39,7 @@ IDS = np.array([4, 0, 17, 3, 9, 2])
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_step_equals_torch(name: str) -> None:
-    width = 0.25 if name == "vgg16" else 1.0
+    width = WIDTHS.get(name, 1.0)
     seeds = [compare(name, pixels=PIXELS[name], samples=4, classes=10, seed=seed, width=width) for seed in range(3)]
     distance, worst = max(seed.worst for seed in seeds)
     assert distance <= 1e-8, f"{worst} differs from torch by {distance:.2e} in float64"

@@ -39,12 +39,13 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
-#: In this order: deep and narrow; few pixels and many weights; large linear layers; bottlenecks.
+#: In this order: deep and narrow; few pixels and many weights; large linear layers; bottlenecks; groups of few channels.
 NETS = {
     "resnet20": workload("resnet20", 8, 32),
     "resnet34": workload("resnet34", 4, 48),
     "vgg13": workload("vgg13", 2, 32, {"width": 0.25}),
     "resnet50": workload("resnet50", 2, 64, {"width": 0.5}),
+    "resnext50_32x4d": workload("resnext50_32x4d", 2, 32, {"width": 0.25}),
 }
 WARM_UP_STEPS = 3
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,20 @@ def test_equals_the_reference(onednn: KernelSet, reference: KernelSet, spec: Con
     assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
     evaluated = run(onednn, spec, [x], parameters=parameters)
     assert difference(evaluated.output, ours.output) <= 1e-6
+
+
+def test_random_grouped_convolutions_equal_the_reference(onednn: KernelSet, reference: KernelSet) -> None:
+    """Weights or gradients of one group in another's place, where a block of channels holds several groups or a part of one."""
+    chance = random.Random(0)
+    for _ in range(40):
+        groups, inside, outside = chance.choice([2, 3, 8, 32]), chance.choice([1, 2, 4, 8, 16]), chance.choice([1, 2, 4, 8, 16])
+        size, stride = chance.choice([1, 3, 5]), chance.randint(1, 2)
+        spec = conv(
+            groups * inside, groups * outside, (size, size), stride=(stride, stride), padding=(size // 2,) * 4, groups=groups
+        )
+        x, parameters, dy = arrays(spec, (2, chance.randint(2, 9), chance.randint(2, 9), spec.channels_in))
+        ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
+        assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
 
 
 @pytest.mark.parametrize("spec", CASES.values(), ids=CASES.keys())
