@@ -13,6 +13,7 @@
 # make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
+# make release TAG=v0.1.0   sdist and wheel in build/dist, compared with tag and changelog, tried in an empty environment (needs PyPI)
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
 # make slurm-packages   Debian's packages of Slurm, for the tests on a real one, where root and apt-get are there; never fails
 # make browser  Chromium from Debian and its driver for Python, for the test of reports in a real browser; never fails
@@ -88,7 +89,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations docs site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations release docs site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -178,6 +179,9 @@ grid-full: $(VENV)/installed-dev
 
 grid-seeds: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m pytest --level all tests/parallel/test_grid_matrix.py -k with_model_and_domain
+
+release: $(VENV)/installed-dev
+	$(PY) -m tests.support.release "$$TAG"
 
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages

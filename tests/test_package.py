@@ -1,4 +1,4 @@
-"""What `pip install .` installs, its version, and what the workflow, the hooks and the continuous integration run."""
+"""What `pip install .` installs, its version, a release, and what workflows, hooks and continuous integration run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 
 import hpctrain
 from hpctrain.version import __version__
-from tests.support import wheel
+from tests.support import release, wheel
 
 TOP = Path(__file__).parents[1]
 
@@ -66,11 +67,23 @@ def test_the_instruments_are_a_distribution_of_their_own(tmp_path: Path) -> None
 
 @pytest.mark.job
 @pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
+def test_the_source_distribution_makes_the_same_wheel(installed: Path, tmp_path: Path) -> None:
+    """Alone finds a file that the source distribution lacks, which packagers build from."""
+    _, made = wheel.build_sdist(tmp_path)
+    with zipfile.ZipFile(made) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    assert contents == {str(path.relative_to(installed)): path.read_bytes() for path in installed.rglob("*") if path.is_file()}
+
+
+@pytest.mark.job
+@pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
 def test_the_fast_kernels_are_installed_where_they_run(installed: Path) -> None:
     (metadata,) = installed.glob("*.dist-info/METADATA")
     lines = metadata.read_text().splitlines()
     (onednn,) = [line for line in lines if line.startswith("Requires-Dist: onednn")]
     assert onednn.endswith('; platform_machine == "x86_64" and sys_platform == "linux"')
+    (mpich,) = [line for line in (TOP / "requirements.txt").read_text().splitlines() if line.startswith("mpich")]
+    assert f'Requires-Dist: {mpich}; extra == "local"' in lines
     extras = {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")}
     assert extras == {"local", "export", "onnx", "parity", "gpu12", "gpu13", "dev"}
 
@@ -91,9 +104,31 @@ def test_the_examples_of_an_installation_can_be_copied_and_checked(installed: Pa
 
 def test_there_is_one_version() -> None:
     assert hpctrain.__version__ == __version__ == version("hpctrain")
+    citation = _loaded(TOP / "CITATION.cff")
+    assert citation["version"] == __version__
+    assert f"\n## [{__version__}] - {citation['date-released']}\n" in (TOP / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("tag", "heading", "words"),
+    [
+        ("v1.2.3", "## [1.2.3] - 2026-11-26", ""),
+        ("1.2.3", "## [1.2.3] - 2026-11-26", "use the tag v1.2.3"),
+        ("v1.2.30", "## [1.2.3] - 2026-11-26", "differs from the version 1.2.3"),
+        ("v1.2.3", "## [1.2.3] - not yet released", "no heading '## [1.2.3] - YYYY-MM-DD'"),
+        ("v1.2.3", "## [1x2.3] - 2026-11-26", "no heading"),
+    ],
+)
+def test_a_release_has_the_version_of_its_tag_and_a_day(tag: str, heading: str, words: str) -> None:
+    """Alone finds a release that would be built from another version than its tag names."""
+    reason = release.fault(tag, "1.2.3", f"# Changelog\n\n{heading}\n\ntext\n")
+    assert words in reason
+    assert bool(reason) == bool(words)
+
+
+WORKFLOWS = sorted((TOP / ".github" / "workflows").glob("*.yml"))
 WORKFLOW, HOOKS = TOP / ".github" / "workflows" / "tests.yml", TOP / ".pre-commit-config.yaml"
+FORMS = sorted((TOP / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def _loaded(path: Path) -> Any:
@@ -101,9 +136,10 @@ def _loaded(path: Path) -> Any:
 
 
 def _targets(line: str) -> list[str]:
-    """Targets of a line that is one call of make."""
-    program, *targets = line.split()
+    """Targets of a line that is one call of make, without its variables."""
+    program, *words = line.split()
     assert program == "make", f"{line!r} is no target of the Makefile"
+    targets = [word for word in words if "=" not in word]
     assert targets
     return targets
 
@@ -120,11 +156,49 @@ def _depends_on(target: str) -> set[str]:
     return {target}.union(*(_depends_on(name) for name in named if _exists(name)))
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_run_targets_with_few_rights(path: Path) -> None:
+    """Alone finds a target that has been renamed, and text from outside that a workflow would put into a shell."""
+    workflow = _loaded(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    if commands == ["${{ matrix.command }}"]:
+        commands = job["strategy"]["matrix"]["command"]
+    assert commands
+    for command in commands:
+        assert "$" not in command
+        assert all(map(_exists, _targets(command))), command
+    for step in job["steps"]:
+        assert ("run" in step) != bool(re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "")))
+
+
+def test_a_tag_builds_a_release_and_the_site_and_keeps_both() -> None:
+    workflow = _loaded(TOP / ".github" / "workflows" / "release.yml")
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as a truth value
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make release", "make site"]
+    assert [step["with"]["path"] for step in job["steps"] if "upload" in step.get("uses", "")] == ["build/dist", "build/site"]
+    assert [step["env"] for step in job["steps"] if "env" in step] == [{"TAG": "${{ github.ref_name }}"}]
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_forms_of_issues_are_forms(path: Path) -> None:
+    """Alone finds a form that GitHub would not show: a field without a name, or two of one name."""
+    form = _loaded(path)
+    assert form["name"]
+    assert form["description"]
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert all(field["attributes"]["label"] for field in fields)
+    assert len({field["id"] for field in fields}) == len(fields) >= 1
+
+
 def test_the_workflow_runs_all_on_each_python_and_each_mpi() -> None:
     (job,) = _loaded(WORKFLOW)["jobs"].values()
     matrix = job["strategy"]["matrix"]
-    assert matrix["python"] == ["3.11", "3.12"]
-    assert f'requires-python = ">={matrix["python"][0]}"' in (TOP / "pyproject.toml").read_text()
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == f">={matrix['python'][0]}"
+    assert set(re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))) <= set(matrix["python"])
     targets = [target for command in matrix["command"] for target in _targets(command)]
     assert all(map(_exists, targets))
     assert set().union(*map(_depends_on, targets)) >= {"lint", *(_depends_on("test") - {"test"})}
@@ -147,6 +221,6 @@ def test_continuous_integration_runs_the_readmes_command() -> None:
     assert re.search(r"^make test\b", (TOP / "README.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", [WORKFLOW, HOOKS, TOP / ".ci" / "run"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*WORKFLOWS, *FORMS, HOOKS, TOP / ".ci" / "run"], ids=lambda path: path.name)
 def test_no_host_is_named(path: Path) -> None:
     assert not re.search(r"https?:|\.(com|org|io|net)\b", path.read_text())

@@ -4,14 +4,14 @@ A data file is an HDF5 file with all images of a split in one contiguous block, 
 
 | object        | shape          | type    | what it holds |
 |---------------|----------------|---------|---------------|
-| `images`      | (N, H, W, C)   | uint8   | version 2: pixels, contiguous, unfiltered: readable by offset |
-| `blob`        | (bytes,)       | uint8   | version 3, instead of `images`: JPEG and PNG files, one after the other |
-| `offsets`     | (N + 1,)       | int64   | version 3: offset of each file in `blob`, and of the end of the last one |
+| `images`      | (N, H, W, C)   | uint8   | pixels, contiguous, unfiltered: readable by offset |
+| `blob`        | (bytes,)       | uint8   | instead of `images`: JPEG and PNG files, one after the other |
+| `offsets`     | (N + 1,)       | int64   | with `blob`: offset of each file in `blob`, and of the end of the last one |
 | `labels`      | (N,)           | int64   | 0 .. classes - 1 |
 | `class_names` | (classes,)     | UTF-8   | fixed length, padded with zero bytes |
 | `mean`, `std` | (C,)           | float64 | per channel over the pixels of the whole file, in units of 0..1 |
-| `sums`        | (N,)           | uint32  | crc32 of each sample's stored bytes; missing in early files of version 2 |
-| `pixel_sums`  | (N,)           | uint32  | version 3: crc32 of the decoded pixels of each picture file |
+| `sums`        | (N,)           | uint32  | crc32 of each sample's stored bytes |
+| `pixel_sums`  | (N,)           | uint32  | with `blob`: crc32 of the decoded pixels of each picture file |
 
 The root has the attributes `format` and `version`; each dataset has `sha256`, the checksum of its bytes. The attribute `fit`
 ("crop" or "squash") of `images` or `blob` is present if pictures were resized to one size. `blob` also has `form`, the (H, W, C)
@@ -47,9 +47,7 @@ from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
 
 FORMAT = "hpctrain-images"
-VERSION = 2
-#: version of files that hold picture files instead of pixels
-ENCODED_VERSION = 3
+VERSION = 1
 _LARGEST = 1e37  # maximum magnitude of a normalised pixel; that of float32 is 3.4e38
 #: attribute of the images: method by which pictures were resized to one size
 FIT = "fit"
@@ -59,10 +57,9 @@ FORM = "form"
 MAX_PIXELS = "max_pixels"
 #: attribute of the images: (low, high) of the deeper values that became 0 and 255
 RANGE = "range"
-#: datasets of a file of pixels that have a checksum: all but "sums", which early files of version 2 lack
-DATASETS = ("images", "labels", "class_names", "mean", "std")
-_ENCODED_DATASETS = ("blob", "offsets", "sums", "pixel_sums", "labels", "class_names", "mean", "std")
-_SUMS = "sums"
+#: datasets with a checksum in a file of pixels, and in a file of picture files
+DATASETS = ("images", "sums", "labels", "class_names", "mean", "std")
+_ENCODED_DATASETS = ("blob", "offsets", "pixel_sums", *DATASETS[1:])
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Stored:
         class_names: decoded class names.
         digests: sha256 of each dataset, in hexadecimal. For picture files, "images" identifies the decoded pictures.
         fit: method by which pictures were resized to one size ("crop", "squash"); None: not resized, or unknown.
-        sums: (N,) crc32 of each sample's stored bytes; None if missing.
+        sums: (N,) crc32 of each sample's stored bytes.
         pixel_sums: (N,) crc32 of the decoded pixels; None for a file of pixels.
         max_pixels: maximum number of pixels of a picture; None: the decoder's own limit.
         value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
@@ -112,8 +109,8 @@ class Stored:
     std: np.ndarray
     class_names: tuple[str, ...]
     digests: Mapping[str, str]
+    sums: np.ndarray
     fit: str | None = None
-    sums: np.ndarray | None = None
     pixel_sums: np.ndarray | None = None
     max_pixels: int | None = None
     value_range: ValueRange | None = None
@@ -141,8 +138,7 @@ def read_stored(file: h5py.File) -> Stored:
     shape = block.shape
     if offsets is not None:
         shape = (max(0, len(offsets) - 1), *(int(size) for size in block.attrs[FORM]))
-    datasets = _ENCODED_DATASETS if encoded else DATASETS + ((_SUMS,) if _SUMS in file else ())
-    digests = {name: text(file[name].attrs["sha256"]) for name in datasets}
+    digests = {name: text(file[name].attrs["sha256"]) for name in (_ENCODED_DATASETS if encoded else DATASETS)}
     if encoded:
         how = fit if value_range is None else f"{fit} {value_range}"
         digests["images"] = hashlib.sha256(f"{digests['blob']} {shape} {how}".encode()).hexdigest()
@@ -153,8 +149,8 @@ def read_stored(file: h5py.File) -> Stored:
         std,
         tuple(name.decode() for name in names),
         digests,
+        _values(file, "sums"),
         fit,
-        _values(file, _SUMS) if _SUMS in file else None,
         pixel_sums,
         int(block.attrs[MAX_PIXELS]) if MAX_PIXELS in block.attrs else None,
         value_range,
@@ -292,7 +288,7 @@ def changed_datasets(contents: Stored) -> list[str]:
         "std": digest_of(contents.std.astype("<f8", copy=False)),
         "class_names": names_digest(contents.class_names),
     }
-    for name, values in ((_SUMS, contents.sums), ("pixel_sums", contents.pixel_sums)):
+    for name, values in (("sums", contents.sums), ("pixel_sums", contents.pixel_sums)):
         if values is not None:
             actual[name] = digest_of(values.astype("<u4", copy=False))
     if contents.images.offsets is not None:
@@ -480,10 +476,9 @@ def _read(path: Path) -> Stored:
                 f"{path} is an HDF5 file, but not a data file of hpctrain; make one with `hpctrain data convert hdf5`."
             )
         version = opened.attrs.get("version")
-        if version not in (VERSION, ENCODED_VERSION):
+        if version != VERSION:
             raise DataError(
-                f"{path} has version {version} of the data format; this hpctrain reads versions {VERSION} and "
-                f"{ENCODED_VERSION}; convert it again."
+                f"The data file {path} has format version {version}, but this hpctrain reads version {VERSION}; convert it again."
             )
         return read_stored(opened)
 
@@ -503,7 +498,6 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
         from hpctrain.data.decoding import EncodedReader  # loads Pillow, which pixels do not need
 
         block = np.memmap(path, np.uint8, "r", images.offset, (images.needed_bytes,))
-        assert contents.sums is not None, "checked"
         assert contents.pixel_sums is not None, "checked"
         extents, sums = Extents.rising(images.offset, images.offsets), (contents.sums, contents.pixel_sums)
         form, fit = images.shape[1:], contents.fit or "crop"
@@ -623,9 +617,8 @@ class DataFacts:
         return cls(**plain)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the facts as JSON-compatible data, with exact numbers."""
-        optional = ("fit", "held_out", "value_range")  # earlier versions of hpctrain lack these fields
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in optional}
+        """Return the facts as JSON-compatible data, with exact numbers. Facts that are None are left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.log import get_logger
 from hpctrain.data.files import system_errors_as
 from hpctrain.data.image_file import (
-    ENCODED_VERSION,
     FIT,
     FORM,
     FORMAT,
@@ -343,6 +342,7 @@ class DataFileWriter:
                     names_digest(self._names)
                 )
                 file.attrs["format"] = np.bytes_(FORMAT)
+                file.attrs["version"] = VERSION
             stored.finish()
         self._file.publish()
 
@@ -397,7 +397,6 @@ class ImageFileWriter(DataFileWriter):
 
     def _describe(self, file: h5py.File) -> None:
         self._block(file, "images", (self._written, *self.shape))
-        file.attrs["version"] = VERSION
 
 
 class EncodedFileWriter(DataFileWriter):
@@ -456,7 +455,6 @@ class EncodedFileWriter(DataFileWriter):
             block.attrs[MAX_PIXELS] = self._max_pixels
         _put(file, "offsets", np.cumsum([0, *self._sizes]).astype("<i8"))
         _put(file, "pixel_sums", np.array(self._pixel_sums, "<u4"))
-        file.attrs["version"] = ENCODED_VERSION
 
 
 def write_data_file(

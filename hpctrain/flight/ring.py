@@ -24,7 +24,7 @@ from hpctrain.core.text import ranks_of
 from hpctrain.launch import processes
 from hpctrain.launch.process_end import FINISHED, STOPPED, End
 
-MAGIC = int.from_bytes(b"hpcFLY02", "little")
+MAGIC = int.from_bytes(b"hpcFLY01", "little")
 #: number of operations in a ring
 SLOTS = 2048
 

@@ -92,11 +92,8 @@ class StepEvaluation:
         return value
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields for a checkpoint's metadata.
-
-        Empty fields of averaged weights are left out, since older versions do not read them.
-        """
-        return {name: value for name, value in asdict(self).items() if value is not None or not name.startswith(EMA)}
+        """Return the fields for a checkpoint's metadata."""
+        return asdict(self)
 
     def text(self, measure: str, evaluated: str) -> str:
         """Return a measure on the set `evaluated`, whose value must not be None, as text: "test accuracy 91.93%"."""

@@ -6,7 +6,7 @@ Pictures are processed like evaluation images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from hpctrain.config.images import (
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split
+from hpctrain.data.image_file import DataFacts, ImageForm
 from hpctrain.data.loader import Loader
 from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session
@@ -100,8 +100,6 @@ def run_evaluation(
 ) -> Evaluation:
     """Evaluate a checkpoint on the test or the validation set. Collective; every rank has the results.
 
-    The training file is opened only for a checkpoint of format version 1, which does not store classes and normalisation.
-
     Args:
         source: run directory, checkpoint or keyword, see `find_checkpoint`.
         on: set to evaluate on; None: the test set or, without one, the validation set.
@@ -166,27 +164,15 @@ def keep_log(checkpoint: Path, rank: int) -> None:
         kept.keep_in(run.log_path(rank))
 
 
-def unknown_splits(content: CheckpointContent) -> tuple[Split, ...]:
-    """Return the splits whose files replace facts missing in a checkpoint: ("train",) for format version 1, otherwise ()."""
-    return ("train",) if data_of(content) is None else ()
-
-
-def known_data(
-    config: Config, path: Path, content: CheckpointContent, opened: Mapping[Split, ImageFile]
-) -> tuple[DataFacts, str]:
-    """Return the facts about the data that a checkpoint was trained on, and their origin for messages.
-
-    Args:
-        opened: open files, at least those of `unknown_splits`.
+def known_data(config: Config, path: Path, content: CheckpointContent) -> DataFacts:
+    """Return the facts about the data that a checkpoint was trained on.
 
     Raises:
-        CheckpointError: the configuration describes another model than that of the checkpoint.
+        CheckpointError: the configuration describes another model than that of the checkpoint, or the checkpoint has no facts.
     """
-    data, place = data_of(content), CHECKPOINT
-    if data is None:
-        data, place = DataFacts.of(opened["train"]), config.data.train
+    data = data_of(content, path)
     check_model(content, data, config, path)
-    return data, place
+    return data
 
 
 def trained_replica(
@@ -221,12 +207,12 @@ def build_setup(
         CheckpointError, DataError, ShapeError: as for `run_evaluation`.
     """
     own: Split = split if split in session.config.data.files else "train"
-    opened = open_alike(session.world, session.config, tuple(dict.fromkeys((*unknown_splits(content), own))))
+    opened = open_alike(session.world, session.config, (own,))
 
     def build() -> EvaluationSetup:
         config = session.config
-        data, place = known_data(config, path, content, opened)
-        images = evaluation_images(config, opened, split, data, place)
+        data = known_data(config, path, content)
+        images = evaluation_images(config, opened, split, data, CHECKPOINT)
         _check_held_out(images, data, path)
         replica = trained_replica(session, content, data, images, averaged=averaged)
         return with_loaders(session, images, replica, config.evaluate.batch or config.batch, flip=flip)
@@ -453,8 +439,7 @@ def run_prediction(session: Session, source: str, request: PredictionRequest) ->
     files: tuple[Path, ...] = session.world.broadcast_object(listed)
     if session.world.size > 1:
         compare(session.world, Subject("other pictures", "give all nodes the same files", picture_facts(files), partial=True))
-    opened = open_alike(session.world, session.config, unknown_splits(content))
-    setup = raise_on_all_ranks(session.world, lambda: _build_prediction(session, path, content, opened, files, request))
+    setup = raise_on_all_ranks(session.world, lambda: _build_prediction(session, path, content, files, request))
     names = setup.images.file.class_names
     return Predictions(path, request.averaged, names, files, _answers(session, setup, files, min(request.top, len(names))))
 
@@ -463,12 +448,11 @@ def _build_prediction(
     session: Session,
     path: Path,
     content: CheckpointContent,
-    opened: Mapping[Split, ImageFile],
     files: Sequence[Path],
     request: PredictionRequest,
 ) -> EvaluationSetup:
     config = session.config
-    data, _ = known_data(config, path, content, opened)
+    data = known_data(config, path, content)
     form = _form(content, data)
     if request.fit is not None:
         form = replace(form, fit=request.fit)

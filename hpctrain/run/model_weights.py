@@ -140,12 +140,7 @@ def of_checkpoint(
         raise CheckpointError(f"{path} has weights of the model {given}, not of {name}; leave --model out.")
     if name is None and given not in catalogue.names():
         raise ConfigError(f'The model of {path} is user code, which is loaded only on request; give --model "{given}".')
-    data = data_of(content)
-    if data is None:
-        raise CheckpointError(
-            f"{path} has format version 1, which does not store classes; resume from it for an epoch, and export the checkpoint "
-            f"written then."
-        )
+    data = data_of(content, path)
     shape = _image_shape(config, data)
     channels = data.shape[2]
     options = model_options(config, len(data.class_names), shape or (1, 1, channels))

@@ -208,7 +208,7 @@ class Start:
         path: path of the checkpoint.
         position: position at which training continues, in terms of the current training file.
         changes: changes from the checkpoint's values to the current ones.
-        data: facts about the training file stored in the checkpoint; None for format version 1.
+        data: facts about the training file stored in the checkpoint.
     """
 
     directory: RunDirectory | None
@@ -216,7 +216,7 @@ class Start:
     content: CheckpointContent
     position: Position
     changes: tuple[Change, ...]
-    data: DataFacts | None
+    data: DataFacts
 
     def without_tensors(self) -> Start:
         """Return the start without the checkpoint's tensors, to free their memory after loading."""
@@ -244,24 +244,20 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
 
 def _start(session: Session, path: Path, content: CheckpointContent, opened: ImageFile) -> Start:
     """Check a checkpoint against the configuration and the training file, and return the start from it."""
-    if "config" not in content.meta:
-        raise CheckpointError(
-            f"{path} was written by a Python program with its own training loop, and does not name its model; "
-            f"load it in that program, or give a checkpoint of `hpctrain train`."
-        )
+    data = data_of(content, path)
     config, position = session.config, Position.from_meta(content.meta)
-    data, file = data_of(content), opened
-    if data is not None and class_difference(file.class_names, data.class_names) is None:
+    file = opened
+    if class_difference(file.class_names, data.class_names) is None:
         file = with_class_order(file, data.class_names, CHECKPOINT)
     split = validation_split(config, opened)
     now = DataFacts.of(file, None if split is None else split.validation)
-    complete = data is not None and position.samples == data.training_samples
+    complete = position.samples == data.training_samples
     differences = _changes(content, data, session, now)
     check(
         differences,
         between_epochs=complete or position.samples == 0,
         begun_epochs=position.epoch + (position.samples > 0),
-        place=f"{path} (at {describe(position, None if data is None else data.training_samples)})",
+        place=f"{path} (at {describe(position, data.training_samples)})",
     )
     if complete:  # a finished epoch is finished for another file as well
         position = replace(position, samples=now.training_samples)
@@ -273,13 +269,22 @@ def _start(session: Session, path: Path, content: CheckpointContent, opened: Ima
     return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
 
 
-def data_of(content: CheckpointContent) -> DataFacts | None:
-    """Return the facts about the training file that a checkpoint stores; None for format version 1."""
-    values: Mapping[str, Any] | None = content.meta.get("data")  # type: ignore[assignment]
-    return None if values is None else DataFacts.from_meta(values)
+def data_of(content: CheckpointContent, path: Path) -> DataFacts:
+    """Return the facts about the training file that a checkpoint stores.
+
+    Raises:
+        CheckpointError: `job.save` wrote the checkpoint.
+    """
+    values: Any = content.meta.get("data")
+    if values is None:
+        raise CheckpointError(
+            f"{path} was written by a Python program with its own training loop, and does not name its model; "
+            f"load it in that program, or give a checkpoint of `hpctrain train`."
+        )
+    return DataFacts.from_meta(values)
 
 
-def _changes(content: CheckpointContent, data: DataFacts | None, session: Session, now: DataFacts) -> tuple[Change, ...]:
+def _changes(content: CheckpointContent, data: DataFacts, session: Session, now: DataFacts) -> tuple[Change, ...]:
     """Return the changes from the checkpoint's configuration, ranks and data to the current ones."""
     config = session.config
     old, new = _stored_values(content, config), _values(dump(config), config)
@@ -287,15 +292,12 @@ def _changes(content: CheckpointContent, data: DataFacts | None, session: Sessio
     stored_code: Mapping[str, str] = content.meta.get("code", {})  # type: ignore[assignment]
     old |= {f"code.{reference}": digest for reference, digest in stored_code.items()}
     new |= {f"code.{reference}": digest for reference, digest in user_code.digests().items()}
-    if data is not None:
-        old |= _data_values(data)
-        new |= _data_values(now)
-        differs = class_difference(data.class_names, now.class_names)
-        if differs is not None:
-            old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
-    elif old.get("data.train") != config.data.train:  # format version 1 stores only the path of the images
-        old["images"], new["images"] = old.get("data.train"), config.data.train
-    return changes(old, new, _absent(config, data or now))
+    old |= _data_values(data)
+    new |= _data_values(now)
+    differs = class_difference(data.class_names, now.class_names)
+    if differs is not None:
+        old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
+    return changes(old, new, _absent(config, data))
 
 
 def check_model(content: CheckpointContent, data: DataFacts, config: Config, path: Path) -> None:
@@ -356,16 +358,16 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
     return flat(Config.model_construct().model_dump(mode="json")) | defaults(config) | flat({"model": options})
 
 
-def describe(position: Position, samples: int | None) -> str:
+def describe(position: Position, samples: int) -> str:
     """Return a position in words.
 
     Args:
-        samples: number of samples of an epoch; None if unknown.
+        samples: number of samples of an epoch.
     """
     if not position.samples:
         return f"epoch {position.epoch + 1}, step {position.global_step}"
-    of_all = "" if samples is None else f" of {samples:,}"
-    return f"epoch {position.epoch + 1}, step {position.global_step}, {position.samples:,}{of_all} images of the epoch done"
+    done = f"{position.samples:,} of {samples:,} images of the epoch done"
+    return f"epoch {position.epoch + 1}, step {position.global_step}, {done}"
 
 
 def rate_words(start: Start, config: Config, samples: int) -> list[str]:

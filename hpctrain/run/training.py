@@ -49,7 +49,7 @@ from hpctrain.run.messages import set_progress
 from hpctrain.run.result import EpochCallback
 from hpctrain.run.resume import Start, find_start, introduce
 from hpctrain.runs.directory import RunDirectory, runs, software_versions
-from hpctrain.runs.owner import claim, living_owner
+from hpctrain.runs.owner import living_owner
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
 from hpctrain.train.metrics import Reporter, RunningSums
@@ -486,7 +486,6 @@ def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, di
     def cut() -> None:
         if session.is_root:
             earlier = directory.config() if start is None else str(start.content.meta["config"])
-            claim(directory.path)
             checkpoint.set_aside(directory.checkpoints, position.global_step)
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
             directory.follow_config(dump(session.config), position.global_step, earlier)

@@ -45,7 +45,18 @@ from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
 from hpctrain.launch.process_start import release
 from hpctrain.runs import records
-from hpctrain.runs.owner import MARKER, STAMP, Ownership, RunMarker, is_run, mark, marker_of, order_of
+from hpctrain.runs.owner import (
+    FORMAT_VERSION,
+    MARKER,
+    STAMP,
+    Ownership,
+    RunMarker,
+    format_version,
+    is_run,
+    mark,
+    marker_of,
+    order_of,
+)
 from hpctrain.runs.records import Bookkeeping
 from hpctrain.storage.atomic_write import PARTIAL, remove_unfinished, write_bytes, write_json, write_text
 from hpctrain.version import __version__
@@ -161,9 +172,14 @@ class RunDirectory:
         """Return an existing run.
 
         Raises:
-            CheckpointError: `path` is not a run directory.
+            CheckpointError: `path` is not a run directory, or one of another version of the format.
         """
         run = cls(Path(path))
+        if (version := format_version(run.path)) not in (None, FORMAT_VERSION):
+            raise CheckpointError(
+                f"The run {path} has format version {version}, but this hpctrain reads version {FORMAT_VERSION}; "
+                f"use the hpctrain that wrote it."
+            )
         if not (run.path / "config.yaml").is_file():
             raise CheckpointError(
                 f"{path} is not a run directory: it has no config.yaml; give a directory that a training wrote."
@@ -455,8 +471,6 @@ def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
     """Return the run of the checkpoint `path`; None if it is in no run directory, or in the directory of another run.
 
-    A checkpoint contains the identity of its run. A checkpoint of an earlier version contains a configuration of the run instead.
-
     Args:
         meta: metadata of the checkpoint.
     """
@@ -464,20 +478,10 @@ def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | 
         run = RunDirectory(place.parent.parent)
         if place.parent.name != run.checkpoints.name or not is_run(run.path):
             continue
-        marker, identity = marker_of(run.path), meta.get("run")
-        if identity is None:
-            belongs = _has_config(run, str(meta.get("config")))
-        else:
-            belongs = marker is not None and identity == marker.identity
-        if belongs:
+        marker = marker_of(run.path)
+        if marker is not None and meta.get("run") == marker.identity:
             return run
     return None
-
-
-def _has_config(run: RunDirectory, config: str) -> bool:
-    """Return whether a run has, or had, this configuration."""
-    kept = [path for path in run.path.iterdir() if path.name == "config.yaml" or _EARLIER.fullmatch(path.name)]
-    return any(path.is_file() and path.read_bytes() == config.encode() for path in kept)
 
 
 def _name_in(path: Path) -> str | None:

@@ -1,8 +1,7 @@
 """Identity and ownership of a run: the proof that a directory is a run, and the rule that one job at a time writes to it.
 
-A run has a marker file, `run.json`, which also orders runs without clocks or time zones. Runs of earlier versions have none. They
-are recognised by their versions.json, and are marked when they are resumed. Files in a directory are written, cut or deleted only
-after this proof, because other programs may also write a `config.yaml` or a `metrics.jsonl`.
+A run has a marker file, `run.json`, which also orders runs without clocks or time zones. Files in a directory are written, cut or
+deleted only after this proof, because other programs may also write a `config.yaml` or a `metrics.jsonl`.
 
 The directory `owners` of a run has a record of each owner, `owner-00001.jsonl` and so on. The record with the highest number is
 that of the current owner. A record is created atomically, by a hard link, which every file system, including NFS and Lustre,
@@ -19,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import platform
 import re
@@ -43,7 +41,9 @@ from hpctrain.storage.atomic_write import synchronise_directory, write_json
 STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
 #: name of the file that proves that a directory is a run
 MARKER = "run.json"
-_FORMAT, _FORMAT_VERSION = "hpctrain-run", 1
+_FORMAT = "hpctrain-run"
+#: version of the format of run directories
+FORMAT_VERSION = 1
 #: size limit of a small JSON file, in bytes: it may belong to another program
 _MOST_BYTES = 1 << 20
 _MOST_NS = 1 << 62
@@ -70,12 +70,12 @@ def mark(path: Path, marker: RunMarker) -> None:
         OSError: the marker cannot be written.
     """
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(marker.order // 10**9))
-    content = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "run": marker.identity, "order": marker.order}
+    content = {"format": _FORMAT, "format_version": FORMAT_VERSION, "run": marker.identity, "order": marker.order}
     write_json(path / MARKER, {**content, "begun": begun})
 
 
 def marker_of(path: Path) -> RunMarker | None:
-    """Return the marker of the run directory `path`; None if it has none, as in runs of earlier versions."""
+    """Return the marker of the run directory `path`; None if it has none of this version of the format."""
     try:
         status = (path / MARKER).stat()
     except OSError:
@@ -88,29 +88,21 @@ def _read_marker(path: Path, *version: int) -> RunMarker | None:
     """Return the marker in a run directory. Cached by version of the file, because a start needs it several times."""
     content = _json_object(path / MARKER)
     identity, order = content.get("run"), content.get("order")
-    if content.get("format") != _FORMAT or not isinstance(identity, str) or not isinstance(order, int):
+    is_known = (content.get("format"), content.get("format_version")) == (_FORMAT, FORMAT_VERSION)
+    if not is_known or not isinstance(identity, str) or not isinstance(order, int):
         return None
     return RunMarker(identity, min(max(0, order), _MOST_NS))
 
 
 def is_run(path: Path) -> bool:
-    """Return whether `path` is proven to be a run directory, by its marker or, in earlier versions, by its versions.json."""
-    if not (path / "config.yaml").is_file():
-        return False
-    if marker_of(path) is not None:
-        return True
-    versions = _json_object(path / "versions.json")
-    return "python" in versions and "hpctrain" in versions
+    """Return whether `path` is proven to be a run directory, by its marker."""
+    return (path / "config.yaml").is_file() and marker_of(path) is not None
 
 
-def claim(path: Path) -> None:
-    """Mark the run directory `path` if it has no marker, as in earlier versions. Its position in the order of runs is kept.
-
-    Raises:
-        OSError: the marker cannot be written.
-    """
-    if marker_of(path) is None:
-        mark(path, RunMarker(secrets.token_hex(8), order_of(path)))
+def format_version(path: Path) -> object:
+    """Return the version of the format of the run directory `path`, which may be another than this one; None without a marker."""
+    content = _json_object(path / MARKER)
+    return content.get("format_version") if content.get("format") == _FORMAT else None
 
 
 def _json_object(path: Path) -> Mapping[str, object]:
@@ -125,31 +117,9 @@ def _json_object(path: Path) -> Mapping[str, object]:
 
 
 def order_of(path: Path) -> int:
-    """Return the position of a run in the order of runs.
-
-    Without a marker, use the time of the run's first record, or else the time in its name.
-    """
+    """Return the position of a run in the order of runs; 0 if its marker has been deleted."""
     marker = marker_of(path)
-    if marker is not None:
-        return marker.order
-    seconds = _first_seconds(path / "metrics.jsonl")
-    match = STAMP.fullmatch(path.name)
-    if seconds is None and match is not None:  # use the name, which has the local time of the machine on which the run began
-        with contextlib.suppress(ValueError, OverflowError):
-            seconds = time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
-    return 0 if seconds is None else min(max(0, int(seconds * 1e9)), _MOST_NS)
-
-
-def _first_seconds(metrics: Path) -> float | None:
-    """Return the time of a run's first record, in seconds since 1970; None if it cannot be read."""
-    try:
-        if metrics.is_file():
-            with open(metrics, "rb") as file:
-                seconds = json.loads(file.readline(_MOST_BYTES))["time"]
-                return seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        pass
-    return None
+    return 0 if marker is None else marker.order
 
 
 FOLDER = "owners"

@@ -202,8 +202,7 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
     if its_step != step or not isinstance(its_epoch, int):
         return its_step > step
     if record.get("kind") == "epoch":
-        counted_from_0 = "images" not in record  # a record of an earlier version
-        return its_epoch + counted_from_0 > epoch
+        return its_epoch > epoch
     if record.get("kind") == "evaluation":  # `epoch` is the number of epochs done
         return its_epoch > epoch or evaluates
     if record.get("kind") == "test":  # a resumed run tests again

@@ -109,7 +109,7 @@ def partial_path(path: Path, token: str = "") -> Path:
 
 
 def writer_of(partial: Path) -> ProcessMark | None:
-    """Return the process that created a partial file; None if the name has no process, as in earlier versions."""
+    """Return the process that created a partial file; None if the name has no process."""
     words = partial.name.removesuffix(PARTIAL).split(".")
     marks = (ProcessMark.parse(".".join(words[i:])) for i in range(1, len(words)))  # host names may contain dots
     return next((mark for mark in marks if mark is not None), None)

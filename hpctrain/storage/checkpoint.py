@@ -273,8 +273,8 @@ def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
 def by_age(directory: Path) -> list[tuple[int, Path]]:
     """Return (global step, path) of all checkpoints in `directory`, in the order of writing. Does not depend on clocks.
 
-    The order is that of the sequence numbers in the metadata. A checkpoint without a number (written by an earlier version) or
-    with unreadable metadata counts as written directly after those of lower steps.
+    The order is that of the sequence numbers in the metadata. A checkpoint without a number (written by `job.save`) or with
+    unreadable metadata counts as written directly after those of lower steps.
     """
     return _by_age(checkpoints(directory))
 

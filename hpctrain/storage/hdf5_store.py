@@ -139,9 +139,7 @@ class StoreFile(io.RawIOBase):
 
 
 FORMAT = "hpctrain-checkpoint"
-FORMAT_VERSION = 2
-#: version 1 counts the position in an epoch in steps
-_READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 1
 _META = "meta"
 #: from version 1.10 on HDF5 stores checksums of its own structures, so damage to them is detected. Its heap of variable-length
 #: values has none: a flipped bit there can cause an endless loop, so texts are stored with a fixed length (`np.bytes_`)
@@ -283,10 +281,10 @@ def _check_header(path: Path, file: h5py.File) -> None:
     if _text(file, "format") != FORMAT:
         raise CheckpointError(f"The file {path} is an HDF5 file, but not a checkpoint of hpctrain; give the path of one.")
     version = file.attrs.get("format_version")
-    if version not in _READABLE_VERSIONS:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"The checkpoint {path} has format version {version}, written by hpctrain {_text(file, 'hpctrain')}; "
-            f"hpctrain {__version__} reads versions up to {FORMAT_VERSION}; install a newer one."
+            f"The checkpoint {path} has format version {version}, but hpctrain {__version__} reads version {FORMAT_VERSION}; "
+            f"use hpctrain {_text(file, 'hpctrain')}, which wrote it."
         )
 
 
@@ -341,7 +339,7 @@ def _meta(path: Path, file: h5py.File) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    """Yield an open checkpoint file of a readable version."""
+    """Yield an open checkpoint file of this version."""
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {path}; give the path of an existing one.")
     # Many parallel file systems have no locks, and a finished checkpoint is never written again.

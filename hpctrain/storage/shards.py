@@ -184,8 +184,8 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
     content = json.loads(text)
     if content["format_version"] != _VERSION:
         raise CheckpointError(
-            f"The checkpoint {path} has version {content['format_version']} of the sharded format; "
-            f"this hpctrain reads version {_VERSION}; use the version of hpctrain that wrote it."
+            f"The checkpoint {path} has format version {content['format_version']}, but this hpctrain reads version {_VERSION}; "
+            f"use the hpctrain that wrote it."
         )
     return ShardedTensors(path, [_shard(entry) for entry in content["shards"]]), content["meta"]
 

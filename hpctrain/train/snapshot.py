@@ -142,8 +142,8 @@ def _with_states_of_all_parts(
 
 
 _COUNTERS = "averaging"  # key of the metadata: counters of averagers by parameter group
-#: fields of a position that are stored only if they are not empty, because older programs reject them
-_LATER_FIELDS = ("skipped", "skipped_in_a_row", "reorderings", "stagnation", "plateau")
+#: fields of a position that are stored only if they are not empty
+_OPTIONAL_FIELDS = ("skipped", "skipped_in_a_row", "reorderings", "stagnation", "plateau")
 _PENDING = "_gradient"  # suffix of states of an averager, after its name (see GradientAverager.pending)
 
 
@@ -185,7 +185,7 @@ class Position:
     def to_meta(self) -> dict[str, Any]:
         """Return the position as metadata of a checkpoint, for `from_meta`."""
         values = asdict(self)
-        empty = [name for name in _LATER_FIELDS if not values[name]]
+        empty = [name for name in _OPTIONAL_FIELDS if not values[name]]
         return {name: value for name, value in values.items() if name not in empty}
 
     @classmethod
@@ -198,9 +198,6 @@ class Position:
             values["stagnation"] = Stagnation(**values["stagnation"])
         if values.get("plateau") is not None:
             values["plateau"] = PlateauState.from_meta(values["plateau"])
-        if "step_in_epoch" in values:  # format version 1 counted steps; its sums were complete
-            del values["step_in_epoch"]
-            values["samples"] = values["sums"].count
         return cls(**values)
 
 

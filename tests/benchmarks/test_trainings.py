@@ -42,7 +42,7 @@ from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support.faults import FAULTS
-from tests.support.runs import make_unmarked
+from tests.support.runs import make_run
 
 TASK = {"file": "a.yaml", "overrides": ["epochs=10"], "ranks": 2}
 
@@ -152,7 +152,7 @@ def test_a_run_without_a_test_is_refused() -> None:
 
 
 def write(directory: Path, accuracies: list[float]) -> None:
-    make_unmarked(directory, "name: some\n")
+    make_run(directory, "name: some\n")
     records = [{"kind": "evaluation", "epoch": epoch + 1, "top1": value} for epoch, value in enumerate(accuracies)]
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
 

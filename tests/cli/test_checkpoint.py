@@ -15,7 +15,7 @@ from hpctrain.runs import directory
 from hpctrain.runs.directory import BestRecord
 from hpctrain.runs.owner import owned
 from hpctrain.storage.checkpoint import SEQUENCE, CheckpointContent, checkpoint_path, parameter_key, read, write
-from tests.support.runs import make_unmarked
+from tests.support.runs import make_run
 
 
 def _call(*words: str) -> Result:
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
         path = checkpoint_path(tmp_path / "checkpoints", step)
         write(path, CheckpointContent(tensors, meta))
         os.utime(path, (2e9 - step, 2e9 - step))  # clocks decide nothing
-    return make_unmarked(tmp_path, "name: long\n")
+    return make_run(tmp_path, "name: long\n")
 
 
 def _damage(run: Path, step: int) -> Path:
@@ -133,7 +133,7 @@ def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None
 
 
 def test_a_run_that_is_written_to_is_neither_pruned_nor_converted_in(run: Path) -> None:
-    make_unmarked(run, "name: a\n")
+    make_run(run, "name: a\n")
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
     new = run / "checkpoints" / "checkpoint-00000003.shards"
     with owned(run, "hpctrain train"):

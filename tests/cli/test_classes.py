@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from hpctrain.data.writer import write_data_file
-from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, newest_run, sentence
+from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, sentence
 
 pytestmark = pytest.mark.slow
 
@@ -87,20 +85,6 @@ def test_eval_refuses_images_of_another_shape_though_the_network_could_take_them
     (folder / "train.h5").unlink()
     line = _refused(folder, "eval", "model.grid=1", "data.augment=[]", ranks=2)
     assert "Evaluation images have shape (9, 6, 1) after augmentation, but training images (7, 6, 1)" in line
-
-
-def test_eval_of_the_first_format_asks_the_training_file(folder: Path) -> None:
-    hpctrain(0, folder, "train", "--steps", "1")
-    expected = _tested(hpctrain(0, folder, "eval"))
-    (path,) = newest_run(folder).checkpoints.iterdir()
-    content = checkpoint.read(path)
-    meta = {key: value for key, value in content.meta.items() if key != "data"}
-    checkpoint.write(path, checkpoint.CheckpointContent(content.tensors, meta))
-    with h5py.File(path, "r+") as file:
-        file.attrs["format_version"] = 1
-    assert _tested(hpctrain(0, folder, "eval")) == expected
-    (folder / "train.h5").unlink()
-    assert "train.h5" in _refused(folder, "eval")
 
 
 def test_training_maps_or_refuses_the_test_file_s_classes(folder: Path) -> None:

@@ -21,7 +21,7 @@ from hpctrain.runs.owner import SUPERVISOR, owned
 from hpctrain.runs.records import HashFile
 from hpctrain.trace.time_table import Late, Row, TimeTable, from_json
 from hpctrain.trace.time_table_text import lines
-from tests.support.runs import make_unmarked, write_checkpoint, write_run
+from tests.support.runs import make_run, write_checkpoint, write_run
 
 
 def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path, text: str) -> Non
 
 
 def _run(output: Path, stamp: str, name: str = "a") -> Path:
-    return make_unmarked(output / f"{name}-{stamp}", f"name: {name}\n")
+    return make_run(output / f"{name}-{stamp}", f"name: {name}\n")
 
 
 def _checkpoint(run: Path, step: int, suffix: str = ".h5", written: int = 0) -> Path:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
 
 from hpctrain.data.loader import Batch
@@ -251,25 +250,6 @@ def test_auto_does_not_start_anew_over_damaged_checkpoints(folder: Path) -> None
     outcome = _again(folder, code=2)
     assert "damaged" in outcome.stderr
     assert len(list((folder / "runs").iterdir())) == 1
-
-
-def test_checkpoints_of_the_first_version_go_on(folder: Path, seen: Seen) -> None:
-    """It counted steps, and knew nothing of the data."""
-    _train(folder, "--steps", "2")
-    (path,) = newest_run(folder).checkpoints.iterdir()
-    content = checkpoint.read(path)
-    meta = {key: value for key, value in content.meta.items() if key not in ("data", "samples")} | {"step_in_epoch": 2}
-    position = dict(content.meta["position"])  # type: ignore[call-overload]
-    del position["samples"]
-    meta["position"] = position | {"step_in_epoch": 2}
-    checkpoint.write(path, checkpoint.CheckpointContent(content.tensors, meta))
-    with h5py.File(path, "r+") as file:
-        file.attrs["format_version"] = 1
-    write_images(folder / "other.h5", SAMPLES, seed=5, shape=SHAPE)
-    refused = _again(folder, f"data.train={folder}/other.h5", code=2)
-    assert "images: " in refused.stderr
-    _again(folder, "batch=30")
-    assert seen.all_of(0) == Sampler(SAMPLES, 1, seed=7).order(0).tolist()
 
 
 def test_norms_are_summed_where_only_the_resume_asks_for_them(folder: Path) -> None:

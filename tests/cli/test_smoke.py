@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hpctrain.cli.main import cli
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.runs import make_unmarked
+from tests.support.runs import make_run
 
 Job = Callable[..., Outcome]
 
@@ -79,7 +79,7 @@ def test_grids_are_tried_on_the_ranks_that_there_are(ranks: int, tmp_path: Path)
 def test_all_parts_of_a_recipe_run_and_earlier_runs_stay(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(AGAINST_ALL)
     earlier = tmp_path / "runs" / "tiny-20200101-000000"
-    make_unmarked(earlier, "name: tiny\n")
+    make_run(earlier, "name: tiny\n")
     outcome = run_here(2, ["-m", "hpctrain", "train", "tiny.yaml", "--smoke"], cwd=tmp_path)
     assert outcome.code == 0, outcome.output
     assert "smoke: there is no nowhere.safetensors yet, so all weights are drawn by the seed" in outcome.stdout

@@ -121,15 +121,12 @@ def test_pictures_that_decode_to_other_pixels_here_are_named(make_encoded):
     assert kinds(check_file(encoded.path)) == {("decoder", True): (5,)}
 
 
-def test_a_file_without_checksums_says_less(make_file):
-    old = make_file()[0].path
-    with h5py.File(old, "r+") as file:
-        del file["sums"]
-    assert not check_file(old).damaged
-    images = np.asarray(ImageFile.open(old).images[4]).tobytes()
-    content = bytearray(old.read_bytes())
+def test_a_file_with_damaged_checksums_says_less(make_file):
+    path = make_file()[0].path
+    images = np.asarray(ImageFile.open(path).images[4]).tobytes()
+    change_dataset(path, "sums", lambda sums: np.put(sums, 2, sums[2] ^ 1))
+    content = bytearray(path.read_bytes())
     content[content.index(images)] ^= 1
-    old.write_bytes(content)
-    (finding,) = check_file(old).findings
-    assert finding.damage
-    assert "without checksums of samples, the affected ones are unknown" in finding.sentence
+    path.write_bytes(content)
+    sentences = [finding.sentence for finding in check_file(path).findings if finding.damage]
+    assert any("without checksums of samples, the affected ones are unknown" in sentence for sentence in sentences)

@@ -174,13 +174,19 @@ def test_a_page_is_followed(page: str, follower: Follower) -> None:
 
 
 @installed_alone
-def test_the_installation_is_the_wheel_and_not_the_checkout(follower: Follower, installed: Path) -> None:
+def test_the_first_lines_of_readme_train_with_the_wheel_and_not_the_checkout(follower: Follower, installed: Path) -> None:
+    """Alone finds a package that pyproject.toml lacks, whatever pages are drawn."""
     follower.run("python -c 'import hpctrain; print(hpctrain.__file__)'; command -v hpctrain mpiexec; hpctrain --version")
     package, program, launcher, version, *_ = follower.output.splitlines()
     assert Path(package).is_relative_to(installed)
     assert Path(program) == installed / "bin" / "hpctrain"
     assert os.access(launcher, os.X_OK)
     assert version.startswith("hpctrain ")
+    for block in blocks("README.md", "bash")[:2]:
+        for command in commands(block):
+            if not any(re.match(pattern, command) for pattern in EXCEPTIONS):
+                follower.run(command)
+    assert "epoch 2/2: train loss" in follower.output
 
 
 def _all_commands() -> Iterator[str]:

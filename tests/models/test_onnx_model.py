@@ -23,7 +23,7 @@ from hpctrain.nn.network import Network
 from tests.support import network_state
 from tests.support.nets import plain, residual
 
-_SMALLEST = {"alexnet": 83, "vgg": 45, "resnet_small": 19, "small": 29, "resnet": 33, "resnet9": 19}
+_SMALLEST = {"alexnet": 83, "vgg": 45, "resnet_small": 19, "small": 29, "resnet": 33, "resnet9": 19, "preact_resnet": 19}
 
 
 def network_of(model: Layer, image_shape: tuple[int, int, int]) -> Network:

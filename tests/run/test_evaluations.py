@@ -323,7 +323,7 @@ def network() -> Network:
 
 
 def weights_of_run(folder: Path, averaged: Sequence[str] = (), **others: Any) -> Path:
-    """A checkpoint after three steps; `others` replaces its configuration's keys, or its metadata's.
+    """A checkpoint after three steps; `others` replaces keys of its configuration.
 
     averaged: names of parameters and statistics that have an average, which is their negative.
     """
@@ -335,9 +335,8 @@ def weights_of_run(folder: Path, averaged: Sequence[str] = (), **others: Any) ->
     tensors |= {averaged_statistic_key(name): -view for name, view in views.items() if name in averaged}
     position = {"epoch": 0, "samples": 4, "global_step": 3, "sums": SUMS}
     config = {**CONFIG, **{key: value for key, value in others.items() if key in CONFIG}}
-    meta = {"config": yaml.safe_dump(config), "position": position, "data": others.get("facts", DATA)}
     path = checkpoint_path(folder, 3)
-    write(path, CheckpointContent(tensors, {key: value for key, value in meta.items() if value is not None}))
+    write(path, CheckpointContent(tensors, {"config": yaml.safe_dump(config), "position": position, "data": DATA}))
     return path
 
 
@@ -378,8 +377,6 @@ def test_averages_are_exported_where_there_are_any(tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has format version 1, which does not store classes"):
-        of_checkpoint(weights_of_run(tmp_path, facts=None))
     with pytest.raises(CheckpointError, match="has weights of the model small, not of resnet18"):
         of_checkpoint(weights_of_run(tmp_path), "resnet18")
     with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\) in .*, and \(5, 3, 3, 1\) in the model"):

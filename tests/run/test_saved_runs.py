@@ -26,7 +26,7 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.run.python_job import LoopCheckpoints
 from hpctrain.runs.directory import RunDirectory, latest, runs
-from hpctrain.runs.owner import MARKER, is_run, marker_of
+from hpctrain.runs.owner import MARKER, is_run
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
 from hpctrain.train.replica import LoopState, Replica
@@ -36,7 +36,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.jobs import Outcome, run_job
-from tests.support.runs import make_unmarked, train_virtual
+from tests.support.runs import make_run, train_virtual
 from tests.support.training import Task, batches, replica_of
 
 CONFIG = """
@@ -335,18 +335,6 @@ class History:
             seconds = self.draw.uniform(1e9, 2e9)
             os.utime(path, (seconds, seconds))
 
-    def age(self) -> None:
-        """Make the runs those of an earlier version: without markers and sequence numbers, named in local time."""
-        for number, run in enumerate(self.begun):
-            (run / MARKER).unlink(missing_ok=True)
-            for _, path in checkpoint.checkpoints(run / "checkpoints"):
-                content = checkpoint.read(path)
-                meta = {key: value for key, value in content.meta.items() if key not in (checkpoint.SEQUENCE, "run")}
-                checkpoint.write(path, checkpoint.CheckpointContent(content.tensors, meta))
-            lines = (run / "metrics.jsonl").read_text().splitlines()
-            first = {**json.loads(lines[0]), "time": 1e9 + number}  # all that is left of the order
-            (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in (json.dumps(first), *lines[1:])))
-
     def check(self) -> None:
         """Assert that the newest run is the one that began last, and that its newest checkpoints are those written last."""
         assert [run.path for run in runs(self.folder / "runs", "tiny")] == self.begun[::-1]
@@ -371,8 +359,6 @@ def test_the_order_is_that_of_the_history(tmp_path: Path, seed: int) -> None:
         history.check()
         if draw.random() < 0.5:
             history.touch()
-        if draw.random() < 0.2:
-            history.age()
         history.check()
         act = draw.choice(("start", "resume", "resume", "rewind"))
         history.start() if act == "start" else history.resume(earlier=act == "rewind")
@@ -472,7 +458,7 @@ def test_a_checkpoint_of_another_run_is_from_elsewhere(trained: Path, tmp_path: 
 
 @pytest.mark.parametrize("through", ["", "link", "linked directory"])
 def test_a_checkpoint_of_a_run_goes_on_in_it(trained: Path, tmp_path: Path, through: str) -> None:
-    """A link may lead to the checkpoint. A run of an earlier version may hold it, and receives a marker."""
+    """A link may lead to the checkpoint."""
     run = Path(shutil.copytree(_run(trained).path, tmp_path / "runs" / _run(trained).path.name))
     source = run / "checkpoints" / CHECKPOINT
     if through == "link":
@@ -481,18 +467,12 @@ def test_a_checkpoint_of_a_run_goes_on_in_it(trained: Path, tmp_path: Path, thro
     elif through:
         (run / "checkpoints").rename(tmp_path / "scratch")
         (run / "checkpoints").symlink_to(tmp_path / "scratch")
-    else:
-        (run / MARKER).unlink()
-        for _, path in checkpoint.checkpoints(run / "checkpoints"):
-            content = checkpoint.read(path)
-            checkpoint.write(path, CheckpointContent(content.tensors, {k: v for k, v in content.meta.items() if k != "run"}))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"mine": true, "step": 99}\n')
     (run / "config-00000099.yaml").write_text("# another experiment\n")
     overrides = (f"output={tmp_path / 'runs'}", "batch=5")
     train_virtual(1, trained / "tiny.yaml", *overrides, resume=str(source), steps=2)
     assert _run(tmp_path).path == run
-    assert marker_of(run) is not None
     assert [step for step, _ in checkpoint.checkpoints(run / "checkpoints")][-1] == 6
     assert (run / "config-00000099.yaml").read_text() == "# another experiment\n", "no run wrote that"
     assert {"mine": True, "step": 99} in RunDirectory(run).metrics()
@@ -536,7 +516,7 @@ def test_a_new_run_removes_what_killed_runs_of_its_name_have_left(tmp_path: Path
     left = {}
     for name, stamp in (("tiny", "20200101-000000"), ("tiny", "20200101-000001"), ("other", "20200101-000000")):
         checkpoints = output / f"{name}-{stamp}" / "checkpoints"
-        make_unmarked(checkpoints.parent, f"name: {name}\n")
+        make_run(checkpoints.parent, f"name: {name}\n")
         left[name, stamp] = checkpoints / "checkpoint-00000002.h5.partial"
         left[name, stamp].write_bytes(b"half")
     for key in (("tiny", "20200101-000000"), ("other", "20200101-000000")):

@@ -34,9 +34,9 @@ from hpctrain.runs.directory import (
     small_files,
     software_versions,
 )
-from hpctrain.runs.owner import Contender, Owner, Ownership, living_owner, owned, owners, run_of, was_owned_by_job
+from hpctrain.runs.owner import Contender, Owner, Ownership, is_run, living_owner, owned, owners, run_of, was_owned_by_job
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
-from tests.support.runs import make_unmarked
+from tests.support.runs import make_run
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
 
@@ -48,7 +48,7 @@ def create(output, name="quickstart"):
 def at(output, name, *steps):
     """A run with that directory name and checkpoints."""
     recorded = re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", name)
-    path = make_unmarked(output / name, f"seed: 1\nname: '{recorded}'\nmodel:\n  name: small\n")
+    path = make_run(output / name, f"seed: 1\nname: '{recorded}'\nmodel:\n  name: small\n")
     for step in steps:
         write(checkpoint_path(path / "checkpoints", step), CheckpointContent({"parameters/a": np.ones(3)}, {}))
     return RunDirectory(path)
@@ -78,6 +78,16 @@ def test_create_and_open(tmp_path):
     assert RunDirectory.open(run.path) == run
     with pytest.raises(CheckpointError, match="not a run directory"):
         RunDirectory.open(tmp_path)
+
+
+def test_a_run_of_another_version_is_refused_and_not_listed(tmp_path):
+    """Alone finds a later release's run that this one would resume, and cut, as if it were its own."""
+    run = create(tmp_path)
+    marker = run.path / "run.json"
+    marker.write_text(marker.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(CheckpointError, match="has format version 2, but this hpctrain reads version 1; use the hpctrain that"):
+        RunDirectory.open(run.path)
+    assert (is_run(run.path), list(runs(tmp_path, "quickstart"))) == (False, [])
 
 
 def test_directories_are_unique_however_many_start_at_once(tmp_path):
@@ -464,7 +474,7 @@ def test_the_run_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").touch()
     assert run_of(tmp_path / "run" / "checkpoints") is None
-    make_unmarked(tmp_path / "run", "name: a\n")
+    make_run(tmp_path / "run", "name: a\n")
     assert run_of(tmp_path / "run" / "checkpoints") == run_of(tmp_path / "run") == tmp_path / "run"
     assert run_of(tmp_path) is None
 

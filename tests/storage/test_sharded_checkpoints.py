@@ -240,7 +240,9 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sharded_checkpoint, "_VERSION", 2)
     path = write_sharded(tmp_path, 7)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has version 2 of the sharded format; this hpctrain reads version 1"):
+    with pytest.raises(
+        CheckpointError, match="has format version 2, but this hpctrain reads version 1; use the hpctrain that wrote it"
+    ):
         read(path)
 
 

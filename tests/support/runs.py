@@ -1,4 +1,4 @@
-"""Runs: on virtual ranks, small ones on pictures, and their directories as a training or an earlier version leaves them."""
+"""Runs: on virtual ranks, small ones on pictures, and their directories as a training leaves them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.run.training import run_training
 from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, latest
+from hpctrain.runs.owner import RunMarker, mark
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
 from hpctrain.trace.time_table import Row, TimeTable
@@ -34,12 +35,13 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 
 
-def make_unmarked(path: Path, config: str) -> Path:
-    """Make the directory of a run of an earlier version, without records and checkpoints; return it."""
+def make_run(path: Path, config: str) -> Path:
+    """Make the directory of a run without records and checkpoints; return it. Runs made so are ordered by their names."""
     (path / "checkpoints").mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(config)
     (path / "versions.json").write_text(json.dumps({"python": "3.11.7", "hpctrain": "0.1.0"}))
     (path / "git.json").write_text("{}")
+    mark(path, RunMarker("0" * 16, 0))
     return path
 
 

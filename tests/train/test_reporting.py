@@ -441,20 +441,6 @@ def test_a_resumed_runs_files_take_over_behind_its_checkpoint_in_each_directory(
     assert _values(tmp_path)["test", "loss"] == [(3, 0.375), (10, 0.375)]
 
 
-def test_a_run_of_an_earlier_version_goes_on_in_its_one_directory(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.event_file_writer import EventsWriter
-
-    (tmp_path / "tensorboard").mkdir()
-    writer = EventsWriter(str(tmp_path / "tensorboard" / "events"), "")
-    writer.close()
-    _report(tmp_path, 7)
-    assert _starts(tmp_path) == {".": [8]}
-    values = _values(tmp_path)
-    assert values[".", "interval/loss"] == [(9, 0.75)]
-    assert values[".", "evaluation/loss"] == [(10, 0.375)]
-
-
 def test_one_directory_that_refuses_does_not_keep_others_from_their_numbers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     (tmp_path / "tensorboard").mkdir()

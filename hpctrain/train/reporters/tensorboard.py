@@ -24,8 +24,7 @@ class TensorBoard(Reporter):
     """Writes all recorded numbers to TensorBoard event files in the run directory. Requires the extra `export`.
 
     The loss and the accuracies of all sets share one chart each. The directories below `tensorboard` are train, validation and
-    test and, with averaged weights, validation-averaged and test-averaged. A run that an earlier version began with one directory
-    for all numbers continues with this directory.
+    test and, with averaged weights, validation-averaged and test-averaged.
 
     Args:
         directory: directory of the run.
@@ -39,9 +38,8 @@ class TensorBoard(Reporter):
         tensorboard_writer()
         self._directory = directory / "tensorboard"
         self._done_steps = done_steps
-        self._is_flat = done_steps > 0 and any(self._directory.glob("events*"))
-        earlier = [place.name for place in self._directory.glob("*/")] if done_steps and not self._is_flat else []
-        self._files = {name: self._file(name) for name in ([""] if self._is_flat else earlier)}
+        earlier = [place.name for place in self._directory.glob("*/")] if done_steps else []
+        self._files = {name: self._file(name) for name in earlier}
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -50,7 +48,7 @@ class TensorBoard(Reporter):
         step = int(values.get("step", 0))
         for name, value in values.items():
             if isinstance(value, int | float) and name != "step":
-                directory, tag = ("", f"{kind}/{name}") if self._is_flat else _place(kind, name, str(values.get("set", _TEST)))
+                directory, tag = _place(kind, name, str(values.get("set", _TEST)))
                 if directory not in self._files:
                     self._files[directory] = self._file(directory)
                 self._files[directory].add(Event(wall_time=time.time(), step=step, summary=scalar(tag, value)))
