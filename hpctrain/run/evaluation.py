@@ -29,7 +29,7 @@ from hpctrain.config.images import (
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data.image_file import DataFacts, ImageForm
+from hpctrain.data.image_file import DataFacts, ImageForm, Split
 from hpctrain.data.loader import Loader
 from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session
