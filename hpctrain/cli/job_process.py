@@ -112,7 +112,7 @@ class JobProcess:
 
         explain_deadlines(progress)
         if self._removed.count:
-            log.get_logger(__name__).info(str(self._removed))
+            log.get_logger(__name__).debug(str(self._removed))
             self._removed = shared_segments.Removed()
 
     def finish(self) -> None:

@@ -285,14 +285,16 @@ def _printable(file: Path) -> str:
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
-def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Table:
-    """Return a table of settings: a column per run, or for many runs a row per value with the runs that have this value."""
+def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str], width: int) -> Table:
+    """Return a table of settings: a column per run if they fit, else a row per value with the runs that have this value."""
     if len(numbers) <= _MOST_COLUMNS:
         table = plain_table("", *numbers, left=1 + len(numbers))
         for setting in settings:
             table.add_row(setting.key, *setting.values)
-        return table
+        if PlainConsole(width=10_000).measure(table).maximum <= width:
+            return table
     table = plain_table("", "value", "runs", left=3)
+    table.columns[2].no_wrap = len(numbers) <= _MOST_COLUMNS
     for setting in settings:
         for place, value in enumerate(dict.fromkeys(setting.values)):
             runs = [number for number, own in zip(numbers, setting.values, strict=True) if own == value]
@@ -300,7 +302,7 @@ def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str]) -> Ta
     return table
 
 
-def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
+def comparison_lines(comparison: Comparison, width: int = _COLUMNS) -> Iterator[RenderableType]:
     """Yield the tables and sentences of a comparison in order. Tables number the runs, as their names are long.
 
     A few runs are shown as columns. More runs are shown as rows, with the most important figures only.
@@ -324,7 +326,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[RenderableType]:
         yield ""
         yield f"Differences in {title}:" if settings else f"No differences in {title}."
         if settings:
-            yield Padding(_settings(settings, numbers), (0, 0, 0, 2))
+            yield Padding(_settings(settings, numbers, width - _GAP), (0, 0, 0, _GAP))
     yield ""
     for bits in comparison.bits:
         yield bits.sentence(comparison.names)

@@ -355,8 +355,10 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
         from hpctrain.core.console import output_console
 
         console = output_console()
-        for renderable in comparison_lines(comparison):
-            console.print(renderable)
+        with console.capture() as printed:
+            for renderable in comparison_lines(comparison, console.width):
+                console.print(renderable)
+        echo_block("\n".join(line.rstrip() for line in printed.get().splitlines()))
     if out is not None:
         from hpctrain.report.figures import check_matplotlib
 

@@ -30,6 +30,7 @@ from hpctrain.data.pipeline import check_order
 from hpctrain.models import catalogue
 from hpctrain.nn.network import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
+from hpctrain.nn.whitening import whitened_convolution
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
@@ -244,6 +245,12 @@ def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             ("init", "ignore"),
             "init.ignore needs a file of weights, but init.weights is not set; set init.weights, or leave init.ignore out.",
         )
+    graph = grid.model_graph(config)
+    if init.whiten is not None and graph is not None:
+        try:
+            whitened_convolution(graph, init.whiten)
+        except ConfigError as error:
+            yield ("init", "whiten"), str(error)
     try:
         model = catalogue.build(config.model.name, config.model.options)
     except HpctrainError:  # reported as a fault of the model

@@ -498,6 +498,12 @@ class InitConfig(Section):
         description="Patterns of names of layers that are not trained: they have no gradients and no optimiser state, and batch "
         "normalisation uses its running statistics.",
     )
+    whiten: Text | None = Field(
+        default=None,
+        description="Name of a convolution of the images, such as whiten of the model vgg_small, whose filters are set to whiten "
+        "patches of training images before init.weights are read: their outputs have variance 1 and are not correlated; null "
+        "draws the filters from the seed.",
+    )
 
 
 class NonFiniteConfig(Section):

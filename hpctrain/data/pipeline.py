@@ -179,7 +179,8 @@ Read = Callable[[int, Box], np.ndarray]
 class Pipeline:
     """Augmentations in the given order, then (x / 255 - mean) / std in `dtype`, then augmentations of normalised pixels.
 
-    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id). The pipeline owns scratch memory for each of
+    The random numbers of augmentation i are f(seed, epoch, i, its name, sample id); see also `Augmentation.alternates`. The
+    pipeline owns scratch memory for each of
     its threads (one, unless `share_out` sets more), so only one thread at a time may call it.
 
     Args:
@@ -324,8 +325,10 @@ class Pipeline:
         return sizes
 
     def _draws(self, position: int, augmentation: Augmentation, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
-        stream = counter_random.key("augment", self.seed, epoch, position, augmentation.name)
-        return counter_random.uniform(stream, sample_ids, range(augmentation.draws))
+        drawn_in = 0 if augmentation.alternates else epoch
+        stream = counter_random.key("augment", self.seed, drawn_in, position, augmentation.name)
+        u = counter_random.uniform(stream, sample_ids, range(augmentation.draws))
+        return (u + 0.5) % 1.0 if augmentation.alternates and epoch % 2 else u
 
     def _changed(self, out: np.ndarray, size: tuple[int, int], region: Box, sample_ids: np.ndarray, epoch: int) -> np.ndarray:
         """Apply the steps after normalisation to `out` (N, h, w, C), a region of images of `size` (H, W), and return it."""

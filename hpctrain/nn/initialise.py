@@ -58,6 +58,24 @@ def uniform(bound: float) -> Initializer:
     return draw
 
 
+def identity(others: Initializer) -> Initializer:
+    """Return an initializer of a convolution (K, R, S, C) whose first filters copy the channels of its input.
+
+    Args:
+        others: initializer of the filters after the first C.
+    """
+
+    def draw(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        values = others(random, shape)
+        filters, rows, columns, channels = shape
+        copied = range(min(filters, channels))
+        values[: len(copied)] = 0.0
+        values[copied, rows // 2, columns // 2, copied] = 1.0
+        return values
+
+    return draw
+
+
 def kaiming_normal(fan: int) -> Initializer:
     """Return an initializer that draws from N(0, 2 / fan), which preserves the variance through ReLU layers.
 

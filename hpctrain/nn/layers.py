@@ -299,7 +299,7 @@ class BatchNorm(Leaf):
         shape = (self._spec.channels,)
         return {
             "weight": ParameterSpec(shape, initialise.constant(self._weight), decay=False),
-            "bias": ParameterSpec(shape, initialise.constant(0.0), decay=False),
+            "bias": ParameterSpec(shape, initialise.constant(0.0), decay=False, norm_bias=True),
         }
 
     def statistics(self) -> Mapping[str, StatisticSpec]:

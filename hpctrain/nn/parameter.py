@@ -72,6 +72,7 @@ class ParameterSpec:
         interchange: conversion to torchvision's layout.
         sufficient_factors: whether the gradient is x^T dy of a linear layer's inputs and errors (for its bias, the sum of the
             errors), so that another rank or module can compute it from these.
+        norm_bias: whether it is the bias of a batch norm.
     """
 
     shape: tuple[int, ...]
@@ -79,6 +80,7 @@ class ParameterSpec:
     decay: bool = True
     interchange: Interchange = Interchange()
     sufficient_factors: bool = False
+    norm_bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session, StartedJob
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import StateEntry, check_finite, check_fits, declared_state
-from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.network import Network
+from hpctrain.nn.whitening import whitened_convolution, whitening_filters
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import LearningRateSchedule
@@ -106,15 +107,49 @@ def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
 _HINT = 'set init.ignore, as in ["fc.*"]'
 
 
-def start_from_weights(session: Session, replica: Replica) -> None:
-    """Write the configured weights, if any, into a replica before its ranks agree on averaging. Collective.
+def start_from_weights(session: Session, setup: TrainingSetup) -> None:
+    """Write whitening filters and the configured weights, if any, into the replica before ranks agree on averaging. Collective.
 
     Raises:
+        ConfigError: `init.whiten` is not a convolution of the images that can be whitened.
+        DataError: a training image cannot be read; on every rank.
         CheckpointError: the file cannot be read, does not fit the model, or differs between ranks; on every rank.
     """
     init = session.config.init
+    if init.whiten is not None:
+        whiten(session, setup, init.whiten)
     if init.weights is not None:
-        put_weights(session.world, replica, Path(init.weights), init.ignore, session.config.model.name)
+        put_weights(session.world, setup.replica, Path(init.weights), init.ignore, session.config.model.name)
+
+
+#: images whose patches whitening filters are computed from; more change the filters by less than the seed changes a training
+_WHITENED_IMAGES = 4096
+
+
+def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
+    """Set the filters of the convolution `name` to whiten patches of evenly spaced training images. Collective.
+
+    The first rank computes them, because eigenvectors differ in their last bits between processors.
+    """
+    network, file = setup.replica.network, setup.loader.file
+    spec = whitened_convolution(network.graph(1), name)
+
+    def filters() -> np.ndarray | None:
+        if session.world.rank != 0:
+            return None
+        sampler = setup.loader.sampler
+        count = min(sampler.samples, _WHITENED_IMAGES)
+        chosen = np.arange(count, dtype=np.int64) * sampler.samples // count
+        chosen = chosen if sampler.subset is None else sampler.subset[chosen]
+        pixels = file.pixels.take(chosen, np.empty((count, *file.shape), np.uint8))
+        spread = np.array(setup.data.std) if session.config.data.normalise else np.ones(file.shape[2])
+        return whitening_filters(pixels / (255.0 * np.where(spread > 0, spread, 1.0)), spec)
+
+    weight = session.world.broadcast_object(raise_on_all_ranks(session.world, filters))
+    entry, entries = join(name, "weight"), declared_state(network.model)
+    setup.replica.drain()
+    _put(setup.replica, entries, {entry: network.parameter_specs[entry].interchange.export(weight)})
+    setup.replica.parameters_written()
 
 
 def put_weights(

@@ -257,7 +257,7 @@ def _run_phases(
     setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # a checkpoint contains the weights
         enter(session, RunPhase.WEIGHTS)
-        start_from_weights(session, setup.replica)
+        start_from_weights(session, setup)
     enter(session, RunPhase.AGREE)
     reproducibility.agree_record(session, setup, start)
     reproducibility.agree_schedules(session, setup, None if start is None else start.content, asked.schedule_from)
@@ -571,6 +571,8 @@ def _introduce_start(
         introduce(start, config, setup.loader.sampler.samples, reporter)
     elif resume is not None:
         reporter.say(f"nothing to resume: no run named {config.name} in {config.output} has a checkpoint yet")
+    if start is None and config.init.whiten is not None:
+        reporter.say(f"filters of {config.init.whiten} whiten patches of training images")
     if start is None and config.init.weights is not None:
         left_out = f", without {', '.join(config.init.ignore)}" if config.init.ignore else ""
         reporter.say(f"weights of {config.init.weights}{left_out}")

@@ -70,7 +70,7 @@ def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
     process = JobProcess(Launcher("some", rank=local_rank, local_rank=local_rank))
     world = process.start_world(30.0)
     progress = ProgressEngine(rank=0, deadline_seconds=30.0, abort=world.abort, flight=process.flight)
-    with caplog.at_level(logging.INFO, logger="hpctrain"):
+    with caplog.at_level(logging.DEBUG, logger="hpctrain"):
         process.started(progress)
         process.started(progress)
     process.finish()

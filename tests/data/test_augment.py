@@ -250,6 +250,21 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
         Pipeline([], 0, MEAN, STD).output_shape(9, 11, 1)
 
 
+def test_alternating_mirrors_each_image_in_every_second_epoch():
+    """Two epochs contain each image once each way; halves, seeds and regions stay as random as without it."""
+    images = images_of(400, (3, 4, 3))
+
+    def mirrored(epoch, seed=1):
+        out = pixels([("flip", {"alternating": True})], images, range(400), epoch=epoch, seed=seed)
+        return (out == images[:, :, ::-1]).all(axis=(1, 2, 3))
+
+    first = mirrored(0)
+    assert 150 < first.sum() < 250
+    for epoch in (1, 2, 3, 8, 9):
+        assert np.array_equal(mirrored(epoch), first ^ bool(epoch % 2))
+    assert 150 < (mirrored(0, seed=2) ^ first).sum() < 250
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -277,6 +292,7 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
         ("center_crop", {"size": 0}, "size = 0 is not positive"),
         ("flip", {"probability": 1.5}, "1.5 is outside"),
         ("flip", {"probability": float("nan")}, "nan is outside"),
+        ("flip", {"probability": 0.4, "alternating": True}, "0.4 does not fit alternating: true, .*; use 0.5"),
         ("flip", {"probability": "half"}, '"half", but must be a number'),
         ("random_resized_crop", {"size": 0}, "size = 0"),
         ("random_resized_crop", {"size": 8, "scale": [0, 1]}, r"scale = \[0.0, 1.0\] must be"),

@@ -193,6 +193,24 @@ def test_resnet9_is_eight_convolutions_and_a_classifier() -> None:
         assert (shapes["layer0.conv.weight"], shapes["fc.weight"]) == ((channels, 3, 3, 3), (7, round(512 * width)))
 
 
+def test_a_small_vgg_starts_as_whitening_filters_and_identities() -> None:
+    network = Network(built("vgg_small", channels=[32, 40]), (8, 8, 3), NumpyKernelSet())
+    shapes = {name: parameter.data.shape for name, parameter in network.parameters.items() if parameter.data.ndim == 4}
+    assert list(shapes.values()) == [(24, 2, 2, 3), (32, 3, 3, 24), (32, 3, 3, 32), (40, 3, 3, 32), (40, 3, 3, 40)]
+    for name, (filters, _, _, channels) in list(shapes.items())[1:]:
+        weight = np.array(network.parameters[name].data)
+        expected = np.zeros((channels, 3, 3, channels))
+        expected[range(channels), 1, 1, range(channels)] = 1.0
+        np.testing.assert_array_equal(weight[:channels], expected)
+        assert filters == channels or np.std(weight[channels:]) == pytest.approx((2 / 9 / filters) ** 0.5, rel=0.1)
+    sizes = [tensor.shape[1] for tensor in graph_of(built("vgg_small"), 32, 32, 3).tensors if len(tensor.shape) == 4]
+    assert sizes == [*[32] * 4, *[16] * 7, *[8] * 7, *[4] * 6, 1]
+    assert len(exported_shapes(built("vgg_small", convolutions=3, channels=[32]))) == 1 + 3 * 5 + 2
+    for options, words in (({"channels": []}, "at least one stage"), ({"convolutions": 0}, "nearest legal value is 1")):
+        with pytest.raises(OptionError, match=words):
+            built("vgg_small", **options)
+
+
 def test_the_small_network_has_what_its_options_say() -> None:
     shapes = exported_shapes(built("small", **SMALL, channels_in=2))
     norms = {f"stage{i}.bn.{role}": (c,) for i, c in ((1, 3), (2, 5)) for role in ("weight", "bias")}

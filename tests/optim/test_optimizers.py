@@ -29,12 +29,16 @@ MAKERS: dict[str, Callable[[], Optimizer]] = {
     "adamw": lambda: Adamw(weight_decay=0.05, clip_norm=0.5),
     "adam": lambda: Adam(weight_decay=0.05, clip_norm=0.5),
     "lamb": Lamb,
+    "fast biases": lambda: Sgd(momentum=0.9, weight_decay=0.05, decay_exclude="none", norm_bias_rate=64.0),
     "average": lambda: with_ema(Adamw(), EmaRule(0.7)),
 }
 
 
 def make_group(dtype: str = "float64") -> FlatGroup:
-    specs = {n: ParameterSpec(s, lambda random, shape: random.random(shape), decay=len(s) > 1) for n, s in SHAPES.items()}
+    specs = {
+        n: ParameterSpec(s, lambda random, shape: random.random(shape), decay=len(s) > 1, norm_bias=n == "norm.bias")
+        for n, s in SHAPES.items()
+    }
     group = FlatGroup(specs, dtype)
     group.data[:] = np.random.default_rng(0).standard_normal(group.size)
     return group
@@ -117,6 +121,18 @@ def test_sgd_and_lars_equal_their_definitions(dtype: str, tolerance: float, trus
         options["decay_exclude"] = exclude
         optimizer = Lars(trust_coefficient=trust[0], epsilon=trust[1], **options) if trust else Sgd(**options)
         assert_near(run(optimizer, group, grads, rates), expected, dtype, tolerance)
+
+
+def test_biases_of_batch_norms_have_a_rate_of_their_own() -> None:
+    """The factor reaches neither other parameters nor only the gradient: decay and momentum belong to the rate, too."""
+    options: Any = {"momentum": 0.85, "nesterov": True, "weight_decay": 0.05, "decay_exclude": "none"}
+    group, slow, fast = make_group(), make_group(), make_group()
+    ours = run(Sgd(**options, norm_bias_rate=64.0), group, gradients(group, 5), [0.1, 0.2, 0.05, 0.0, 0.3])
+    expected = run(Sgd(**options), slow, gradients(group, 5), [0.1, 0.2, 0.05, 0.0, 0.3])
+    bias = group.segment("norm.bias")
+    piece = slice(bias.start, bias.stop)
+    expected[piece] = run(Sgd(**options), fast, gradients(group, 5), [6.4, 12.8, 3.2, 0.0, 19.2])[piece]
+    np.testing.assert_allclose(ours, expected, rtol=1e-12)
 
 
 BETA1, BETA2 = 0.9, 0.99
@@ -443,6 +459,7 @@ def test_the_clipped_gradient_has_at_most_the_asked_norm() -> None:
         (Sgd, {"weight_decay": float("inf")}, "weight_decay is inf, but must be"),
         (Sgd, {"clip_norm": 0.0}, "clip_norm is 0.0"),
         (Sgd, {"decay_exclude": "bias"}, "decay_exclude is 'bias', but must be one of norm_and_bias, none"),
+        (Sgd, {"norm_bias_rate": 0.0}, "norm_bias_rate is 0.0, but must be a positive"),
         (Lars, {"trust_coefficient": 0.0}, "trust_coefficient is 0.0"),
         (Lars, {"epsilon": -1e-9}, "epsilon is -1e-09"),
         (Lars, {"momentum": 2}, "momentum 2"),

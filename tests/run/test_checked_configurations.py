@@ -241,6 +241,10 @@ def test_an_averager_that_is_chosen_has_no_options_yet():
             "init.weights is runs/first, but a file of weights ends in .safetensors, .pt, .pth; make one",
         ),
         ("init.ignore=[fc.*]", "init.ignore needs a file of weights"),
+        (
+            "init.whiten=layer1.0.conv1",
+            "init.whiten is layer1.0.conv1, but must be the name of a convolution of the images; that",
+        ),
     ],
 )
 def test_what_a_training_starts_from_is_checked(override: str, place: str) -> None:

@@ -1,6 +1,7 @@
 """Evaluations, judgements and predictions, equal on any grid; weights of a checkpoint, and initial weights of a training."""
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,16 +13,20 @@ import pytest
 import yaml
 
 from hpctrain.averaging.strategies.sharded import Sharded
+from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.data.image_file import ImageFile
 from hpctrain.job.session import Session
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
+from hpctrain.nn.whitening import whitened_convolution, whitening_filters
 from hpctrain.optim.ema import EMA
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.run import build
 from hpctrain.run.build import put_weights
 from hpctrain.run.evaluation import (
     Evaluation,
@@ -562,6 +567,51 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
     assert {key.rpartition("/")[2] for key in whole if key.startswith("optimizer/")} == {
         f"classifier.{layer}.{role}" for layer in ("fc1", "fc2") for role in ("weight", "bias")
     }
+
+
+def test_a_run_whitens_patches_of_its_training_images(folder: Path) -> None:
+    """The filters are computed in the network's units, stay as they are if frozen, and a resume keeps those of the checkpoint."""
+    words = ("init.whiten=stage1.conv", "init.freeze=[stage1.*]", "model.channels=[18, 2]")
+    run_in_process.train(folder, *words)
+    whole = newest(folder)
+    file = ImageFile.open(folder / "train.h5")
+    images = (np.asarray(file.images[:]) / 255.0 - file.mean) / file.std
+    filters = whole[parameter_key("stage1.conv.weight")]
+    patches = np.lib.stride_tricks.sliding_window_view(images, (3, 3), (1, 2)).reshape(-1, 9)
+    np.testing.assert_allclose(np.cov(patches @ filters.reshape(18, 9).T, rowvar=False, bias=True)[:9, :9], np.eye(9), atol=0.02)
+    np.testing.assert_array_equal(filters[9:], -filters[:9])
+    run_in_process.train(folder, *words, steps=2)
+    run_in_process.train(folder, *words, "init.whiten=null", resume="auto")
+    for key, values in newest(folder).items():
+        assert whole[key].tobytes() == values.tobytes(), key
+
+
+@pytest.mark.parametrize("grid", ["1x3", "mixed 2x2", "model 2x1"])
+def test_each_grid_starts_with_the_same_filters(folder: Path, grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks use the filters that the first one computed, and their own part of them if the layer is split."""
+    words = ("init.whiten=stage1.conv", "init.freeze=[stage1.*]", "model.channels=[18, 2]")
+    run_in_process.train(folder, *words, steps=1)
+    expected, computed = newest(folder)[parameter_key("stage1.conv.weight")], []
+
+    def counted(*arguments: Any) -> np.ndarray:
+        computed.append(threading.current_thread())
+        return whitening_filters(*arguments)
+
+    monkeypatch.setattr(build, "whitening_filters", counted)
+    ranks, of_grid = GRIDS[grid]
+    run_in_process.train_virtual(ranks, folder / "tiny.yaml", *words, *of_grid, steps=1)
+    assert len(computed) == 1
+    np.testing.assert_array_equal(newest(folder)[parameter_key("stage1.conv.weight")], expected)
+
+
+def test_what_cannot_be_whitened_is_refused() -> None:
+    spec = Conv2dSpec(1, 20, Window((3, 3), (1, 1), (1, 1, 1, 1)))
+    builder = GraphBuilder(TensorSpec((1, 7, 6, 1)))
+    graph = builder.build(builder.emit("a", spec, (0,), parameters={"weight": "a.weight"}))
+    with pytest.raises(ConfigError, match="20 filters in 1 groups, but whitening needs 1 group and at most 18 filters"):
+        whitened_convolution(graph, "a")
+    with pytest.raises(ConfigError, match=r"init.whiten is b, but must be the name of .*; that of this model is a"):
+        whitened_convolution(graph, "b")
 
 
 def test_a_resume_with_other_frozen_layers_is_refused(folder: Path) -> None:

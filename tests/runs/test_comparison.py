@@ -289,6 +289,7 @@ def test_results_and_differences_fit_80_columns(tmp_path: Path) -> None:
     text = "\n".join(printed)
     assert "best test top-1  66.67% (epoch 2)  66.67% (epoch 2)" in text
     assert "Differences in configuration:" in text
+    assert re.search(r"^  batch +8 +1 *\n +16 +2 *$", text, re.MULTILINE), "values that do not fit next to each other are rows"
     assert "No differences in versions." in text
     assert "no bits" in text
 

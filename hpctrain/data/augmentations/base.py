@@ -44,6 +44,11 @@ class Augmentation(ABC):
         if "name" not in vars(cls):
             cls.name = cls.__name__
 
+    @property
+    def alternates(self) -> bool:
+        """Whether odd epochs use the random numbers of even ones plus 1/2, modulo 1, and all even epochs the same ones."""
+        return False
+
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
         """Return the shape (H, W, C) of the results for images of (h, w, c).
 

@@ -18,9 +18,12 @@ class Flip(WindowAugmentation):
 
     Args:
         probability: Probability that an image is mirrored, in [0, 1].
+        alternating: Whether an image that is mirrored in one epoch is not mirrored in the next, and vice versa, so that two
+            epochs contain each image and its mirror image (Jordan 2024); needs a probability of 0.5.
     """
 
     probability: float = 0.5
+    alternating: bool = False
 
     name: ClassVar[str] = "flip"
     draws: ClassVar[int] = 1
@@ -28,6 +31,12 @@ class Flip(WindowAugmentation):
     def __post_init__(self) -> None:
         legal = 0 <= self.probability <= 1
         self.require(legal, "probability", "is outside [0, 1]; a usual value is 0.5")
+        legal = not self.alternating or self.probability == 0.5
+        self.require(legal, "probability", "does not fit alternating: true, which mirrors half of the images; use 0.5")
+
+    @property
+    def alternates(self) -> bool:
+        return self.alternating
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):

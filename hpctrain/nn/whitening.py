@@ -1,0 +1,58 @@
+"""Filters of a first convolution that whiten patches of images: their outputs have variance 1 and are not correlated."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.backend.graph import Graph
+from hpctrain.backend.specs import Conv2dSpec
+from hpctrain.core.errors import ConfigError
+
+#: added to the variances of normalised pixels, so that directions with hardly any variance are not enlarged to noise
+EPSILON = 5e-4
+
+
+def whitened_convolution(graph: Graph, name: str) -> Conv2dSpec:
+    """Return the convolution `name` of a model that `whitening_filters` can initialise.
+
+    Raises:
+        ConfigError: there is no such convolution of the images, or it has more filters than there are directions.
+    """
+    legal = [node.name for node in graph.nodes if isinstance(node.spec, Conv2dSpec) and node.inputs == (0,)]
+    spec = next((node.spec for node in graph.nodes if node.name == name and name in legal), None)
+    if not isinstance(spec, Conv2dSpec):
+        nearest = f"that of this model is {legal[0]}" if legal else "this model has none"
+        raise ConfigError(f"init.whiten is {name}, but must be the name of a convolution of the images; {nearest}.")
+    most = 2 * int(np.prod(spec.weight_shape[1:]))
+    if spec.groups > 1 or spec.channels_out > most:
+        raise ConfigError(
+            f"init.whiten is {name}, a convolution of {spec.channels_out} filters in {spec.groups} groups, but whitening needs 1 "
+            f"group and at most {most} filters, two for each value of a patch; leave init.whiten out."
+        )
+    return spec
+
+
+def whitening_filters(images: NDArray[np.float64], spec: Conv2dSpec) -> NDArray[np.float64]:
+    """Return the weight (K, R, S, C) of whitening filters, in float64.
+
+    The filters are the eigenvectors of the covariance of the images' patches, divided by the roots of the eigenvalues, the
+    largest eigenvalue first; then the negatives of these filters, which a ReLU after them needs (Page 2018, part 8).
+
+    Args:
+        images: (N, H, W, C) images in the units of the network's input.
+        spec: convolution, see `whitened_convolution`.
+    """
+    count, *patch = spec.weight_shape
+    size = int(np.prod(patch))
+    total, products, samples = np.zeros(size), np.zeros((size, size)), 0
+    for image in images:  # all patches of all images at once would need many times the memory of the images
+        windows = np.lib.stride_tricks.sliding_window_view(image, patch[:2], (0, 1))
+        patches = np.moveaxis(windows, 2, -1).reshape(-1, size)
+        total += patches.sum(0)
+        products += patches.T @ patches
+        samples += len(patches)
+    mean = total / samples
+    variances, directions = np.linalg.eigh(products / samples - np.outer(mean, mean))
+    filters = (directions / np.sqrt(np.maximum(variances, 0.0) + EPSILON)).T[::-1]
+    return np.concatenate([filters, -filters])[:count].reshape(spec.weight_shape)
