@@ -137,6 +137,30 @@ def _count_or_auto(value: Any) -> Any:
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
+def _validation(value: Any) -> Any:
+    if isinstance(value, str) and DECIMAL.fullmatch(value):
+        value = float(value) if set(value) & set(".eE") else int(value)
+    if isinstance(value, float) and value >= 1 and value.is_integer():
+        value = int(value)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        if value is None or 0 < value < 1 or (isinstance(value, int) and value >= 1):
+            return value
+    elif isinstance(value, str) and value:
+        return expanded_path(one_line(value))
+    raise PydanticCustomError(
+        "validation_type",
+        "must be a fraction above 0 and below 1, such as 0.1, a number of samples of at least 1, the path of a file, or null",
+    )
+
+
+#: samples for validation: a fraction of the training file, a number of its samples, the path of another file, or null
+Validation = Annotated[
+    int | float | str | None,
+    BeforeValidator(_validation),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}, {"type": "null"}]}),
+]
+
+
 def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """Return a function that adds an alternative notation to the JSON schema of a section.
 
