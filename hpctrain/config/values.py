@@ -20,7 +20,10 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     model_serializer,
     model_validator,
 )
@@ -159,6 +162,19 @@ Validation = Annotated[
     BeforeValidator(_validation),
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}, {"type": "null"}]}),
 ]
+
+
+def _class_weights(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:  # its sentences name the alternatives in pydantic's terms
+        raise PydanticCustomError(
+            "class_weights_type", "must be balanced, a list of numbers above 0, one per class, or null"
+        ) from None
+
+
+#: weight of each class in the loss; "balanced" for weights in inverse proportion to the numbers of images, null for none
+ClassWeights = Annotated[Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None, WrapValidator(_class_weights)]
 
 
 def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None]:

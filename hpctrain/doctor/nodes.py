@@ -73,7 +73,7 @@ def judge_load(job: JobView, facts: Sequence[NodeLoad | None]) -> list[DoctorFin
     return [kind.found(sentence, capital(f"{worst.advice()}."))]
 
 
-LOAD = Check("load", "the programs of others that run on each node", (BUSY, CROWDED), gather_load, judge_load)
+LOAD = Check("load", "other programs that run on each node", (BUSY, CROWDED), gather_load, judge_load)
 
 
 TOO_LITTLE = FindingKind(

@@ -83,8 +83,10 @@ class MaxTime:
         return self.name if self.limit.asked else None
 
 
-def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ) -> MaxTime:
-    """Return the limit of `max_time`: a duration from the launcher's start of this rank, or the time until the Slurm job ends.
+def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ, *, in_program: bool = False) -> MaxTime:
+    """Return the limit of `max_time`: a duration, or the time until the Slurm job ends.
+
+    The duration starts with this process or, in a Python program, which may train several times, with this call.
 
     Raises:
         ConfigError: `max_time` is "slurm", but the environment does not contain the end of the Slurm job.
@@ -92,19 +94,21 @@ def max_time(configured: float | str | None, environ: Mapping[str, str] = os.env
     if configured is None:
         return MaxTime()
     if configured != SLURM:
-        return _named(float(configured) - age_seconds(), f"max_time, {float(configured):g} s")
+        used = 0.0 if in_program else age_seconds()
+        return _named(float(configured) - used, f"max_time, {float(configured):g} s", in_program=in_program)
     left = slurm_seconds_left(environ)
     if left is None:
         raise ConfigError(
             f"max_time is {SLURM}, but the environment has no {SLURM_END}, which Slurm sets from version 22.05 on; "
             "set max_time to a duration such as 3h50m."
         )
-    return _named(left, "max_time, the end of the Slurm job")
+    return _named(left, "max_time, the end of the Slurm job", in_program=in_program)
 
 
-def _named(left: float, name: str) -> MaxTime:
+def _named(left: float, name: str, *, in_program: bool) -> MaxTime:
     end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + left))
-    sentence = f"{name}: the run ends with a checkpoint and exit code 85 before {end}, if it is not done by then"
+    code = "" if in_program else f" and exit code {STOPPED}"
+    sentence = f"{name}: the run ends with a checkpoint{code} before {end}, if it is not done by then"
     return MaxTime(TimeLimit(left), name, sentence)
 
 
@@ -248,7 +252,7 @@ def _run_phases(
 ) -> RunEnd:
     """Run all collective phases of a training in order, while this job owns the run."""
     enter(session, RunPhase.START)
-    limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
+    limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time, in_program=asked.in_program))
     start = None
     if asked.resume is not None:
         enter(session, RunPhase.FIND)
