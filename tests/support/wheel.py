@@ -71,7 +71,7 @@ def _built(source: Path, wheels: Path) -> Path:
 
 
 def install(wheel: Path, directory: Path) -> None:
-    """Make a virtual environment with the wheel and its requirements, with the extra `local`. It sees no other package of the tests.
+    """Make a virtual environment with the wheel, the extra `local` and all requirements, and no other package of the tests.
 
     Requirements are links to the packages of the tests, so no network is needed.
     """
@@ -85,7 +85,7 @@ def install(wheel: Path, directory: Path) -> None:
 
 
 def _required(installed: Distribution, extra: str) -> list[Distribution]:
-    """Return all direct and indirect requirements of a distribution with an extra, without MPICH's wheel if the tests use another MPI."""
+    """Return all requirements of a distribution with an extra, also indirect ones; without MPICH if the tests use another MPI."""
     found: dict[str, Distribution] = {}
     waiting = [*_requirements(installed, extra)]
     for requirement in waiting:  # which grows
