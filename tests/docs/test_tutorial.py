@@ -120,7 +120,7 @@ def form(line: str) -> str:
 
 def commands(block: Block) -> list[str]:
     """The commands of a ```bash block, as they are written, without comments; a backslash goes on."""
-    lines = (re.sub(r"\s+# .*", "", line) for line in block.text.replace("\\\n", " ").splitlines())
+    lines = (re.sub(r"(^|\s+)# .*", "", line) for line in block.text.replace("\\\n", " ").splitlines())
     return [line for line in lines if line]
 
 
