@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "schedule": {"name": "one_cycle"},
     "checkpoint": {"keep": 9},
 }
-#: improves in the first epoch only, and is reduced after each later one
+#: schedule in which only the first epoch counts as an improvement, so that each later one reduces the rate
 PLATEAU = {"name": "plateau", "patience": 1, "min_delta": 9.0, "factor": 0.5}
 PROGRAM = """
 import json, sys
@@ -47,6 +47,14 @@ except hpctrain.HpctrainError as error:
     assert "batch is -1" in str(error)
 for seed, output in ((1, first), (2, second)):
     result = hpctrain.train(config, output=output, seed=seed, style="none")
+"""
+
+STOPPED_PROGRAM = """
+import json, os, signal, sys
+import hpctrain
+config, number = json.load(open(sys.argv[1])), signal.Signals[sys.argv[2]]
+for seed in (1, 2):
+    hpctrain.train(config, seed=seed, on_epoch=lambda values: values["epoch"] == 1 and os.kill(os.getpid(), number))
 """
 
 
@@ -70,8 +78,8 @@ def assert_same_bits(here: Path, there: Path) -> None:
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
-def left() -> dict[str, object]:
-    """What a call could leave behind in its process; an exception holds files until it is collected."""
+def process_state() -> dict[str, object]:
+    """Return the state of this process that a call must not change. An exception keeps files open until it is collected."""
     gc.collect()
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     logger = logging.getLogger("hpctrain")
@@ -85,11 +93,11 @@ def left() -> dict[str, object]:
 
 
 def test_a_call_returns_what_the_run_recorded_and_leaves_nothing_behind(config: dict[str, Any]) -> None:
-    """Alone finds a call that leaks threads, files, handlers or settings, and a history that is not that of the run."""
+    """A call leaks no threads, files, handlers or settings, and its history is that of the run."""
     hpctrain.train(config, epochs=1)  # loads modules, which open files of their own
-    before, values = left(), []
+    before, values = process_state(), []
     result = hpctrain.train(config, on_epoch=values.append, **{"optimizer.lr": np.float64(0.02)})
-    assert left() == before
+    assert process_state() == before
     assert (result.epochs, result.steps, result.stopped) == (3, 9, None)
     assert [dict(entry) for entry in result.history] == values
     assert [entry["epoch"] for entry in values] == [1, 2, 3]
@@ -106,7 +114,7 @@ def test_a_call_returns_what_the_run_recorded_and_leaves_nothing_behind(config: 
 def test_the_second_of_two_calls_has_the_bits_of_a_process_of_its_own(
     job: Callable[..., Outcome], tmp_path: Path, ranks: int
 ) -> None:
-    """Alone finds state of a first call, or of an error, that changes a second one, and MPI that ends with the first."""
+    """Neither a first call nor an error changes a second call, and MPI does not end with the first."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "schedule": PLATEAU}))
     (tmp_path / "program.py").write_text(PROGRAM)
     outputs = [tmp_path / name for name in ("first", "second", "command")]
@@ -122,7 +130,7 @@ def test_the_second_of_two_calls_has_the_bits_of_a_process_of_its_own(
 
 
 def test_a_callback_stops_a_run_which_resumes_to_the_bits_of_one_that_was_not_stopped(config: dict[str, Any]) -> None:
-    """Alone finds a stop by the callback that loses the checkpoint of its epoch, and a resume that does not go on there."""
+    """A stop by the callback keeps the checkpoint of its epoch, from which the run resumes."""
     stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
     assert (stopped.epochs, stopped.stopped, len(stopped.history)) == (2, "on_epoch", 2)
     resumed = hpctrain.train(config, resume=stopped.directory, on_epoch=lambda values: True)
@@ -134,7 +142,7 @@ def test_a_callback_stops_a_run_which_resumes_to_the_bits_of_one_that_was_not_st
 def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
     config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Alone finds more epochs that begin at another learning rate without a word."""
+    """A resume with more epochs reports the learning rate if it changes."""
     config["schedule"] = {"name": "cosine"}
     done = hpctrain.train(config, epochs=2)
     hpctrain.train(config, epochs=2, resume=done.directory)
@@ -149,7 +157,7 @@ def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
 
 
 def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
-    """Alone finds the state of the schedule that a checkpoint lacks, and a rate that does not follow from it."""
+    """Checkpoints contain the state of the schedule, from which the rate follows."""
     config["schedule"] = PLATEAU
     stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
     resumed = hpctrain.train(config, resume=stopped.directory)
@@ -158,7 +166,7 @@ def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
 
 
 def test_an_exception_of_the_callback_is_raised_once_its_epoch_has_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
-    """Alone finds a pruned trial whose checkpoint is lost, or whose exception is not the caller's."""
+    """A pruned trial keeps its checkpoint, and the caller receives its own exception."""
 
     class PrunedError(Exception):
         pass
@@ -173,7 +181,7 @@ def test_an_exception_of_the_callback_is_raised_once_its_epoch_has_a_checkpoint(
 
 
 def test_a_request_to_stop_is_delivered_again_after_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
-    """Alone finds Ctrl-C that a training swallows, so that a sweep goes on with its next trial."""
+    """Ctrl-C ends a sweep, not only the training of one trial."""
     config |= {"epochs": 500, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0}}
     with pytest.raises(KeyboardInterrupt):
         hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 1 and os.kill(os.getpid(), signal.SIGINT))
@@ -189,10 +197,27 @@ def test_a_request_to_stop_is_delivered_again_after_a_checkpoint(config: dict[st
     assert (received, result.stopped) == ([signal.SIGUSR1], "SIGUSR1")
 
 
+@pytest.mark.job
+@pytest.mark.parametrize(("ranks", "name", "code"), [(0, "SIGTERM", 85), (2, "SIGUSR1", 85), (2, "SIGINT", 130)])
+def test_a_request_to_stop_ends_a_script(
+    job: Callable[..., Outcome], config: dict[str, Any], tmp_path: Path, ranks: int, name: str, code: int
+) -> None:
+    """No later training of the script starts."""
+    config |= {"epochs": 500, "evaluate": {"every_epochs": 0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "program.py").write_text(STOPPED_PROGRAM)
+    words = ["-m", "hpctrain", "script", *(str(tmp_path / each) for each in ("program.py", "config.json")), name]
+    outcome = job(ranks, words, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert outcome.code == code, outcome.output
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"stopped by {name}" in outcome.output
+    assert len(checkpoint.checkpoints(run / "checkpoints")) >= 1
+
+
 def test_a_run_that_a_bug_ended_is_resumed_in_the_same_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone finds a run that its process owns, writes and watches after an exception that is no HpctrainError."""
+    """After an exception that is not an HpctrainError, the process neither owns nor writes to the run."""
     hpctrain.train(config, epochs=1)
-    before = left()
+    before = process_state()
 
     def evaluate(trainer: Trainer, position: object) -> None:
         raise ZeroDivisionError
@@ -201,15 +226,18 @@ def test_a_run_that_a_bug_ended_is_resumed_in_the_same_process(config: dict[str,
         patch.setattr(Trainer, "evaluate", evaluate)
         with pytest.raises(ZeroDivisionError):
             hpctrain.train(config, name="bug", checkpoint={"every_steps": 1})
-    assert left() == before
+    assert process_state() == before
     assert hpctrain.train(config, name="bug", resume="auto").epochs == 3
 
 
-def test_a_path_with_overrides_and_a_number_of_steps(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_path_with_overrides_and_a_number_of_steps(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     result = hpctrain.train(tmp_path / "config.yaml", steps=2, name="other", checkpoint={"every_epochs": 0})
     assert (result.steps, result.stopped, result.metrics, result.history) == (2, "steps", {}, ())
     assert result.directory.name.startswith("other-")
+    assert "as requested by steps\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -226,11 +254,11 @@ def test_a_path_with_overrides_and_a_number_of_steps(config: dict[str, Any], tmp
 def test_a_fault_is_an_exception_with_the_sentence_of_the_command(
     config: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
-    before = left()
+    before = process_state()
     with pytest.raises(hpctrain.HpctrainError) as caught:
         hpctrain.train(config, **changes)
     assert words in str(caught.value)
-    assert left() == before
+    assert process_state() == before
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
     standard error; the exit code is then 2. If the training file exists, batch normalisation is also checked for the sizes of its
-    images. A GPU that is needed and that this machine lacks is a warning, as the training may run on another machine.
+    images. If the training needs a GPU and this machine has none, a warning is printed, because the training may run elsewhere.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import single_values_of
@@ -179,7 +179,7 @@ def _print_sizes() -> None:
 def _table(kind: str) -> str:
     """Return names and their descriptions in two columns, as wide as the terminal; names from installed packages come last.
 
-    Of the models, only families are described.
+    For models, the rows are the families.
     """
     from hpctrain.config.options import choices, registry
 

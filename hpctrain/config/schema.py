@@ -16,6 +16,7 @@ from hpctrain.config.values import (
     AUTO_SIZE,
     OPEN,
     OPEN_SECTIONS,
+    ClassWeights,
     Duration,
     Integer,
     Named,
@@ -353,7 +354,7 @@ class LossConfig(Section):
         lt=1,
         description="Share of the target probability that is distributed evenly over all classes, in [0, 1).",
     )
-    class_weights: Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None = Field(
+    class_weights: ClassWeights = Field(
         default=None,
         description="Weight of each class in the loss of training steps, above 0, in the order of the classes; balanced for "
         "weights in inverse proportion to the numbers of training images, with mean 1 over the images; null for none.",
@@ -468,9 +469,9 @@ class InitConfig(Section):
     )
     whiten: Text | None = Field(
         default=None,
-        description="Name of a convolution of the images, such as whiten of the model vgg_small, whose filters are set to whiten "
-        "patches of training images before init.weights are read: their outputs have variance 1 and are not correlated; null "
-        "draws the filters from the seed.",
+        description="Name of a convolution of the images, such as whiten of the model vgg_small. Before init.weights are read, "
+        "its filters are computed from patches of training images, so that their outputs have variance 1 and are not correlated; "
+        "null draws the filters from the seed.",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -36,6 +37,7 @@ _EXPONENT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9
 DECIMAL = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _STARTS_AS_NUMBER = re.compile(r"\s*[-+]?\.?[0-9]")
 _EXACT_IN_FLOAT = 2**53
+_LARGEST = sys.float_info.max
 
 
 def _text_fault(text: str) -> str | None:
@@ -135,6 +137,23 @@ def _count_or_auto(value: Any) -> Any:
 
 #: number of threads, or "auto"
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+
+
+def _weights(value: Any) -> Any:
+    if value is None or value == "balanced":
+        return value
+    if isinstance(value, list | tuple):
+        numbers = [float(item) if isinstance(item, str) and DECIMAL.fullmatch(item) else item for item in value]
+        if all(isinstance(each, int | float) and not isinstance(each, bool) and 0 < each <= _LARGEST for each in numbers):
+            return tuple(numbers)
+    raise PydanticCustomError("weights_type", 'must be "balanced", null, or a list of finite numbers above 0')
+
+
+#: weight of each class, weights in inverse proportion to the numbers of images, or none
+ClassWeights = Annotated[
+    Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None,
+    BeforeValidator(_weights),
+]
 
 
 def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None]:

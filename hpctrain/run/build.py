@@ -122,14 +122,14 @@ def start_from_weights(session: Session, setup: TrainingSetup) -> None:
         put_weights(session.world, setup.replica, Path(init.weights), init.ignore, session.config.model.name)
 
 
-#: images whose patches whitening filters are computed from; more change the filters by less than the seed changes a training
+#: maximum number of training images from which whitening filters are computed; a larger number has less effect than the seed
 _WHITENED_IMAGES = 4096
 
 
 def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
-    """Set the filters of the convolution `name` to whiten patches of evenly spaced training images. Collective.
+    """Set the filters of the convolution `name` so that they whiten patches of evenly spaced training images. Collective.
 
-    The first rank computes them, because eigenvectors differ in their last bits between processors.
+    The first rank computes the filters for all ranks, because eigenvectors differ in their last bits between processors.
     """
     network, file = setup.replica.network, setup.loader.file
     spec = whitened_convolution(network.graph(1), name)
@@ -319,15 +319,15 @@ def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> t
     if not isinstance(chosen, str):
         if len(chosen) != classes:
             raise DataError(
-                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has {classes} classes; give "
-                "one weight per class, in their order."
+                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has {classes} classes; set "
+                "one weight per class, in the order of the classes."
             )
         return tuple(chosen)
     counts = np.bincount(labels, minlength=classes)
     if not counts.all():
         raise DataError(
             f"loss.class_weights is balanced, but {config.data.train} has no image of the class {names[int(counts.argmin())]!r}; "
-            "give the weights themselves."
+            "set it to a list with one weight per class, or to null."
         )
     return tuple((len(labels) / (classes * counts)).tolist())
 

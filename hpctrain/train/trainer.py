@@ -77,8 +77,9 @@ class Trainer:
         saver: saver to which `save` hands checkpoints that are written in the background; None: there is none.
         early_stop: rule that ends the training early; None: there is none.
         observers: observers, called in this order; the same on every rank.
-        end_after: function from the values of an epoch (see `epoch_values`) to whether training ends after it, called after the
-            evaluation and checkpoint of each epoch. It is collective, with the same result on every rank. None: there is none.
+        end_after: function that receives the values of an epoch (see `epoch_values`) and returns whether to end the training,
+            called after the evaluation and checkpoint of each epoch. Collective, with the same result on every rank. None: there
+            is none.
     """
 
     def __init__(

@@ -235,6 +235,18 @@ schedule: constant
             "deadline_seconds=1e300",
             "deadline_seconds is 1e300, but must be at most 1e+09; the nearest legal value is 1000000000.0.",
         ),
+        (
+            "loss.class_weights=[1, 0]",
+            'loss.class_weights is [1, 0], but must be "balanced", null, or a list of finite numbers above 0.',
+        ),
+        (
+            "loss.class_weights=[1, 1e400]",
+            'loss.class_weights is [1, 1e400], but must be "balanced", null, or a list of finite numbers above 0.',
+        ),
+        (
+            "loss.class_weights=equal",
+            'loss.class_weights is equal, but must be "balanced", null, or a list of finite numbers above 0.',
+        ),
         ("loss.name=focal", 'Unknown key "loss.name"; known keys are label_smoothing, class_weights.'),
         ("grid.batch=3", 'Unknown key "grid.batch"; the nearest known key is "batch".'),
         ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy', 'onednn' or 'cuda'; the nearest is 'onednn'."),

@@ -570,7 +570,7 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
 
 
 def test_a_run_whitens_patches_of_its_training_images(folder: Path) -> None:
-    """The filters are computed in the network's units, stay as they are if frozen, and a resume keeps those of the checkpoint."""
+    """The filters whiten normalised images, do not change if frozen, and are restored from the checkpoint at a resume."""
     words = ("init.whiten=stage1.conv", "init.freeze=[stage1.*]", "model.channels=[18, 2]")
     run_in_process.train(folder, *words)
     whole = newest(folder)
