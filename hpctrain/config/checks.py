@@ -217,7 +217,7 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if reduces:
         measures["schedule", "metric"] = config.schedule.options.get("metric", "loss")
     for path, measure in measures.items():
-        if str(measure).startswith("ema_") and config.ema.decay is None:
+        if measure in ("ema_loss", "ema_top1", "ema_top5") and config.ema.decay is None:
             yield (
                 path,
                 f"{'.'.join(path)} is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,14 +35,14 @@ def whitened_convolution(graph: Graph, name: str) -> Conv2dSpec:
     return spec
 
 
-def whitening_filters(images: NDArray[np.float64], spec: Conv2dSpec) -> NDArray[np.float64]:
+def whitening_filters(images: Iterable[NDArray[np.float64]], spec: Conv2dSpec) -> NDArray[np.float64]:
     """Return the weight (K, R, S, C) of whitening filters, in float64.
 
     The filters are the eigenvectors of the covariance of the images' patches, divided by the roots of the eigenvalues, the
     largest eigenvalue first; then the negatives of these filters, which a ReLU after them needs (Page 2018, part 8).
 
     Args:
-        images: (N, H, W, C) images in the units of the network's input.
+        images: images (H, W, C) in the units of the network's input, at least one.
         spec: convolution, see `whitened_convolution`.
     """
     count, *patch = spec.weight_shape

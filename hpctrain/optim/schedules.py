@@ -83,14 +83,14 @@ class LearningRateSchedule(ABC):
         return self.lr(step)
 
     def observed(self, state: PlateauState | None, epoch: int, means: Mapping[str, float]) -> PlateauState | None:
-        """Return the state after an evaluation that follows `epoch` epochs; None for all schedules except `Plateau`.
+        """Return the state after an evaluation that follows `epoch` epochs. Only `Plateau` changes it.
 
         Args:
             state: state before the evaluation; None: there was none.
             epoch: number of epochs trained.
             means: means of the evaluation, by metric.
         """
-        return None
+        return state
 
     def rise(self, progress: float) -> float:
         """Return the share of the rise after the share `progress` of the warm-up's steps. Linear by default."""

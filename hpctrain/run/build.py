@@ -8,7 +8,7 @@ another grid would add numbers in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,7 @@ def start_from_weights(session: Session, setup: TrainingSetup) -> None:
 
 #: maximum number of training images from which whitening filters are computed; a larger number has less effect than the seed
 _WHITENED_IMAGES = 4096
+_READ_TOGETHER = 64
 
 
 def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
@@ -137,17 +138,22 @@ def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
     def filters() -> np.ndarray | None:
         if session.world.rank != 0:
             return None
-        count = min(len(file), _WHITENED_IMAGES)
-        chosen = np.arange(count, dtype=np.int64) * len(file) // count
-        pixels = file.pixels.take(chosen, np.empty((count, *file.shape), np.uint8))
         spread = np.array(setup.data.std) if session.config.data.normalise else np.ones(file.shape[2])
-        return whitening_filters(pixels / (255.0 * np.where(spread > 0, spread, 1.0)), spec)
+        return whitening_filters(_spaced_images(file, 255.0 * np.where(spread > 0, spread, 1.0)), spec)
 
     weight = session.world.broadcast_object(raise_on_all_ranks(session.world, filters))
     entry, entries = join(name, "weight"), declared_state(network.model)
     setup.replica.drain()
     _put(setup.replica, entries, {entry: network.parameter_specs[entry].interchange.export(weight)})
     setup.replica.parameters_written()
+
+
+def _spaced_images(file: ImageFile, scale: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield evenly spaced images of a file, divided by the scale of each channel, and read a few at a time to save memory."""
+    count = min(len(file), _WHITENED_IMAGES)
+    chosen = np.arange(count, dtype=np.int64) * len(file) // count
+    for some in np.array_split(chosen, -(-count // _READ_TOGETHER)):
+        yield from file.pixels.take(some, np.empty((len(some), *file.shape), np.uint8)) / scale
 
 
 def put_weights(

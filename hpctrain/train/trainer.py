@@ -199,7 +199,7 @@ class Trainer:
         stagnation, plateau = position.stagnation, self._schedule.observed(position.plateau, position.epoch, means)
         if self._early_stop is not None:
             stagnation = self._early_stop.after(stagnation, position.epoch, means)
-        if self._early_stop is None and plateau is None:
+        if self._early_stop is None and plateau is position.plateau:
             return
         # All ranks have these means. Rank 0's decision counts, in case their last bits differ.
         before = self._rate_at(position)

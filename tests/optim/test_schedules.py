@@ -146,6 +146,7 @@ def test_a_plateau_reduces_the_rate_as_defined(values: list[float], patience: in
             state = PlateauState.from_meta(json.loads(json.dumps(asdict(state))))
         assert schedule.rate(3, state) == pytest.approx(expected)
     assert schedule.rate(3, None) == schedule.lr(3) == 0.4
+    assert Constant(**COMMON).observed(state, len(values) + 1, {metric: 0.0}) is state  # for a plateau after another resume
 
 
 @pytest.mark.torch
