@@ -119,8 +119,8 @@ def train(config: Config, parts: TrainingSetup, model: Any) -> Iterator[dict[str
             total, count = total + value.item() * len(labels), count + len(labels)
             right += int((logits.argmax(1) == labels).sum())
         yield {"kind": "epoch", "epoch": epoch + 1, "step": step, "loss": total / count, "top1": right / count}
-        if parts.test_loader is not None:
-            yield {"kind": "evaluation", "epoch": epoch + 1, "step": step, **evaluate(model, parts.test_loader)}
+        if parts.evaluation_loader is not None:
+            yield {"kind": "evaluation", "epoch": epoch + 1, "step": step, **evaluate(model, parts.evaluation_loader)}
 
 
 def evaluate(model: Any, loader: Loader) -> dict[str, float]:

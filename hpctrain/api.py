@@ -357,9 +357,9 @@ class _CalledProcess(ConfiguredProcess):
             except (DivergedError, CorruptedStateError):  # all ranks raise them in the same step, with messages in flight
                 session.progress.drain()
                 raise
-            outcome, means = end.outcome, {} if end.outcome.evaluation is None else end.outcome.evaluation.means()
+            outcome = end.outcome
             stopped = "steps" if outcome.steps_reached else "on_epoch" if end.reason is None else str(end.reason)
-            result = stored_result(session, end.directory, outcome.position, means, stopped if outcome.stopped else None)
+            result = stored_result(session, end.directory, outcome, stopped if outcome.stopped else None)
             return end, result, callback
 
         with _raised_or_ended(self), self.exits:

@@ -18,6 +18,7 @@ import pytest
 
 import hpctrain
 from hpctrain.data.sampler import Mixing
+from hpctrain.data.writer import write_data_file
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import set_threads
 from hpctrain.storage import checkpoint
@@ -192,6 +193,31 @@ def test_what_a_replica_cannot_use_is_refused(tmp_path: Path) -> None:
             "the replica has image_shape": lambda: job.array_loader(replica, images[:, 1:], labels),
             "are not 9 samples": lambda: job.array_loader(replica, images, labels[1:]),
             "nothing.h5": lambda: job.load(replica, tmp_path / "nothing.h5"),
+        }.items():
+            with pytest.raises(hpctrain.HpctrainError, match=sentence):
+                attempt()
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_held_out_samples_are_read_by_the_loader_of_validation_alone(tmp_path: Path) -> None:
+    """Would find loaders of training and validation that share samples."""
+    images, labels = np.zeros((30, 9, 7, 3), np.uint8), np.arange(30) % 5
+    write_data_file(tmp_path / "a.h5", 30, (9, 7, 3), list("abcde"), [(images, labels)])
+    write_data_file(tmp_path / "grey.h5", 30, (9, 7, 1), list("abcde"), [(images[..., :1], labels)])
+    with hpctrain.start(batch=8) as job:
+        replica = job.replica(nets.plain(), (9, 7, 3))
+        training = job.loader(replica, tmp_path / "a.h5", validation=0.2, seed=3)
+        validation = job.loader(replica, tmp_path / "a.h5", validation_of=training, shuffle=False)
+        ids = [[sample for batch in loader.epoch(0) for sample in batch.sample_ids] for loader in (training, validation)]
+        assert sorted(ids[0] + ids[1]) == list(range(30))
+        assert np.bincount(labels[ids[1]]).tolist() == [2, 1, 1, 1, 1]
+        assert len(training) == 3
+        replica.evaluate(validation)
+        plain = job.loader(replica, tmp_path / "a.h5")
+        for sentence, attempt in {
+            "validation is 1.5, but must be a fraction": lambda: job.loader(replica, tmp_path / "a.h5", validation=1.5),
+            "needs a loader made with validation": lambda: job.loader(replica, tmp_path / "a.h5", validation_of=plain),
+            "those of .*grey.h5 have 1; convert both": lambda: job.loader(replica, tmp_path / "a.h5", like=tmp_path / "grey.h5"),
         }.items():
             with pytest.raises(hpctrain.HpctrainError, match=sentence):
                 attempt()

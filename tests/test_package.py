@@ -68,7 +68,7 @@ def test_the_instruments_are_a_distribution_of_their_own(tmp_path: Path) -> None
 @pytest.mark.job
 @pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
 def test_the_source_distribution_makes_the_same_wheel(installed: Path, tmp_path: Path) -> None:
-    """Alone finds a file that the source distribution lacks, which packagers build from."""
+    """Alone finds a file that the source distribution lacks, from which packagers build."""
     _, made = wheel.build_sdist(tmp_path)
     with zipfile.ZipFile(made) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}
@@ -120,7 +120,7 @@ def test_there_is_one_version() -> None:
     ],
 )
 def test_a_release_has_the_version_of_its_tag_and_a_day(tag: str, heading: str, words: str) -> None:
-    """Alone finds a release that would be built from another version than its tag names."""
+    """Alone finds a release whose tag names another version than that of the sources."""
     reason = release.fault(tag, "1.2.3", f"# Changelog\n\n{heading}\n\ntext\n")
     assert words in reason
     assert bool(reason) == bool(words)
@@ -136,7 +136,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _targets(line: str) -> list[str]:
-    """Targets of a line that is one call of make, without its variables."""
+    """Return the targets of a line that calls make once, without its variables."""
     program, *words = line.split()
     assert program == "make", f"{line!r} is no target of the Makefile"
     targets = [word for word in words if "=" not in word]
@@ -158,7 +158,7 @@ def _depends_on(target: str) -> set[str]:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_run_targets_with_few_rights(path: Path) -> None:
-    """Alone finds a target that has been renamed, and text from outside that a workflow would put into a shell."""
+    """Alone finds a renamed target, and text from outside that a workflow would insert into a shell command."""
     workflow = _loaded(path)
     assert workflow["permissions"] == {"contents": "read"}
     (job,) = workflow["jobs"].values()

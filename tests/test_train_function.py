@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "schedule": {"name": "one_cycle"},
     "checkpoint": {"keep": 9},
 }
-#: schedule in which only the first epoch counts as an improvement, so that each later one reduces the rate
+#: improves only in the first epoch; the rate is reduced after each later epoch
 PLATEAU = {"name": "plateau", "patience": 1, "min_delta": 9.0, "factor": 0.5}
 PROGRAM = """
 import json, sys
@@ -79,7 +79,7 @@ def assert_same_bits(here: Path, there: Path) -> None:
 
 
 def process_state() -> dict[str, object]:
-    """Return the state of this process that a call must not change. An exception keeps files open until it is collected."""
+    """Return the state of this process that a call must restore. An exception holds files until it is collected."""
     gc.collect()
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     logger = logging.getLogger("hpctrain")
@@ -228,6 +228,15 @@ def test_a_run_that_a_bug_ended_is_resumed_in_the_same_process(config: dict[str,
             hpctrain.train(config, name="bug", checkpoint={"every_steps": 1})
     assert process_state() == before
     assert hpctrain.train(config, name="bug", resume="auto").epochs == 3
+
+
+def test_the_time_of_a_run_counts_from_its_call(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notebook may run for longer than `max_time` before its next training begins."""
+    monkeypatch.setattr("hpctrain.run.training.age_seconds", lambda: 1e6)
+    assert hpctrain.train(config, max_time="1h").stopped is None
+    assert "max_time, 3600 s: the run ends with a checkpoint before" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_path_with_overrides_and_a_number_of_steps(

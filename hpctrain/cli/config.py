@@ -51,7 +51,8 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
     standard error; the exit code is then 2. If the training file exists, batch normalisation is also checked for the sizes of its
-    images. If the training needs a GPU and this machine has none, a warning is printed, because the training may run elsewhere.
+    images. If the configuration needs a GPU that this machine lacks, the command only warns: the training may run on another
+    machine.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import single_values_of

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from hpctrain.cli.failure import USER_ERROR, Commands
 from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
+    from hpctrain.data.convert.arrays import ForeignImages
     from hpctrain.data.convert.common import LeftOut
     from hpctrain.train.progress_bar import ProgressBar
 
@@ -93,6 +95,7 @@ class _Line:
 
 
 _DAMAGED = 2
+_DATA_FILES = (".h5", ".hdf5")
 
 
 @click.command()
@@ -176,6 +179,8 @@ def info(file: Path) -> None:
     echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {megabytes:.1f} MB")
     if "blob" in opened.manifest:
         echo(f"stored   as picture files, {opened.stored_bytes / 1e6:.1f} MB")
+    if opened.value_range is not None:
+        echo("range    {:g} to {:g}, which became 0 to 255".format(*opened.value_range))
     echo(f"mean     {_numbers(opened.mean)}")
     echo(f"std      {_numbers(opened.std)}")
     echo(f"classes  {len(opened.class_names)}")
@@ -229,6 +234,24 @@ _JSON = click.option(
 )
 _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; otherwise an existing OUT is an error.")
 _THREADS = click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; default: one per core.")
+_RANGE = click.option(
+    "--range",
+    "value_range",
+    type=float,
+    nargs=2,
+    metavar="LOW HIGH",
+    callback=lambda context, parameter, value: _checked_range(value),
+    help="Values of more than 8 bits that become black and white; values beyond them are clipped. Default: the range of a data "
+    "file in --class-names, or else the range of the images, up to a power of two: 0 to 4095 for values of 12 bits.",
+)
+_LAYOUT = click.option(
+    "--layout",
+    type=click.Choice(["nhwc", "nchw"]),
+    help="Order of the dimensions; default: the channels are the only dimension of size 1, 3 or 4.",
+)
+_SKIP = click.option(
+    "--skip-unreadable", is_flag=True, help="Leave out and list images that cannot be read or decoded; the exit code is then 2."
+)
 _FIT = click.option(
     "--fit",
     type=_FITS,
@@ -282,33 +305,69 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @click.argument("out", type=_OUTPUT)
 @click.option("--images", default="images", show_default=True, metavar="KEY", help="Name of the HDF5 dataset of images.")
 @click.option("--labels", default="labels", show_default=True, metavar="KEY", help="Name of the HDF5 dataset of labels.")
-@click.option(
-    "--layout",
-    type=click.Choice(["nhwc", "nchw"]),
-    help="Order of the dimensions; default: the channels are the only dimension of size 1, 3 or 4.",
-)
+@_LAYOUT
+@_RANGE
 @_CLASS_NAMES
 @_OVERWRITE
 @_JSON
 def convert_hdf5(
-    file: Path, out: Path, images: str, labels: str, layout: Any, names_file: Path | None, overwrite: bool, as_json: bool
+    file: Path,
+    out: Path,
+    images: str,
+    labels: str,
+    layout: Any,
+    value_range: tuple[float, float] | None,
+    names_file: Path | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Convert an HDF5 file of another program.
 
-    FILE has integer images with values 0..255 and shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N,
-    1), or one-hot rows (N, K).
+    FILE has images of shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N, 1), or one-hot rows (N, K).
     """
     from hpctrain.data.convert import hdf5
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)
-    names = _class_names(names_file)
-    with (
-        hdf5.opened(file, images, labels, layout) as source,
-        progress(f"converting {file.name}", len(source.labels)) as advance,
-    ):
-        hdf5.convert(source, out, names, overwrite=overwrite, advance=advance)
-    _report(out, as_json)
+    with hdf5.opened(file, images, labels, layout) as source:
+        _convert_arrays(source, out, value_range, names_file, overwrite, as_json)
+
+
+@convert.command("arrays")
+@click.argument("file", type=_INPUT)
+@click.argument("out", type=_OUTPUT)
+@click.option("--images", metavar="KEY", help="Name of the array of images in an .npz; default: x, images or data.")
+@click.option(
+    "--labels",
+    metavar="KEY|FILE",
+    help="Name of the array of labels in an .npz, default: y, labels or targets; or the .npy file of the labels.",
+)
+@_LAYOUT
+@_RANGE
+@_CLASS_NAMES
+@_OVERWRITE
+@_JSON
+def convert_arrays(
+    file: Path,
+    out: Path,
+    images: str | None,
+    labels: str | None,
+    layout: Any,
+    value_range: tuple[float, float] | None,
+    names_file: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Convert NumPy arrays (.npz or .npy).
+
+    FILE has images of shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N, 1), or one-hot rows (N, K).
+    Images are bytes, deeper integers, or floating-point numbers in 0..1 or 0..255; for other numbers give --range.
+    """
+    from hpctrain.data.convert import arrays
+    from hpctrain.data.files import require_new
+
+    require_new(out, overwrite)
+    _convert_arrays(arrays.opened(file, images, labels, layout), out, value_range, names_file, overwrite, as_json)
 
 
 @convert.command("npz")
@@ -319,6 +378,7 @@ def convert_hdf5(
 @_CHANNELS
 @_KEEP
 @_MAX_PIXELS
+@_RANGE
 @click.option("--limit", type=click.IntRange(1), help="Number of images to convert, starting with the first; default: all.")
 @_CLASS_NAMES
 @_THREADS
@@ -332,6 +392,7 @@ def convert_npz(
     channels: str,
     keep_files: bool,
     max_pixels: int | None,
+    value_range: tuple[float, float] | None,
     limit: int | None,
     names_file: Path | None,
     threads: int | None,
@@ -340,8 +401,8 @@ def convert_npz(
 ) -> None:
     """Convert JPEG files packed in an .npz.
 
-    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`. Running the same command again continues an interrupted
-    conversion.
+    FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`; for arrays of images use `data convert arrays`. Running the
+    same command again continues an interrupted conversion.
     """
     from hpctrain.data.convert import npz
     from hpctrain.data.convert.common import LeftOut
@@ -359,6 +420,7 @@ def convert_npz(
             channels=int(channels),
             keep_files=keep_files,
             max_pixels=max_pixels,
+            **_range(value_range, names_file),
             threads=threads,
             limit=limit,
             overwrite=overwrite,
@@ -376,9 +438,8 @@ def convert_npz(
 @_CHANNELS
 @_KEEP
 @_MAX_PIXELS
-@click.option(
-    "--skip-unreadable", is_flag=True, help="Leave out and list images that cannot be read or decoded; the exit code is then 2."
-)
+@_RANGE
+@_SKIP
 @_CLASS_NAMES
 @_THREADS
 @_OVERWRITE
@@ -391,6 +452,7 @@ def convert_folder(
     channels: str,
     keep_files: bool,
     max_pixels: int | None,
+    value_range: tuple[float, float] | None,
     skip_unreadable: bool,
     names_file: Path | None,
     threads: int | None,
@@ -416,12 +478,116 @@ def convert_folder(
             channels=int(channels),
             keep_files=keep_files,
             max_pixels=max_pixels,
+            **_range(value_range, names_file),
             skip_unreadable=skip_unreadable,
             threads=threads,
             overwrite=overwrite,
             advance=advance,
         )
     _report(out, as_json, folder.left_out(tree, skipped))
+
+
+@convert.command("csv")
+@click.argument("file", type=_INPUT)
+@click.argument("out", type=_OUTPUT)
+@click.option("--size", type=_SIDE, required=True, help="Side of the square images, in pixels.")
+@click.option("--directory", type=_INPUT, help="Directory of the picture files; default: that of FILE.")
+@click.option(
+    "--columns",
+    nargs=2,
+    default=("file", "label"),
+    show_default=True,
+    metavar="FILE LABEL",
+    help="Headers of the columns of picture files and of labels.",
+)
+@click.option("--suffix", default="", help="Suffix of the picture files that their column lacks, such as .jpg.")
+@_FIT
+@_CHANNELS
+@_KEEP
+@_MAX_PIXELS
+@_RANGE
+@_SKIP
+@_CLASS_NAMES
+@_THREADS
+@_OVERWRITE
+@_JSON
+def convert_csv(
+    file: Path,
+    out: Path,
+    size: int,
+    directory: Path | None,
+    columns: tuple[str, str],
+    suffix: str,
+    fit: Any,
+    channels: str,
+    keep_files: bool,
+    max_pixels: int | None,
+    value_range: tuple[float, float] | None,
+    skip_unreadable: bool,
+    names_file: Path | None,
+    threads: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Convert picture files whose labels are in a CSV file.
+
+    FILE has a header, and a line for each picture with its file, relative to the directory, and its label: a class name, or an
+    integer from 0. Running the same command again continues an interrupted conversion.
+    """
+    from hpctrain.data.convert import folder, table
+    from hpctrain.data.files import require_new
+
+    require_new(out, overwrite)
+    tree = table.scan(file, directory, _class_names(names_file), table.TableColumns(*columns, suffix))
+    with progress(f"converting {file.name}", len(tree.files)) as advance:
+        skipped = folder.convert(
+            tree,
+            out,
+            size=(size, size),
+            fit=fit,
+            channels=int(channels),
+            keep_files=keep_files,
+            max_pixels=max_pixels,
+            **_range(value_range, names_file),
+            skip_unreadable=skip_unreadable,
+            threads=threads,
+            overwrite=overwrite,
+            advance=advance,
+        )
+    _report(out, as_json, folder.left_out(tree, skipped))
+
+
+def _convert_arrays(
+    source: ForeignImages,
+    out: Path,
+    value_range: tuple[float, float] | None,
+    names_file: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    from hpctrain.data.convert import arrays
+
+    if value_range is None and source.images.dtype.kind in "iu":
+        value_range = _range(None, names_file)["value_range"]
+    names = _class_names(names_file)
+    with progress(f"converting {source.path.name}", len(source.labels)) as advance:
+        arrays.convert(source, out, names, value_range=value_range, overwrite=overwrite, advance=advance)
+    _report(out, as_json)
+
+
+def _checked_range(value: tuple[float, float] | None) -> tuple[float, float] | None:
+    if value is not None and not (value[0] < value[1] and all(map(math.isfinite, value))):
+        raise click.BadParameter(f"{value[0]:g} {value[1]:g} must be two finite numbers, the smaller one first, such as 0 4095.")
+    return value
+
+
+def _range(value_range: tuple[float, float] | None, names_file: Path | None) -> dict[str, Any]:
+    """Return the keywords of a converter for the range of deep values: that of the option, or of the data file of class names."""
+    if value_range is None and names_file is not None and names_file.suffix in _DATA_FILES:
+        from hpctrain.data.image_file import ImageFile
+
+        return {"value_range": ImageFile.open(names_file).value_range, "measures": False}
+    return {"value_range": value_range, "measures": value_range is None}
 
 
 def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
@@ -440,7 +606,7 @@ def _class_names(names_file: Path | None) -> Sequence[str] | None:
     from hpctrain.data.convert.common import read_names
     from hpctrain.data.image_file import ImageFile
 
-    return ImageFile.open(names_file).class_names if names_file.suffix in (".h5", ".hdf5") else read_names(names_file)
+    return ImageFile.open(names_file).class_names if names_file.suffix in _DATA_FILES else read_names(names_file)
 
 
 def _numbers(values: Any) -> str:

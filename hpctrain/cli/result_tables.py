@@ -31,7 +31,7 @@ _MOST_CONFUSIONS = 20
 #: maximum number of runs that are columns of a comparison in 80 columns
 _MOST_COLUMNS = 4
 #: figures of a comparison of more runs, which fit 80 columns
-_MAIN_FIGURES = ("state", "epochs", "test loss", "test top-1", "best test top-1", "images/s")
+_MAIN_FIGURES = ("state", "epochs", "validation top-1", "test loss", "test top-1", "best test top-1", "images/s")
 _MOST_OF_A_NAME = 30
 _NO_CLASS = "(not finite)"
 
@@ -40,6 +40,7 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     """Print the means, and the requested parts of the confusion matrix."""
     for note in evaluation.notes:
         echo(note)
+    echo(f"evaluated on the {evaluation.split} set")
     sums, means = evaluation.sums, evaluation.sums.means()
     weights = " (averaged weights)" if evaluation.averaged else ""
     flip = ", with mirror images" if evaluation.flip else ""
@@ -94,6 +95,7 @@ def print_json(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     means = {name: value if math.isfinite(value) else None for name, value in sums.means().items()}
     content: dict[str, Any] = {
         "checkpoint": str(evaluation.path),
+        "set": evaluation.split,
         "samples": sums.count,
         **means,
         "hits1": sums.top1,

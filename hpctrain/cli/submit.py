@@ -123,8 +123,7 @@ def submit(
     files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
     job = plan_job(site, request, files, own_limit=config.max_time is not None)
     script = render(site, job)
-    images = (config.data.train, config.data.test)
-    for note in submission_notes(site, [Path(path) for path in images if path not in (None, SYNTHETIC)]):
+    for note in submission_notes(site, [Path(path) for path in config.data.files.values() if path != SYNTHETIC]):
         echo(f"note: {note}", err=True)
     if dry_run:
         echo_block(script)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -181,6 +181,11 @@ def _remove_trial(job: ConfiguredProcess) -> None:
     help="Checkpoint file or run directory to evaluate; auto: the newest checkpoint of the newest run of this name; best: its "
     "checkpoint with the best evaluation.",
 )
+@click.option(
+    "--on",
+    type=click.Choice(["test", "validation"]),
+    help="Set to evaluate on; default: the test set or, if data.test is not set, the validation set.",
+)
 @click.option("--averaged", is_flag=True, help="Evaluate the averaged weights of a training with ema.decay.")
 @click.option("--per-class", is_flag=True, help="Also print the accuracy of each class, the lowest first.")
 @click.option(
@@ -199,6 +204,7 @@ def evaluate(
     file: Path,
     overrides: tuple[str, ...],
     checkpoint: str,
+    on: Literal["test", "validation"] | None,
     averaged: bool,
     per_class: bool,
     confusion: Path | None,
@@ -207,13 +213,13 @@ def evaluate(
     style: PassStyle | None,
     log_ranks: str,
 ) -> None:
-    """Evaluate a checkpoint on the test set of FILE."""
+    """Evaluate a checkpoint on a test or validation set."""
     prints = confusion == Path(_PRINTED)
     target = None if prints else confusion
     if target is not None and target.suffix not in (".json", ".csv"):
         raise click.UsageError(f"--confusion {target} does not end in .json or .csv; leave the name out to print the matrix.")
     counts = per_class or confusion is not None
-    job = ConfiguredProcess(log_ranks=log_ranks, averaged=averaged, flip=flip, counts=counts)
+    job = ConfiguredProcess(log_ranks=log_ranks, on=on, averaged=averaged, flip=flip, counts=counts)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start(file, overrides, checkpoint)
         from hpctrain.cli.result_tables import print_json, print_text, write_confusion
@@ -226,7 +232,7 @@ def evaluate(
                 session.world, lambda: check_output(target, "--confusion", streams=True) if session.is_root else None
             )
         bar = partial(pass_on_stderr, style, visible=session.is_root, description="evaluation")
-        evaluation = run_evaluation(session, checkpoint, averaged=averaged, flip=flip, confusion=counts, show=bar)
+        evaluation = run_evaluation(session, checkpoint, on=on, averaged=averaged, flip=flip, confusion=counts, show=bar)
         if session.is_root:
             show = print_json if as_json else print_text
             show(evaluation, per_class=per_class, confusion=prints)

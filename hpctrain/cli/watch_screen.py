@@ -20,7 +20,7 @@ from hpctrain.core.console import plain_table
 from hpctrain.core.text import counted, duration_text, escaped, fitting, loss_text
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
-from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text
+from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text, set_of
 
 Points = Sequence[tuple[float, float]]
 
@@ -90,7 +90,7 @@ _BESIDE_COLUMNS = 72  # minimum width for two curves next to each other
 _MOST_EVENTS = 6
 _MOST_RANKS = 4
 _NARROWEST_BAR = 10
-_OF_TRAINING = {"interval": "train", "epoch": "whole epoch, train", "evaluation": "test"}
+_OF_TRAINING = {"interval": "train", "epoch": "whole epoch, train", "evaluation": "", "test": ""}
 
 
 def screen(state: RunState, console: Console) -> RenderableType:
@@ -168,24 +168,25 @@ def _pace(state: RunState) -> list[tuple[int, str]]:
 
 
 def _numbers(state: RunState) -> Table | None:
-    """Return a table of loss and accuracies in training and on the test set; None before the first record."""
-    train, test = state.latest("interval", "epoch"), state.latest("evaluation")
-    if not train and not test:
+    """Return a table of loss and accuracies in training and of evaluations; None before the first record."""
+    train, evaluation = state.latest("interval", "epoch"), state.latest("evaluation")
+    if not train and not evaluation:
         return None
     table = plain_table("", "loss", "top1", "top5")
     table.add_row("train", *means_text(train))
-    if test:
-        table.add_row("test", *means_text(test))
-    if "ema_top1" in test:
-        table.add_row("test, averaged", *means_text({name: test.get(f"ema_{name}") for name in ("loss", "top1", "top5")}))
+    for entry in filter(None, (evaluation, state.latest("test"))):
+        table.add_row(set_of(entry), *means_text(entry))
+        if "ema_top1" in entry:
+            averaged = means_text({name: entry.get(f"ema_{name}") for name in ("loss", "top1", "top5")})
+            table.add_row(f"{set_of(entry)}, averaged", *averaged)
     best = max((value for _, value in state.curve("top1", "evaluation")), default=None)
     if best is not None:
-        table.add_row("best test", "", f"{best:.2%}", "")
+        table.add_row(f"best {set_of(evaluation)}", "", f"{best:.2%}", "")
     return table
 
 
 def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | None:
-    """Return curves of loss and accuracy over steps, with dots for training and "o" for the test set; None without curves."""
+    """Return curves of loss and accuracy over steps, with dots for training and "o" for evaluations; None without curves."""
     beside = width >= _BESIDE_COLUMNS
     columns = (width - 2) // 2 if beside else width
     curves = []
@@ -193,7 +194,8 @@ def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | Non
         train, test = state.curve(measure, "interval", "epoch"), state.curve(measure, "evaluation")
         if len(train) + len(test) > 1:
             lines = text_curve(train, test, columns, _CURVE_LINES, label, plain=plain)
-            curves.append(Text("\n".join([f"{title} over steps" + (", o of test" if test else ""), *lines]), no_wrap=True))
+            of = f", o of {set_of(state.latest('evaluation'))}" if test else ""
+            curves.append(Text("\n".join([f"{title} over steps{of}", *lines]), no_wrap=True))
     if not curves:
         return None
     if not beside:
@@ -252,4 +254,4 @@ def news(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         elif record.get("kind") in _OF_TRAINING:
             loss, top1, _ = means_text(record)
             where = f"epoch {record.get('epoch')}  step {record.get('step')}"
-            yield f"{where}  {_OF_TRAINING[record['kind']]} loss {loss}  top1 {top1}"
+            yield f"{where}  {_OF_TRAINING[record['kind']] or set_of(record)} loss {loss}  top1 {top1}"

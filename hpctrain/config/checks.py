@@ -6,10 +6,11 @@ checked again if backend auto selects a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
@@ -209,8 +210,12 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     users = [(("early_stop", "patience"), "early_stop.patience", "patience to null")] if stop.patience is not None else []
     users += [(("schedule", "name"), "schedule plateau", "another schedule")] if reduces else []
     for path, label, instead in users:
-        if config.data.test is None:
-            yield path, f"{label} needs evaluations, but data.test is not set; set data.test, or {instead}."
+        if config.data.evaluated is None:
+            yield (
+                path,
+                f"{label} needs evaluations, but neither data.validation nor data.test is set; set data.validation, such as 0.1, "
+                f"or {instead}.",
+            )
         if not config.evaluate.every_epochs:
             yield path, f"{label} needs evaluations, but evaluate.every_epochs is 0; set it to at least 1."
     measures = {("checkpoint", "best"): config.checkpoint.best, ("early_stop", "metric"): stop.metric}
@@ -301,18 +306,18 @@ def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[K
 def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each name and option that its registry refuses."""
     model, optimizer = config.model, config.optimizer
-    yield from _fault(("model",), model, lambda: catalogue.build(model.name, model.options))
-    yield from _fault(("optimizer",), optimizer, lambda: OPTIMIZERS.create(optimizer.name, optimizer.options))
-    yield from _fault(("schedule",), config.schedule, lambda: make_schedule(config))
+    yield from _faults_of(("model",), model, catalogue.build)
+    yield from _faults_of(("optimizer",), optimizer, OPTIMIZERS.create)
+    yield from _faults_of(("schedule",), config.schedule, lambda name, options: make_schedule(config, options=options))
     if config.averager.automatic:
         yield from _automatic_faults(config)
     else:
-        yield from _fault(("averager",), config.averager, lambda: _make_strategy(config))
+        yield from _faults_of(("averager",), config.averager, partial(_make_strategy, config))
     for path, kind in LISTS.items():
         # A reporter is not constructed: its constructor may open files or connections.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
-            yield from _fault((*path, index), item, partial(make, item.name, item.options))
+            yield from _faults_of((*path, index), item, make)
     yield from _order_faults(config)
 
 
@@ -347,7 +352,7 @@ def _optimizer(config: Config) -> Optimizer:
         return Sgd()
 
 
-def _make_strategy(config: Config) -> None:
+def _make_strategy(config: Config, name: str, options: Mapping[str, Any]) -> None:
     """Make the strategy for no parameters on one rank: its faults depend on neither."""
     group = PlannedGroup(
         GroupLayout({}, config.dtype),
@@ -359,11 +364,14 @@ def _make_strategy(config: Config) -> None:
         momentum=_optimizer(config).momentum,
         shards=config.exact.shards,
     )
-    make_strategy(config.averager.name, config.averager.options, group)
+    make_strategy(name, options, group)
 
 
-def make_schedule(config: Config, steps_per_epoch: int = 1) -> LearningRateSchedule:
+def make_schedule(config: Config, steps_per_epoch: int = 1, options: Mapping[str, Any] | None = None) -> LearningRateSchedule:
     """Return the configured learning-rate schedule.
+
+    Args:
+        options: options of the schedule; None: the configured ones.
 
     Raises:
         ConfigError: the schedule has a fault.
@@ -371,7 +379,7 @@ def make_schedule(config: Config, steps_per_epoch: int = 1) -> LearningRateSched
     schedule, epochs = config.schedule, max(1, config.epochs)
     return SCHEDULES.create(
         schedule.name,
-        schedule.options,
+        schedule.options if options is None else options,
         base_lr=config.optimizer.lr,
         epochs=epochs,
         steps_per_epoch=steps_per_epoch,
@@ -379,13 +387,22 @@ def make_schedule(config: Config, steps_per_epoch: int = 1) -> LearningRateSched
     )
 
 
-def _fault(path: KeyPath, section: Named, make: Callable[[], object]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the fault in making a named object: at the option that causes it, or else at the name."""
-    try:
-        choice(kind_of(path), section.name)
-        make()
-    except OptionError as error:
-        named = error.option in section.options or error.option in type(section).model_fields
-        yield (*path, error.option if named else "name"), str(error)
-    except HpctrainError as error:
-        yield (*path, "name"), str(error)
+def _faults_of(path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield all faults in making a named object. After the fault of an option, the others are checked without it."""
+    removed: set[str] = set()
+    while True:
+        options = {key: value for key, value in section.options.items() if key not in removed}
+        try:
+            choice(kind_of(path), section.name)
+            make(section.name, options)
+            return
+        except OptionError as error:
+            if removed and error.option not in options:  # it has no default, or a faulty key stands for it
+                return
+            yield (*path, error.option if error.option in options else "name"), str(error)
+            if error.option not in options:
+                return
+            removed.add(error.option)
+        except HpctrainError as error:
+            yield (*path, "name"), str(error)
+            return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from hpctrain.core.text import counted
 from hpctrain.core.yaml_source import KeyPath
 from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, normal_name, synthetic_file, with_class_order
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
-from hpctrain.data.sampler import counts
+from hpctrain.data.sampler import ValidationSplit, counts, hold_out
 from hpctrain.models import catalogue
 from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
@@ -120,12 +120,26 @@ class Images:
     Attributes:
         notes: notes for the user, one sentence each.
         sizes: sizes of images by epoch; None if they do not change.
+        split: division of the file into training and validation; None if all of its images are used.
+        validation: whether the images held out for validation are used, rather than the training images.
     """
 
     file: ImageFile
     pipeline: Pipeline
     notes: tuple[str, ...] = ()
     sizes: ImageSizes | None = None
+    split: ValidationSplit | None = None
+    validation: bool = False
+
+    @property
+    def subset(self) -> np.ndarray | None:
+        """Numbers of the file's images that are used, ascending; None if all are used."""
+        if self.split is None:
+            return None
+        return self.split.validation if self.validation else self.split.training
+
+    def __len__(self) -> int:
+        return len(self.file) if self.subset is None else len(self.subset)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -147,8 +161,7 @@ def open_images(config: Config, split: Split) -> ImageFile:
     Raises:
         DataError: as for `ImageFile.open`.
     """
-    path = config.data.train if split == "train" else config.data.test
-    assert path is not None, f"there are images to {split}"
+    path = config.data.files[split]
     if path != SYNTHETIC:
         return ImageFile.open(path)
     made_up = config.data.synthetic
@@ -157,8 +170,18 @@ def open_images(config: Config, split: Split) -> ImageFile:
 
 
 def configured_splits(config: Config) -> tuple[Split, ...]:
-    """Return the splits for which the configuration has images."""
-    return ("train",) if config.data.test is None else ("train", "test")
+    """Return the splits that have a data file of their own, or synthetic images."""
+    return tuple(config.data.files)
+
+
+def validation_split(config: Config, opened: ImageFile) -> ValidationSplit | None:
+    """Return the division of the training file that holds out validation samples; None if no sample is held out.
+
+    Raises:
+        DataError: too few samples would be left for training.
+    """
+    amount = config.data.held_out
+    return None if amount is None else hold_out(opened.labels, amount, config.seed, opened.path)
 
 
 def training_images(config: Config, opened: ImageFile, known: DataFacts | None) -> tuple[Images, DataFacts]:
@@ -172,34 +195,46 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
     Raises:
         DataError: the file has other classes than the known ones, or another number of channels.
     """
-    file = opened
-    data = DataFacts.of(file)
+    file, split = opened, validation_split(config, opened)
+    held_out = None if split is None else split.validation
+    data = DataFacts.of(file, held_out)
     if known is not None:
         file = with_class_order(opened, known.class_names, CHECKPOINT)
-        _check_channels(opened, known, CHECKPOINT)
-        data = replace(DataFacts.of(file), mean=known.mean, std=known.std)
+        check_channels(opened, len(known.mean), CHECKPOINT)
+        data = replace(DataFacts.of(file, held_out), mean=known.mean, std=known.std)
     notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
-    return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config)), data
+    return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config), split), data
 
 
-def evaluation_images(config: Config, opened: ImageFile, data: DataFacts, place: str) -> Images:
-    """Return the test set with the classes and the normalisation of `data`.
+def evaluation_images(config: Config, files: Mapping[Split, ImageFile], split: Split, data: DataFacts, place: str) -> Images:
+    """Return the validation or the test set with the classes and the normalisation of `data`.
 
     Args:
-        opened: configured file.
+        files: open files, at least that of `split` or, if its samples are held out of the training file, the training file.
         place: origin of `data`, for messages.
 
     Raises:
         DataError: the file has other classes, or another number of channels.
     """
+    if split == "validation" and config.data.held_out is not None:
+        opened = files["train"]
+        file = with_class_order(opened, data.class_names, place)
+        pipeline = make_pipeline(config, config.data.evaluate_augment, data)
+        return Images(file, pipeline, split=validation_split(config, opened), validation=True)
+    opened = files[split]
     file = with_class_order(opened, data.class_names, place)
-    _check_channels(opened, data, place)
+    check_channels(opened, len(data.mean), place)
     notes = tuple(_notes(opened, data, place, normalised=False))
     return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
 
 
-def _check_channels(opened: ImageFile, data: DataFacts, place: str) -> None:
-    channels, expected = opened.shape[2], len(data.mean)
+def check_channels(opened: ImageFile, expected: int, place: str) -> None:
+    """Raise unless the images of a file have as many channels as those of `place`, for example the training file.
+
+    Raises:
+        DataError: the numbers differ.
+    """
+    channels = opened.shape[2]
     if channels != expected:
         raise DataError(
             f"{opened.path} has images of {counted(channels, 'channel')}, those of {place} have {expected}; "
@@ -251,7 +286,7 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
     """
     if test != train:
         raise ShapeError(
-            f"Test images have shape {test} after augmentation, but training images {train} (H, W, C); "
+            f"Evaluation images have shape {test} after augmentation, but training images {train} (H, W, C); "
             f"add a crop to {train[:2]} to data.evaluate_augment."
         )
 
@@ -337,10 +372,10 @@ def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
         return SingleValues()
     with suppress(HpctrainError, OSError):  # other faults are reported elsewhere
         file = open_images(config, "train")
-        images = Images(file, make_pipeline(config, config.data.augment, DataFacts.of(file)), sizes=image_sizes(config))
+        images, _ = training_images(config, file, None)
         cols = (config.grid.cols or 1) if ranks is None else max(1, ranks // config.grid.rows)
         plan, classes = parallel_plan(config, cols), len(file.class_names)
-        return single_values(config, images.shapes(config.epochs), classes, len(file), plan, config.data.train)
+        return single_values(config, images.shapes(config.epochs), classes, len(images), plan, config.data.train)
     return SingleValues()
 
 

@@ -46,6 +46,7 @@ RULES = (
     Rule("data.augment", When.BETWEEN_EPOCHS, "all images of an epoch are prepared in the same way"),
     Rule("data.sizes", When.BETWEEN_EPOCHS, "all images of an epoch are prepared in the same way"),
     Rule("loss.*", When.BETWEEN_EPOCHS, "the loss of an epoch is summed over its steps"),
+    Rule("held_out", When.NEVER, "samples that the model was trained on would become validation samples, or the reverse"),
     Rule("images", When.BETWEEN_EPOCHS, "an epoch uses each image of one file once"),
     Rule("labels", When.BETWEEN_EPOCHS, "an epoch uses each image of one file once"),
     Rule("exact.*", When.NEVER, "all bits depend on it"),

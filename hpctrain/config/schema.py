@@ -6,7 +6,7 @@ keywords of the constructor; the registry checks them, not this module.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -27,9 +27,13 @@ from hpctrain.config.values import (
     Size,
     Text,
     Threads,
+    Validation,
     or_shorthand,
     switch,
 )
+
+if TYPE_CHECKING:
+    from hpctrain.data.image_file import Split
 
 MOST_PIXELS = 65_536
 MOST_SAMPLES = 100_000_000  # a rank keeps two numbers per sample in memory
@@ -156,9 +160,15 @@ class DataConfig(Section):
     train: PathText = Field(
         description="Path of the HDF5 file to train on, relative to the working directory; or synthetic, for generated images."
     )
+    validation: Validation = Field(
+        default=None,
+        description="Samples to evaluate on during training: a fraction of the training file, such as 0.1, or a number of its "
+        "samples, which are then not trained on, or the path of another HDF5 file; null evaluates on test.",
+    )
     test: PathText | None = Field(
         default=None,
-        description="Path of the HDF5 file to evaluate on, or synthetic, for generated images; null switches evaluation off.",
+        description="Path of the HDF5 file to test on, or synthetic, for generated images: at the end of training if validation "
+        "is set, else in every evaluation; null for no test.",
     )
     synthetic: SyntheticConfig = Field(
         default_factory=SyntheticConfig, description="The generated images, used if train or test is synthetic."
@@ -204,6 +214,28 @@ class DataConfig(Section):
     def _from_word(cls, value: Any) -> Any:
         return cls.of_synthetic() if value == SYNTHETIC else value
 
+    @property
+    def files(self) -> dict[Split, str]:
+        """Paths of the configured data files, or `synthetic`, by split."""
+        named: dict[Split, object] = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {split: path for split, path in named.items() if isinstance(path, str)}
+
+    @property
+    def held_out(self) -> int | float | None:
+        """Fraction or number of the training file's samples that validation uses; None if validation uses none of them."""
+        return None if isinstance(self.validation, str) else self.validation
+
+    @property
+    def evaluated_splits(self) -> tuple[Split, ...]:
+        """Split that evaluations during training use, and `test` if it is tested only at their end."""
+        splits: tuple[Split, ...] = ("validation", "test")
+        return tuple(split for split in splits if getattr(self, split) is not None)
+
+    @property
+    def evaluated(self) -> Split | None:
+        """Split that evaluations during training use; None without evaluations."""
+        return next(iter(self.evaluated_splits), None)
+
     @staticmethod
     def of_synthetic() -> dict[str, Any]:
         """Return the section that the word `synthetic` abbreviates."""
@@ -211,7 +243,7 @@ class DataConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation on the test file."""
+    """Evaluation during training, on the validation samples or, without them, on the test file."""
 
     every_epochs: Integer = Field(default=1, ge=0, description="Number of epochs between evaluations; 0 switches evaluation off.")
     batch: Integer | None = Field(
@@ -356,8 +388,8 @@ class LossConfig(Section):
     )
     class_weights: ClassWeights = Field(
         default=None,
-        description="Weight of each class in the loss of training steps, above 0, in the order of the classes; balanced for "
-        "weights in inverse proportion to the numbers of training images, with mean 1 over the images; null for none.",
+        description="Weight of each class in the loss of training steps, above 0, in the order of the classes; balanced uses "
+        "weights in inverse proportion to the numbers of training images, with mean 1 over the images; null uses no weights.",
     )
 
 
@@ -640,7 +672,7 @@ class Config(Section):
     early_stop: EarlyStopConfig = Field(
         default_factory=EarlyStopConfig, description="The end of a training whose evaluations no longer improve."
     )
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation on the test file.")
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation during training.")
     progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
         default="auto",
         description="Progress of messages while kernels run: not at all (none), by MPI tests after operators (test), also by a "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +20,10 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     model_serializer,
     model_validator,
 )
@@ -37,7 +39,6 @@ _EXPONENT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9
 DECIMAL = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _STARTS_AS_NUMBER = re.compile(r"\s*[-+]?\.?[0-9]")
 _EXACT_IN_FLOAT = 2**53
-_LARGEST = sys.float_info.max
 
 
 def _text_fault(text: str) -> str | None:
@@ -139,21 +140,41 @@ def _count_or_auto(value: Any) -> Any:
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
-def _weights(value: Any) -> Any:
-    if value is None or value == "balanced":
-        return value
-    if isinstance(value, list | tuple):
-        numbers = [float(item) if isinstance(item, str) and DECIMAL.fullmatch(item) else item for item in value]
-        if all(isinstance(each, int | float) and not isinstance(each, bool) and 0 < each <= _LARGEST for each in numbers):
-            return tuple(numbers)
-    raise PydanticCustomError("weights_type", 'must be "balanced", null, or a list of finite numbers above 0')
+def _validation(value: Any) -> Any:
+    if isinstance(value, str) and DECIMAL.fullmatch(value):
+        value = float(value) if set(value) & set(".eE") else int(value)
+    if isinstance(value, float) and value >= 1 and value.is_integer():
+        value = int(value)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        if value is None or 0 < value < 1 or (isinstance(value, int) and value >= 1):
+            return value
+    elif isinstance(value, str) and value:
+        return expanded_path(one_line(value))
+    raise PydanticCustomError(
+        "validation_type",
+        "must be a fraction above 0 and below 1, such as 0.1, a number of samples of at least 1, the path of a file, or null",
+    )
 
 
-#: weight of each class, weights in inverse proportion to the numbers of images, or none
-ClassWeights = Annotated[
-    Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None,
-    BeforeValidator(_weights),
+#: samples for validation: a fraction of the training file, a number of its samples, the path of another file, or null
+Validation = Annotated[
+    int | float | str | None,
+    BeforeValidator(_validation),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}, {"type": "null"}]}),
 ]
+
+
+def _class_weights(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:  # its sentences name the alternatives in pydantic's terms
+        raise PydanticCustomError(
+            "class_weights_type", "must be balanced, a list of numbers above 0, one per class, or null"
+        ) from None
+
+
+#: weight of each class in the loss; "balanced" for weights in inverse proportion to the numbers of images, null for none
+ClassWeights = Annotated[Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None, WrapValidator(_class_weights)]
 
 
 def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None]:

@@ -122,7 +122,7 @@ class _Samples:
         self._sums = None if "sums" in changed else contents.sums
         self._known_pixels = None if "pixel_sums" in changed else contents.pixel_sums
         self._decodes = contents.pixel_sums is not None
-        self._threads, self._max_pixels = threads, contents.max_pixels
+        self._threads, self._max_pixels, self._value_range = threads, contents.max_pixels, contents.value_range
         self.pixel_sums = np.zeros(len(file), np.uint32)
         self.sound = np.ones(len(file), bool)
 
@@ -172,7 +172,7 @@ class _Samples:
 
         height, width, channels = self.file.shape
         fit: Fit = "squash" if self.file.fit == "squash" else "crop"
-        form = PictureForm((height, width), fit, channels, max_pixels=self._max_pixels)
+        form = PictureForm((height, width), fit, channels, max_pixels=self._max_pixels, value_range=self._value_range)
 
         def one(sample: int) -> int | str:
             try:

@@ -28,7 +28,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import read_regular
-from hpctrain.data.readers import BlockReader, Extents, sum_of
+from hpctrain.data.readers import BlockReader, Extents, ValueRange, sum_of
 
 try:
     import simplejpeg
@@ -47,6 +47,7 @@ FOREIGN_SUFFIXES = frozenset((
     ".heic", ".heif", ".hif", ".jxl", ".jxr", ".psd", ".psb", ".svg", ".eps", ".ico", ".icns", ".tga", ".pcx", ".xcf", ".exr",
     ".hdr", ".pfm", ".dcm", ".fits", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef",
 ))  # fmt: skip
+_MOST_BITS = 16
 #: default maximum number of pixels of a picture: 0.5 GB in RGB
 MAX_PIXELS = 178_956_970
 # Some other formats of Pillow start programs (EPS), or accept any bytes as an image (TGA).
@@ -91,6 +92,7 @@ def decode(
     fit: Fit = "crop",
     channels: int = 3,
     max_pixels: int | None = None,
+    value_range: ValueRange | None = None,
 ) -> np.ndarray:
     """Return one picture as (H, W, channels) uint8, upright by its EXIF data, in RGB or grey.
 
@@ -102,6 +104,8 @@ def decode(
         fit: "crop": resize the shorter side, then cut out the centre; "squash": resize without keeping the aspect ratio.
         channels: 3 for RGB, 1 for grey.
         max_pixels: maximum number of pixels of a picture; None: MAX_PIXELS.
+        value_range: (low, high) of the values that become 0 and 255 in pictures of more than 8 bits per value; None: those of
+            the declared number of bits.
 
     Raises:
         DataError: the file is not an image, is incomplete, or has too many pixels. The message does not name the file.
@@ -114,7 +118,10 @@ def decode(
         pixels = _jpeg(content, channels, most)
         if pixels is not None and size in (None, pixels.shape[:2]) and pixels.shape[2] == channels:
             return pixels
-        image = _opened(content, most) if pixels is None else Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+        if pixels is None:
+            image = _opened(content, most, value_range)
+        else:
+            image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
         result = np.asarray(_fitted(_plain(image, "RGB" if channels == 3 else "L"), size, fit))
     except DataError:
         raise
@@ -195,17 +202,17 @@ def _applications(content: bytes) -> list[bytes] | None:
     return None
 
 
-def _opened(content: bytes, max_pixels: int) -> Image.Image:
+def _opened(content: bytes, max_pixels: int, value_range: ValueRange | None) -> Image.Image:
     """Return the decoded picture, upright."""
     try:
-        return _loaded(content, max_pixels)
+        return _loaded(content, max_pixels, value_range)
     except (DataError, *_BOMBS):
         raise
     except Exception as error:
         # Pillow raises for a file with a damaged profile, comment or EXIF, even if its pixels are intact.
         for exif in (True, False):
             try:
-                return _loaded(_without_metadata(content, exif), max_pixels)
+                return _loaded(_without_metadata(content, exif), max_pixels, value_range)
             except (DataError, *_BOMBS):
                 raise
             except Exception:
@@ -213,15 +220,67 @@ def _opened(content: bytes, max_pixels: int) -> Image.Image:
         raise error from None
 
 
-def _loaded(content: bytes, max_pixels: int) -> Image.Image:
+def _loaded(content: bytes, max_pixels: int, value_range: ValueRange | None) -> Image.Image:
     with Image.open(io.BytesIO(content), formats=_formats()) as opened:
         if opened.width * opened.height > max_pixels:
             raise _too_large(max_pixels, opened.width * opened.height)
-        depth = _depth(opened)
+        depth, deep_colour = _depth(opened), value_range is not None and _is_deep_colour(opened)
         opened.load()
         turn = _turn(opened)
-        image = opened.copy() if turn is None else opened.transpose(turn)
-    return _eight_bits(image, depth)
+        image = Image.fromarray(scaled(_colours(content), value_range)) if deep_colour else opened.copy()
+    image = _eight_bits(image, depth, value_range)
+    return image if turn is None else image.transpose(turn)
+
+
+def _is_deep_colour(opened: Image.Image) -> bool:
+    """Return whether a picture that is not loaded yet has colours of 16 bits, of which Pillow keeps the upper 8."""
+    return opened.mode in ("LA", "RGB", "RGBA", "RGBX") and ";16" in str(getattr(opened, "tile", ""))
+
+
+def _colours(content: bytes) -> np.ndarray:
+    """Return the colours (H, W, 3) uint16 of a picture, without transparency.
+
+    Raises:
+        DataError: OpenCV cannot decode it.
+    """
+    import cv2
+
+    values = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
+    if values is None or values.dtype != np.uint16 or values.ndim != 3 or values.shape[2] < 3:
+        raise DataError(
+            "The image cannot be decoded: its colours of 16 bits are in a form that is not supported; save it as PNG."
+        )
+    return np.ascontiguousarray(values[..., 2::-1])
+
+
+def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
+    """Return the largest value of a picture that declares 16 bits per value; 0 for all other and for unreadable pictures."""
+    try:
+        start = source[:26] if isinstance(source, bytes) else _first_bytes(source)
+        if start.startswith(_JPEG) or (start.startswith(_PNG) and start[24:25] != bytes([_MOST_BITS])):
+            return 0
+        with Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=_formats()) as opened:
+            if opened.width * opened.height > (max_pixels or MAX_PIXELS):
+                return 0
+            if _is_deep_colour(opened):
+                return int(_colours(read_picture(source, max_pixels) if isinstance(source, Path) else source).max())
+            if opened.mode.startswith("I") and _depth(opened) == _MOST_BITS:
+                return max(0, int(np.asarray(opened).max()))
+    except Exception:  # conversions report why a picture cannot be decoded
+        return 0
+    return 0
+
+
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(26)
+
+
+def scaled(values: np.ndarray, value_range: ValueRange | None) -> np.ndarray:
+    """Return values of any type as uint8: low becomes 0, high 255, and values beyond them are clipped."""
+    assert value_range is not None
+    low, high = value_range
+    return np.rint(np.clip((values.astype(np.float64) - low) * (255.0 / (high - low)), 0, 255)).astype(np.uint8)
 
 
 @functools.cache
@@ -305,21 +364,10 @@ def _depth(image: Image.Image) -> int:
     return max(bits) if isinstance(bits, tuple) else int(bits)
 
 
-def unused_bits(path: Path) -> int | None:
-    """Return the number of upper bits that are 0 in all values of a picture of 16 bits per value, such as 4 for 12-bit data.
+def _eight_bits(image: Image.Image, depth: int, value_range: ValueRange | None) -> Image.Image:
+    """Return the image with at most 8 bits per value.
 
-    None for other pictures, and for files that cannot be read.
-    """
-    try:
-        with Image.open(path) as image:
-            deep = image.mode.startswith("I") and _depth(image) == 16
-            return 16 - int(np.asarray(image).max()).bit_length() if deep else None
-    except Exception:  # the conversion reports the reason
-        return None
-
-
-def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
-    """Return the image with at most 8 bits per value. Keeps the upper bits of deeper values, which Pillow would clip at 255.
+    Scales deeper values, which Pillow would clip at 255, from `value_range`, or keeps their upper bits.
 
     Raises:
         DataError: the values are floating-point, negative or wider than 16 bits, so their maximum is unknown.
@@ -327,9 +375,14 @@ def _eight_bits(image: Image.Image, depth: int) -> Image.Image:
     if not image.mode.startswith(("I", "F")):
         return image
     values = np.asarray(image)
+    if value_range is not None and np.isfinite(values).all():
+        return Image.fromarray(scaled(values, value_range))
     if image.mode == "F" or depth > 16 or (values.size and (values.min() < 0 or values.max() >= 1 << depth)):
         kind = "floating-point numbers" if image.mode == "F" else f"whole numbers of {depth} bits, or negative ones"
-        raise DataError(f"The image cannot be decoded: its pixels are {kind}; save it with 8 or 16 unsigned bits per value.")
+        raise DataError(
+            f"The image cannot be decoded: its pixels are {kind}; convert it with --range, or save it with 8 or 16 unsigned bits "
+            "per value."
+        )
     return Image.fromarray((values.astype(np.int64) >> (depth - 8)).astype(np.uint8))
 
 
@@ -367,6 +420,7 @@ class EncodedReader(BlockReader):
         fit: "crop" or "squash", see `decode`.
         threads: number of decoding threads, which mostly run without the GIL.
         max_pixels: maximum number of pixels of a picture; see `decode`.
+        value_range: values that become 0 and 255; see `decode`.
     """
 
     decodes = True
@@ -381,13 +435,14 @@ class EncodedReader(BlockReader):
         fit: str,
         threads: int = 1,
         max_pixels: int | None = None,
+        value_range: ValueRange | None = None,
     ) -> None:
         super().__init__(path, block, extents)
         self.shape: tuple[int, ...] = (extents.count, *form)
         self.threads = threads
         self._sums, self._pixel_sums = sums
         self._size, self._fit = (form[0], form[1]), cast(Fit, fit)
-        self._max_pixels = max_pixels
+        self._max_pixels, self._value_range = max_pixels, value_range
         self._to_compare = _COMPARED_SAMPLES
         self._pool: ThreadPoolExecutor | None = None
         self._pool_threads = 0
@@ -416,7 +471,7 @@ class EncodedReader(BlockReader):
         if zlib.crc32(content) != self._sums[sample]:
             return "its bytes changed since the file was written"
         try:
-            out[...] = decode(content, self._size, self._fit, self.shape[3], self._max_pixels)
+            out[...] = decode(content, self._size, self._fit, self.shape[3], self._max_pixels, self._value_range)
         except DataError as error:
             return str(error).rstrip(".")
         if self._to_compare > 0:

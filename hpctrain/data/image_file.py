@@ -15,8 +15,9 @@ A data file is an HDF5 file with all images of a split in one contiguous block, 
 
 The root has the attributes `format` and `version`; each dataset has `sha256`, the checksum of its bytes. The attribute `fit`
 ("crop" or "squash") of `images` or `blob` is present if pictures were resized to one size. `blob` also has `form`, the (H, W, C)
-of the decoded pictures, and `max_pixels`, the size limit of a picture, if it is not the decoder's own limit. Whenever a file is
-opened, everything but the images is compared with its checksum.
+of the decoded pictures, and `max_pixels`, the size limit of a picture, if it is not the decoder's own limit. The attribute
+`range` of `images` or `blob` is present if values of more than 8 bits were scaled: (low, high), which became 0 and 255. Whenever
+a file is opened, everything but the images is compared with its checksum.
 
 HDF5's own structures have checksums from its 1.10 format on, except the heap of variable-length values. A damaged byte in this
 heap can make HDF5 loop without end, so texts have a fixed length.
@@ -43,7 +44,7 @@ import numpy as np
 from hpctrain.backend.counter_random import key, words
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, reason
+from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
 
 FORMAT = "hpctrain-images"
 VERSION = 1
@@ -54,6 +55,8 @@ FIT = "fit"
 FORM = "form"
 #: attribute of the picture files: maximum number of pixels of a picture, if other than the decoder's own limit
 MAX_PIXELS = "max_pixels"
+#: attribute of the images: (low, high) of the deeper values that became 0 and 255
+RANGE = "range"
 #: datasets with a checksum in a file of pixels, and in a file of picture files
 DATASETS = ("images", "sums", "labels", "class_names", "mean", "std")
 _ENCODED_DATASETS = ("blob", "offsets", "pixel_sums", *DATASETS[1:])
@@ -97,6 +100,7 @@ class Stored:
         sums: (N,) crc32 of each sample's stored bytes.
         pixel_sums: (N,) crc32 of the decoded pixels; None for a file of pixels.
         max_pixels: maximum number of pixels of a picture; None: the decoder's own limit.
+        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 
     images: StoredImages
@@ -109,6 +113,7 @@ class Stored:
     fit: str | None = None
     pixel_sums: np.ndarray | None = None
     max_pixels: int | None = None
+    value_range: ValueRange | None = None
 
 
 def text(value: object) -> str:
@@ -128,12 +133,15 @@ def read_stored(file: h5py.File) -> Stored:
     labels, mean, std = (_values(file, name) for name in ("labels", "mean", "std"))
     offsets, pixel_sums = (_values(file, name) if encoded else None for name in ("offsets", "pixel_sums"))
     fit = text(block.attrs[FIT]) if FIT in block.attrs else None
+    low_high = block.attrs[RANGE].tolist() if RANGE in block.attrs else None
+    value_range = None if low_high is None else (float(low_high[0]), float(low_high[1]))
     shape = block.shape
     if offsets is not None:
         shape = (max(0, len(offsets) - 1), *(int(size) for size in block.attrs[FORM]))
     digests = {name: text(file[name].attrs["sha256"]) for name in (_ENCODED_DATASETS if encoded else DATASETS)}
     if encoded:
-        digests["images"] = hashlib.sha256(f"{digests['blob']} {shape} {fit}".encode()).hexdigest()
+        how = fit if value_range is None else f"{fit} {value_range}"
+        digests["images"] = hashlib.sha256(f"{digests['blob']} {shape} {how}".encode()).hexdigest()
     return Stored(
         StoredImages(shape, block.dtype, block.id.get_offset(), block.id.get_storage_size(), offsets),
         labels,
@@ -145,6 +153,7 @@ def read_stored(file: h5py.File) -> Stored:
         fit,
         pixel_sums,
         int(block.attrs[MAX_PIXELS]) if MAX_PIXELS in block.attrs else None,
+        value_range,
     )
 
 
@@ -325,6 +334,7 @@ class ImageFile:
         std: (C,) float64, in units of 0..1.
         fit: method by which pictures were resized to one size ("crop", "squash"); None: unknown.
         sums: (N,) crc32 of each sample's stored bytes; None if missing.
+        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 
     def __init__(
@@ -338,6 +348,7 @@ class ImageFile:
         pixels: ImageArray | None = None,
         fit: str | None = None,
         sums: np.ndarray | None = None,
+        value_range: ValueRange | None = None,
     ) -> None:
         self.path = path
         self.images = images
@@ -348,6 +359,7 @@ class ImageFile:
         self.manifest = manifest
         self.fit = fit
         self.sums = sums
+        self.value_range = value_range
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -403,7 +415,8 @@ class ImageFile:
         labels = np.asarray(contents.labels, np.int64)
         images, reader = _map(path, contents)
         digests = dict(contents.digests)
-        return cls(path, images, labels, contents.class_names, moments, digests, reader, contents.fit, contents.sums)
+        how = contents.fit, contents.sums, contents.value_range
+        return cls(path, images, labels, contents.class_names, moments, digests, reader, *how)
 
     def verify(self) -> None:
         """Compare the samples' stored bytes with their sha256, reading the whole file.
@@ -488,7 +501,7 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
         assert contents.pixel_sums is not None, "checked"
         extents, sums = Extents.rising(images.offset, images.offsets), (contents.sums, contents.pixel_sums)
         form, fit = images.shape[1:], contents.fit or "crop"
-        reader = EncodedReader(path, block, extents, sums, form, fit, max_pixels=contents.max_pixels)
+        reader = EncodedReader(path, block, extents, sums, form, fit, 1, contents.max_pixels, contents.value_range)
         return reader, reader
 
 
@@ -536,7 +549,8 @@ def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> Imag
         mapped = np.array([label_of[normal_name(name)] for name in file.class_names], np.int64)
     moments = file.mean, file.std
     labels = mapped[file.labels]
-    return ImageFile(file.path, file.images, labels, names, moments, file.manifest, file.pixels, file.fit, file.sums)
+    how = file.fit, file.sums, file.value_range
+    return ImageFile(file.path, file.images, labels, names, moments, file.manifest, file.pixels, *how)
 
 
 #: limits of the samples whose stored bytes are compared: number and bytes; at least two samples are compared
@@ -556,6 +570,8 @@ class DataFacts:
         mean: (C,) mean for the normalisation, in units of 0..1.
         std: (C,) standard deviation for the normalisation, in units of 0..1.
         fit: method by which pictures were resized ("crop", "squash"); None: not stored in the file.
+        held_out: number of images that are held out for validation, and sha256 of their numbers; None: no image is held out.
+        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 
     samples: int
@@ -566,10 +582,21 @@ class DataFacts:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fit: str | None = None
+    held_out: tuple[int, str] | None = None
+    value_range: ValueRange | None = None
+
+    @property
+    def training_samples(self) -> int:
+        """Number of images of an epoch: those that are not held out for validation."""
+        return self.samples - (0 if self.held_out is None else self.held_out[0])
 
     @classmethod
-    def of(cls, file: ImageFile) -> DataFacts:
-        """Return the facts of an open file, without reading images."""
+    def of(cls, file: ImageFile, held_out: np.ndarray | None = None) -> DataFacts:
+        """Return the facts of an open file, without reading images.
+
+        Args:
+            held_out: numbers of the images that are held out for validation; None: no image is held out.
+        """
         return cls(
             samples=len(file),
             shape=file.shape,
@@ -579,6 +606,8 @@ class DataFacts:
             mean=_numbers(file.mean),
             std=_numbers(file.std),
             fit=file.fit,
+            held_out=None if held_out is None else (len(held_out), digest_of(held_out.astype("<i8"))),
+            value_range=file.value_range,
         )
 
     @classmethod
@@ -599,22 +628,25 @@ class ImageForm:
     Args:
         shape: (H, W, C).
         fit: "crop" or "squash", see `decoding.decode`.
+        value_range: (low, high) of the values of more than 8 bits that become 0 and 255; None: those of their type.
     """
 
     shape: tuple[int, int, int]
     fit: str = "crop"
+    value_range: ValueRange | None = None
 
     @classmethod
     def of(cls, file: ImageFile | DataFacts) -> ImageForm:
         """Return the form of a data file's images. If `fit` is missing, the converters' default is used."""
         height, width, channels = file.shape
-        return cls((height, width, channels), file.fit or "crop")
+        return cls((height, width, channels), file.fit or "crop", file.value_range)
 
     @classmethod
     def from_meta(cls, values: Mapping[str, Any]) -> ImageForm:
         """Return the form from the JSON form of `to_meta`."""
         height, width, channels = values["shape"]
-        return cls((height, width, channels), values["fit"])
+        low_high = values.get("value_range")
+        return cls((height, width, channels), values["fit"], None if low_high is None else (low_high[0], low_high[1]))
 
     def to_meta(self) -> dict[str, Any]:
         """Return the form as JSON-compatible data."""
@@ -658,7 +690,7 @@ def _numbers(values: np.ndarray) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-Split = Literal["train", "test"]
+Split = Literal["train", "validation", "test"]
 _WINDOWS = 1 << 20  # number of places in the pool where an image may begin
 _STRIPES = 8  # number of stripes of constant brightness, wider than the shifts of augmentations
 _BLOCK_BYTES = 1 << 18  # size of the images that are generated at a time
@@ -669,7 +701,7 @@ class SyntheticImages:
     """Images generated when they are read; indexed like a uint8 array (N, H, W, C).
 
     Args:
-        split: "train" or "test", which have different images.
+        split: split, each of which has different images.
         labels: (N,) class of each image.
         shape: (H, W, C).
         classes: number of classes.

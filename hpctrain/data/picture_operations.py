@@ -99,6 +99,15 @@ def _affine(picture: Image.Image, matrix: tuple[float, ...], resample: Resamplin
     return picture.transform(picture.size, Image.Transform.AFFINE, matrix, resample)
 
 
+def _with_hue(picture: Image.Image, magnitude: float) -> Image.Image:
+    """Return the picture with its hue turned by a fraction of the colour circle, in [-0.5, 0.5]. Grey pictures have none."""
+    if picture.mode == "L":
+        return picture
+    hue, saturation, value = picture.convert("HSV").split()
+    turned = np.asarray(hue) + np.int32(magnitude * 255).astype(np.uint8)  # modulo 256
+    return Image.merge("HSV", (Image.fromarray(turned), saturation, value)).convert("RGB")
+
+
 _Enhancement = Callable[[Image.Image], ImageEnhance._Enhance]
 
 #: operations that are an enhancement by 1 + magnitude
@@ -118,11 +127,13 @@ _OTHERS: Mapping[str, _Operation] = {
     "rotate": lambda picture, magnitude, resample: picture.rotate(magnitude, resample),
     "posterize": lambda picture, magnitude, resample: ImageOps.posterize(picture, int(magnitude)),
     "solarize": lambda picture, magnitude, resample: ImageOps.solarize(picture, magnitude),  # type: ignore[arg-type]
+    "invert": lambda picture, magnitude, resample: ImageOps.invert(picture),
+    "hue": lambda picture, magnitude, resample: _with_hue(picture, magnitude),
     "autocontrast": lambda picture, magnitude, resample: ImageOps.autocontrast(picture),
     "equalize": lambda picture, magnitude, resample: ImageOps.equalize(picture),
 }
 
-#: all operations in torchvision's order
+#: operations of `randaugment` and `trivial_augment_wide`, in torchvision's order
 NAMES = (
     *("identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate"),
     *("brightness", "color", "contrast", "sharpness"),
@@ -133,18 +144,19 @@ NAMES = (
 SIGNED = frozenset((*NAMES[1:6], *ENHANCEMENTS))
 
 
-def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolation: str) -> np.ndarray:
+def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolation: str, neutral: float = 1.0) -> np.ndarray:
     """Return an image (H, W, C) uint8, C being 1 or 3, after the named operations. It may be the same array.
 
     Args:
         choices: (operation, magnitude) pairs, in order.
         interpolation: one of `RESAMPLING`.
+        neutral: number that is added to the magnitude of an enhancement; 0 if magnitudes are factors.
     """
     resample = RESAMPLING[interpolation]
     picture = Image.fromarray(np.ascontiguousarray(image if image.shape[2] == 3 else image[:, :, 0]))
     for name, magnitude in choices:
         if name in ENHANCEMENTS:
-            picture = ENHANCEMENTS[name](picture).enhance(1.0 + magnitude)
+            picture = ENHANCEMENTS[name](picture).enhance(neutral + magnitude)
         else:
             picture = _OTHERS[name](picture, magnitude, resample)
     return np.asarray(picture).reshape(image.shape)

@@ -125,7 +125,8 @@ class DecodedPictures(ReadImages):
     def _decoded(self, number: int) -> np.ndarray:
         height, width, channels = self._form.shape
         try:
-            return decode(self._files[number], (height, width), cast(Fit, self._form.fit), channels, self._max_pixels)
+            how = cast(Fit, self._form.fit), channels, self._max_pixels, self._form.value_range
+            return decode(self._files[number], (height, width), *how)
         except DataError as error:
             self.broken[number] = str(error)
             return np.zeros(self._form.shape, np.uint8)

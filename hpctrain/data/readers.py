@@ -29,6 +29,8 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.core.log import get_logger
 
+#: values that become 0 and 255
+ValueRange = tuple[float, float]
 #: index of images: one or several samples, or a region (rows, columns) of them
 ImageIndex = int | slice | tuple[int | slice, slice, slice]
 
@@ -86,11 +88,14 @@ class ReadPolicy:
         most: maximum number of samples that may be replaced; None: the first unreadable sample raises an error.
         place: place of the reader, for the end of messages, such as " (on rank 1 of 4, node7)".
         pauses_seconds: pauses before each further attempt.
+        held_out: (N,) bool, samples that are held out for validation. They never replace training samples, and training samples
+            never replace them. None: no sample is held out.
     """
 
     most: int | None = None
     place: str = ""
     pauses_seconds: tuple[float, ...] = PAUSES_SECONDS
+    held_out: np.ndarray | None = None
 
 
 def pauses_within(deadline_seconds: float) -> tuple[float, ...]:
@@ -426,10 +431,15 @@ class BlockReader(ReadImages):
                 f"S{named}; {len(self._unreadable)} of {count} samples are unreadable, but data.max_unreadable "
                 f"allows {policy.most}{policy.place}."
             )
+        held_out = policy.held_out
         others = ((sample + distance) % count for distance in range(1, count))
+        alike = (other for other in others if held_out is None or held_out[other] == held_out[sample])
+        replacement = next((other for other in alike if other not in self._unreadable), None)
+        if replacement is None:
+            raise UnreadableError(f"S{named}; no sample is left that could replace it{policy.place}.")
         if not self.replaced:
             get_logger(__name__).info(f"s{named}; such samples are replaced by others{policy.place}")
-        self.replaced[sample] = next(other for other in others if other not in self._unreadable)
+        self.replaced[sample] = replacement
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The samples of a step, their order, and their partners in mixup and cutmix.
+"""The samples of a step, their order, their partners in mixup and cutmix, and the samples held out for validation.
 
 All of this is a pure function of (seed, epoch, place in the epoch), equal on every rank and after every restart. Mixup and cutmix
 mix the images of a step with the same images in reverse order, as timm does for a batch. The partner of a sample depends on its
@@ -63,13 +63,20 @@ class Sampler:
         batch: number of samples of a step over all ranks.
         seed: seed of the order, which differs between epochs.
         shuffle: whether to shuffle; False: file order, for evaluation.
+        subset: (samples,) int64, ids of the samples in file order; None: 0 to samples - 1.
+
+    Attributes:
+        subset: argument `subset`.
 
     Raises:
         DataError: there are no samples.
         ConfigError: the batch is below 1.
     """
 
-    def __init__(self, samples: int, batch: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, samples: int, batch: int, seed: int = 0, shuffle: bool = True, subset: NDArray[np.int64] | None = None
+    ) -> None:
+        assert subset is None or len(subset) == samples, f"{samples} samples"
         if samples < 1:
             raise DataError(f"A data set of {samples} samples cannot be used for training; at least 1 is needed.")
         if batch < 1:
@@ -78,6 +85,7 @@ class Sampler:
         self.batch = batch
         self.seed = seed
         self.shuffle = shuffle
+        self.subset = subset
         self._reorderings: tuple[Reordering, ...] = ()
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
@@ -103,6 +111,7 @@ class Sampler:
         cached = self._cached
         if cached is None or cached[0] != epoch:
             order = self._reordered(epoch) if self.shuffle else np.arange(self.samples, dtype=np.int64)
+            order = order if self.subset is None else self.subset[order]
             order.flags.writeable = False
             cached = self._cached = (epoch, order)
         return cached[1]
@@ -124,11 +133,56 @@ class Sampler:
         return order
 
     def _shuffled(self, epoch: int, *number: int) -> NDArray[np.int64]:
-        # Sort 64-bit random words instead of calling NumPy's permutation, which may change between versions.
-        stream = counter_random.key("sampler", self.seed, epoch, *number)
-        words = counter_random.words(stream, np.zeros(1, np.int64), range(2 * self.samples))
-        keys = words.reshape(self.samples, 2).astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)
+        keys = _sort_keys(counter_random.key("sampler", self.seed, epoch, *number), self.samples)
         return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+def _sort_keys(stream: counter_random.Key, samples: int) -> NDArray[np.uint64]:
+    """Return random numbers to sort samples by. NumPy's permutation may change between versions."""
+    words = counter_random.words(stream, np.zeros(1, np.int64), range(2 * samples))
+    keys: NDArray[np.uint64] = words.reshape(samples, 2).astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)
+    return keys
+
+
+class ValidationSplit(NamedTuple):
+    """Numbers of the samples of a file that are trained on and that are held out for validation, both int64 and ascending."""
+
+    training: NDArray[np.int64]
+    validation: NDArray[np.int64]
+
+
+def hold_out(labels: NDArray[np.int64], amount: int | float, seed: int, origin: object) -> ValidationSplit:
+    """Divide the samples of a file into training and validation, stratified by class.
+
+    Each class has the same share in both parts, up to one sample. At least one sample of each class is trained on. The division
+    is a pure function of the first three arguments.
+
+    Args:
+        labels: (N,) class of each sample.
+        amount: fraction of the samples that are held out, in (0, 1), or their number.
+        origin: file of the samples, for messages.
+
+    Raises:
+        DataError: too few samples would be left for training, or the file is too small to hold out a sample.
+    """
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    most, wanted = int((sizes - 1).sum()), amount if isinstance(amount, int) else max(1, round(amount * len(labels)))
+    if wanted > most:
+        legal = f"the largest number is {most:,}" if most else "give another file for validation"
+        raise DataError(
+            f"{wanted:,} of the {len(labels):,} samples of {origin} cannot be held out for validation (validation {amount:g}), "
+            f"because training needs a sample of each of {len(sizes):,} classes; {legal}."
+        )
+    quota = wanted * sizes // len(labels)
+    while (left := wanted - int(quota.sum())) > 0:
+        missing = wanted * sizes - quota * len(labels)  # times the number of samples, so that the order is exact
+        open_classes = np.flatnonzero(quota < sizes - 1)
+        quota[open_classes[np.argsort(-missing[open_classes], kind="stable")][:left]] += 1
+    order = np.lexsort((_sort_keys(counter_random.key("validation", seed), len(labels)), classes))
+    rank_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    held_out = np.zeros(len(labels), bool)
+    held_out[order] = rank_in_class < np.repeat(quota, sizes)
+    return ValidationSplit(np.flatnonzero(~held_out), np.flatnonzero(held_out))
 
 
 #: maximum alpha: above it, drawing from a Beta distribution takes too many attempts, and nearly all weights are close to one half

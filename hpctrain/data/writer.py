@@ -33,13 +33,14 @@ from hpctrain.data.image_file import (
     FORM,
     FORMAT,
     MAX_PIXELS,
+    RANGE,
     VERSION,
     check_labels,
     check_names,
     digest_of,
     names_digest,
 )
-from hpctrain.data.readers import sum_of
+from hpctrain.data.readers import ValueRange, sum_of
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, publish, target_of
 from hpctrain.storage.hdf5_store import StoreFile
@@ -240,6 +241,8 @@ class DataFileWriter:
         class_names: names of classes 0, 1, ...
         fit: method by which pictures are resized to the shape ("crop", "squash"), stored in the file.
         source: identifier of the inputs and settings of the conversion; None: an interrupted conversion leaves no file.
+        value_range: (low, high) of the values of more than 8 bits that became 0 and 255, stored in the file; None: those of their
+            type.
 
     Attributes:
         shape: (H, W, C) of every image.
@@ -255,7 +258,9 @@ class DataFileWriter:
         class_names: Sequence[str],
         fit: str | None = None,
         source: str | None = None,
+        value_range: ValueRange | None = None,
     ) -> None:
+        self._value_range = value_range
         self._path, self._count, self.shape = Path(path), count, shape
         self._names, self._fit = [str(name) for name in class_names], fit
         _check(self._path, count, shape, self._names)
@@ -360,6 +365,8 @@ class DataFileWriter:
         dataset.attrs["sha256"] = np.bytes_(self._digest.hexdigest())
         if self._fit is not None:
             dataset.attrs[FIT] = np.bytes_(self._fit)
+        if self._value_range is not None:
+            dataset.attrs[RANGE] = np.array(self._value_range, "<f8")
         return dataset
 
 
@@ -457,9 +464,10 @@ def write_data_file(
     class_names: Sequence[str],
     chunks: Iterable[tuple[np.ndarray, np.ndarray]],
     fit: str | None = None,
+    value_range: ValueRange | None = None,
 ) -> None:
     """Write (images, labels) chunks as one data file; see `ImageFileWriter`."""
-    with ImageFileWriter(path, count, shape, class_names, fit) as writer:
+    with ImageFileWriter(path, count, shape, class_names, fit, value_range=value_range) as writer:
         for images, labels in chunks:
             writer.append(images, labels)
 

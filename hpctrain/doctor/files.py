@@ -180,7 +180,7 @@ DATA = FindingKind(
     "data-file",
     Severity.FAULT,
     "A data file of the configuration cannot be opened on some node.",
-    "Create it, or correct its path: `data.train`, `data.test`.",
+    "Create it, or correct its path: `data.train`, `data.validation`, `data.test`.",
 )
 
 OTHER_DATA = FindingKind(
@@ -227,8 +227,7 @@ def _data_files(place: OwnPlace) -> list[Path]:
 
     if place.config is None:
         return []
-    named = (place.config.data.train, place.config.data.test)
-    return [Path(path) for path in named if path and path != SYNTHETIC]
+    return [Path(path) for path in place.config.data.files.values() if path != SYNTHETIC]
 
 
 def _fault_of(path: Path) -> tuple[str, str, bool] | None:

@@ -23,10 +23,9 @@ from hpctrain.comm.groups import check_grid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config import grid
 from hpctrain.config.grid import model_options
-from hpctrain.config.images import make_pipeline, of_largest, open_images
+from hpctrain.config.images import Images, evaluation_images, of_largest, open_images, training_images
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, ShapeError
-from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.pipeline import Pipeline, leaves_resize
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
@@ -350,31 +349,30 @@ def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[i
 def _of_images(task: PlannedRun) -> tuple[int, ...] | None:
     """Return the pinned memory of image batches by position; training and evaluation share it."""
     config = task.config
-    splits = [("train", config.data.train), *([("test", config.data.test)] if config.data.test is not None else [])]
-    if any(path != SYNTHETIC and not Path(str(path)).exists() for _, path in splits):
+    if any(path != SYNTHETIC and not Path(path).exists() for path in config.data.files.values()):
         return None
-    train = open_images(config, "train")
-    facts = DataFacts.of(train)
-    pipeline = of_largest(config, make_pipeline(config, config.data.augment, facts))
+    files = {split: open_images(config, split) for split in config.data.files}
+    train, data = training_images(config, files["train"], None)
+    pipeline = of_largest(config, train.pipeline)
     mixes = bool(config.data.mixing.mixes)
     largest = [0] * len(task.counts) if mixes else _of_batches(task, train, pipeline, config.batch, config.micro_batches)
-    if config.data.test is not None:
-        pipeline = make_pipeline(config, config.data.evaluate_augment, facts)
-        of_test = _of_batches(task, open_images(config, "test"), pipeline, config.evaluate.batch or config.batch, 1)
-        largest = [max(pair) for pair in zip(largest, of_test, strict=True)]
+    for split in config.data.evaluated_splits:
+        images = evaluation_images(config, files, split, data, config.data.train)
+        of_split = _of_batches(task, images, images.pipeline, config.evaluate.batch or config.batch, 1)
+        largest = [max(pair) for pair in zip(largest, of_split, strict=True)]
     return tuple(largest)
 
 
-def _of_batches(task: PlannedRun, file: ImageFile, pipeline: Pipeline, batch: int, parts: int) -> list[int]:
-    """Return the pinned memory of batches of a file by position.
+def _of_batches(task: PlannedRun, images: Images, pipeline: Pipeline, batch: int, parts: int) -> list[int]:
+    """Return the pinned memory of batches of images by position.
 
     Args:
         batch: samples of a batch over all ranks.
         parts: number of micro-batches.
     """
-    of_ranks = counts(min(batch, len(file)), len(task.counts), task.plan.rows)
+    of_ranks = counts(min(batch, len(images)), len(task.counts), task.plan.rows)
     if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.job.kernels, PixelInput):
         return [0] * len(of_ranks)
-    stored = pipeline.stored_shape(*file.shape)
+    stored = pipeline.stored_shape(*images.file.shape)
     resizes = leaves_resize(pipeline.augmentations)
     return [task.job.kernels.pinned_input_bytes(-(-count // parts), stored, resizes=resizes) for count in of_ranks]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.runs.results import AVERAGED, TEST, TRAINING, Curve, Panel
+from hpctrain.runs.results import AVERAGED, TEST, TRAINING, VALIDATION, Curve, Panel
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
 from hpctrain.trace.time_table import TimeTable
@@ -246,8 +246,10 @@ def _place(axes: Axes) -> dict[str, Any]:
 
 _STYLES: Mapping[str, Mapping[str, Any]] = {
     TRAINING: {"linewidth": 0.9, "alpha": 0.75},
+    VALIDATION: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
+    f"{VALIDATION}{AVERAGED}": {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
     TEST: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
-    AVERAGED: {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
+    f"{TEST}{AVERAGED}": {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
 }
 #: maximum number of evaluations for which curves have marks
 _MOST_MARKS = 40

@@ -24,7 +24,7 @@ from hpctrain.report.figures import Drawing, PageFigure, for_page, layer_drawing
 from hpctrain.run.evaluation import JudgedImage, Judgement
 from hpctrain.runs.comparison import side_by_side
 from hpctrain.runs.results import UNKNOWN, RunRecord, panels, summary, summary_texts
-from hpctrain.runs.state import means_text
+from hpctrain.runs.state import means_text, set_of
 from hpctrain.version import __version__
 
 #: maximum number of classes of a readable confusion matrix; for more, the largest confusions are listed
@@ -348,7 +348,7 @@ def _headline(records: Sequence[RunRecord]) -> str:
         return ""
     of_run = f"{name}, " if len(records) > 1 else ""
     setup = ", ".join(filter(None, (best.model, best.data, best.batch and f"batch {best.batch}", best.optimizer)))
-    return f"Best test accuracy {best.best_top1:.2%} ({of_run}epoch {best.best_epoch}){setup and ': '}{setup}"
+    return f"Best {best.evaluated} accuracy {best.best_top1:.2%} ({of_run}epoch {best.best_epoch}){setup and ': '}{setup}"
 
 
 def _summary(records: Sequence[RunRecord]) -> PagePart:
@@ -362,11 +362,12 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
     tables = []
     for record in records:
         evaluations = record.state.of_kind("evaluation")
-        lines = tuple(Line((str(entry.get("epoch")), *means_text(entry, UNKNOWN))) for entry in evaluations)
+        evaluations += record.state.of_kind("test")
+        lines = tuple(Line((str(entry.get("epoch")), set_of(entry), *means_text(entry, UNKNOWN))) for entry in evaluations)
         if lines:
             title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
-            headings = ("epoch", "loss", "top-1", "top-5")
-            tables.append(Table(title, headings, lines, frozenset({1, 2, 3}), folded=True))
+            headings = ("epoch", "set", "loss", "top-1", "top-5")
+            tables.append(Table(title, headings, lines, frozenset({2, 3, 4}), folded=True))
     drawings = tuple(panel_drawing(panel, names) for panel in panels(records))
     return PagePart("curves", "Curves", drawings=drawings, tables=tuple(tables))
 

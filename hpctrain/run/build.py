@@ -139,7 +139,7 @@ def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
         if session.world.rank != 0:
             return None
         spread = np.array(setup.data.std) if session.config.data.normalise else np.ones(file.shape[2])
-        return whitening_filters(_spaced_images(file, 255.0 * np.where(spread > 0, spread, 1.0)), spec)
+        return whitening_filters(_spaced_images(setup.loader, 255.0 * np.where(spread > 0, spread, 1.0)), spec)
 
     weight = session.world.broadcast_object(raise_on_all_ranks(session.world, filters))
     entry, entries = join(name, "weight"), declared_state(network.model)
@@ -148,10 +148,12 @@ def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
     setup.replica.parameters_written()
 
 
-def _spaced_images(file: ImageFile, scale: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield evenly spaced images of a file, divided by the scale of each channel, and read a few at a time to save memory."""
-    count = min(len(file), _WHITENED_IMAGES)
-    chosen = np.arange(count, dtype=np.int64) * len(file) // count
+def _spaced_images(loader: Loader, scale: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield evenly spaced images of a loader, divided by the scale of each channel, and read a few at a time to save memory."""
+    file, sampler = loader.file, loader.sampler
+    count = min(sampler.samples, _WHITENED_IMAGES)
+    chosen = np.arange(count, dtype=np.int64) * sampler.samples // count
+    chosen = chosen if sampler.subset is None else sampler.subset[chosen]
     for some in np.array_split(chosen, -(-count // _READ_TOGETHER)):
         yield from file.pixels.take(some, np.empty((len(some), *file.shape), np.uint8)) / scale
 
@@ -230,6 +232,8 @@ class TrainingSetup:
 
     Attributes:
         data: facts about the training file that checkpoints store.
+        evaluation_loader: loader of the set that evaluations during training use; None: there is none.
+        test_loader: loader of a test set that is evaluated only at the end of training; None: there is none.
         notes: remarks on the data for the user, one sentence each.
         sizes: sizes of training images by epoch; None: they have one size.
         cache: cache levels between loaders and files.
@@ -238,6 +242,7 @@ class TrainingSetup:
     backend: Backend
     replica: Replica
     loader: Loader
+    evaluation_loader: Loader | None
     test_loader: Loader | None
     schedule: LearningRateSchedule
     data: DataFacts
@@ -246,9 +251,14 @@ class TrainingSetup:
     cache: DataCache | None = None
 
     @property
+    def loaders(self) -> tuple[Loader, ...]:
+        """All loaders, that of the training samples first."""
+        return tuple(loader for loader in (self.loader, self.evaluation_loader, self.test_loader) if loader is not None)
+
+    @property
     def files(self) -> tuple[ImageFile, ...]:
         """Data files that are read."""
-        return tuple(loader.file for loader in (self.loader, self.test_loader) if loader is not None)
+        return tuple({id(loader.file.pixels): loader.file for loader in reversed(self.loaders)}.values())[::-1]
 
 
 def build(
@@ -266,8 +276,7 @@ def build(
     """
     opened = open_alike(session.world, session.config, configured_splits(session.config))
     setup = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
-    loaders = [loader for loader in (setup.loader, setup.test_loader) if loader is not None]
-    cache = give_levels(session, session.config.data.cache, loaders, stop_requested=stop_requested)
+    cache = give_levels(session, session.config.data.cache, setup.loaders, stop_requested=stop_requested)
     arithmetic = setup.backend.kernels.arithmetic
     setup.replica.transport, way = choose_transport(session.config, session.world, arithmetic, session.device_messages)
     return replace(setup, cache=cache, notes=(*setup.notes, *way, *cache.notes))
@@ -278,15 +287,16 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     backend = make_backend(config.backend, config.dtype, config.precision, session.place)
     check_device(config, backend.kernels)  # which "auto" may have chosen
     train, data = training_images(config, opened["train"], known)
-    test = None
-    if "test" in opened:
-        test = evaluation_images(config, opened["test"], data, config.data.train if known is None else CHECKPOINT)
+    place = config.data.train if known is None else CHECKPOINT
+    evaluated = {split: evaluation_images(config, opened, split, data, place) for split in config.data.evaluated_splits}
     shapes = train.shapes(config.epochs)
-    if test is not None and train.sizes is None:
-        check_shapes(shapes[0], test.shape)
-    weights = class_weights(config, train.file.labels, data.class_names)
+    if train.sizes is None:
+        for images in evaluated.values():
+            check_shapes(shapes[0], images.shape)
+    labels = train.file.labels if train.subset is None else train.file.labels[train.subset]
+    weights = class_weights(config, labels, data.class_names)
     replica = build_replica(session, backend, len(data.class_names), shapes[0], class_weights=weights)
-    check_image_shapes(replica.network, (*shapes[1:], *((test.shape,) if test is not None else ())))
+    check_image_shapes(replica.network, (*shapes[1:], *(images.shape for images in evaluated.values())))
     check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.following)
     kernels, shards = replica.network.kernels, config.exact.shards
     loader = make_loader(
@@ -297,16 +307,19 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
         shards=shards,
         class_weights=weights,
     )
-    test_loader = None
-    if test is not None:
-        batch = config.evaluate.batch or config.batch
-        test_loader = make_loader(session, test, replica.tiles, batch=batch, shuffle=False, kernels=kernels, shards=shards)
+    batch = config.evaluate.batch or config.batch
+    loaders = [
+        make_loader(session, images, replica.tiles, batch=batch, shuffle=False, kernels=kernels, shards=shards)
+        for images in evaluated.values()
+    ]
+    evaluation_loader, test_loader, *_ = (*loaders, None, None)
     schedule = make_schedule(config, len(loader))
     plan = parallel_plan(config, session.grid.cols)
-    single = single_values(config, shapes, len(data.class_names), len(train.file), plan, config.data.train)
+    single = single_values(config, shapes, len(data.class_names), len(train), plan, config.data.train)
     single.check()
-    notes = (*train.notes, *(test.notes if test is not None else ()), *((single.warning,) if single.warning else ()))
-    return TrainingSetup(backend, replica, loader, test_loader, schedule, data, notes, train.sizes)
+    remarks = [note for images in evaluated.values() for note in images.notes]
+    notes = (*train.notes, *remarks, *((single.warning,) if single.warning else ()))
+    return TrainingSetup(backend, replica, loader, evaluation_loader, test_loader, schedule, data, notes, train.sizes)
 
 
 def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> tuple[float, ...]:
@@ -418,6 +431,8 @@ def build_trainer(
     return Trainer(
         replica=setup.replica,
         loader=setup.loader,
+        evaluation_loader=setup.evaluation_loader,
+        evaluated=config.data.evaluated or "test",
         test_loader=setup.test_loader,
         schedule=setup.schedule,
         cadence=Cadence(

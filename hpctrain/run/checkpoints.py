@@ -53,16 +53,16 @@ NONE = "none"
 _LOSS = "loss"
 #: prefix of measures of the averaged weights
 EMA = "ema_"
-_LABELS = {"top1": "test accuracy", "top5": "top5 test accuracy", _LOSS: "test loss"}
+#: label of a measure on the evaluated set {}
+_LABELS = {"top1": "{} accuracy", "top5": "top5 {} accuracy", _LOSS: "{} loss"}
 _LABELS |= {f"{EMA}{measure}": f"{label} of the averaged weights" for measure, label in _LABELS.items()}
-#: keys whose change alters the evaluation of the same parameters
-_OTHER_EVALUATION = ("data.test", "data.evaluate_augment")
+#: key whose change alters the loss of the same parameters
 _OTHER_LOSS = "loss.label_smoothing"
 
 
 @dataclass(frozen=True)
 class StepEvaluation:
-    """Means over the test set after a training step.
+    """Means over the evaluated set after a training step.
 
     Attributes:
         step: global step.
@@ -95,11 +95,11 @@ class StepEvaluation:
         """Return the fields for a checkpoint's metadata."""
         return asdict(self)
 
-    def text(self, measure: str) -> str:
-        """Return a measure, whose value must not be None, as text: "test accuracy 91.93%"."""
+    def text(self, measure: str, evaluated: str) -> str:
+        """Return a measure on the set `evaluated`, whose value must not be None, as text: "test accuracy 91.93%"."""
         value = self.value(measure)
         assert value is not None, "only finite values have a text"
-        return f"{_LABELS[measure]} {loss_text(value) if is_loss(measure) else f'{value:.2%}'}"
+        return f"{_LABELS[measure].format(evaluated)} {loss_text(value) if is_loss(measure) else f'{value:.2%}'}"
 
 
 def is_loss(measure: str) -> bool:
@@ -140,8 +140,8 @@ def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
     settings = config.checkpoint
     if "best" not in settings.model_fields_set or settings.best == NONE or not config.epochs:
         return None
-    if config.data.test is None:
-        reason = "data.test is not set, so nothing is evaluated"
+    if config.data.evaluated is None:
+        reason = "neither data.validation nor data.test is set, so nothing is evaluated"
     elif not settings.every_epochs and not settings.every_steps:
         reason = "checkpoint.every_epochs and every_steps are 0, so no checkpoints are written"
     elif not config.evaluate.every_epochs:
@@ -167,10 +167,12 @@ class BestCheckpoint:
     Args:
         directory: directory of checkpoints.
         reporter: reporter of warnings about lost checkpoints.
+        evaluated: split that is evaluated, "validation" or "test".
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig, reporter: Reporter) -> None:
+    def __init__(self, directory: Path, config: CheckpointConfig, reporter: Reporter, evaluated: str = "test") -> None:
         self._directory, self._measure, self._keep, self._reporter = directory, config.best, config.keep, reporter
+        self._evaluated = evaluated
         self._evaluations: dict[int, StepEvaluation] = {}
         self._bookkeeping = Bookkeeping()
         self._unsettled = False
@@ -225,7 +227,8 @@ class BestCheckpoint:
                 checkpoint is then verified after that evaluation, as it may rightly have been deleted.
         """
         entries = [StepEvaluation(**entry) for entry in meta.get(EVALUATIONS, ())]
-        others = [key for key in (*_OTHER_EVALUATION, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
+        decisive = ["data.validation", *(["data.test"] if self._evaluated == "test" else []), "data.evaluate_augment"]
+        others = [key for key in (*decisive, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
         if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
             self._reporter.say(f"the best checkpoint is chosen among new ones only, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}
@@ -238,7 +241,10 @@ class BestCheckpoint:
         """Return a line on the best checkpoint for the end of a run; None if there is none."""
         paths = dict(checkpoint.checkpoints(self._directory))
         best = best_of(self._evaluations.values(), self._measure, paths)
-        return None if best is None else f"best {best.text(self._measure)} after epoch {best.epoch}: {paths[best.step]}"
+        return None if best is None else f"best {self._text(best)} after epoch {best.epoch}: {paths[best.step]}"
+
+    def _text(self, evaluation: StepEvaluation) -> str:
+        return evaluation.text(self._measure, self._evaluated)
 
     def _steps(self) -> set[int]:
         return {step for step, _ in checkpoint.checkpoints(self._directory)}
@@ -253,7 +259,7 @@ class BestCheckpoint:
             if lost is None:
                 return
             del self._evaluations[best.step]
-            what = f"the best checkpoint, of step {best.step} ({best.text(self._measure)} after epoch {best.epoch}),"
+            what = f"the best checkpoint, of step {best.step} ({self._text(best)} after epoch {best.epoch}),"
             self._reporter.say(f"warning: {what} {lost}; the best of the remaining checkpoints is kept")
 
     def _fault(self, step: int, start: Path) -> str | None:
@@ -327,7 +333,8 @@ class RunCheckpoints(Observer):
             asynchronous=config.checkpoint.asynchronous,
             deadline_seconds=config.deadline_seconds,
         )
-        self.best = BestCheckpoint(directory.checkpoints, config.checkpoint, reporter) if session.is_root else None
+        evaluated = config.data.evaluated or "test"
+        self.best = BestCheckpoint(directory.checkpoints, config.checkpoint, reporter, evaluated) if session.is_root else None
         self.last: Path | None = None
         self._sequence, self._identity = 0, None if (marker := marker_of(directory.path)) is None else marker.identity
         self._files = small_files(directory) if session.is_root else {}
@@ -399,7 +406,11 @@ class RunCheckpoints(Observer):
             "seed": session.config.seed,
             "config": dump(session.config),
             "data": setup.data.to_meta(),
-            **({} if setup.test_loader is None else {EVALUATION_IMAGES: ImageForm.of(setup.test_loader.file).to_meta()}),
+            **(
+                {}
+                if setup.evaluation_loader is None
+                else {EVALUATION_IMAGES: ImageForm.of(setup.evaluation_loader.file).to_meta()}
+            ),
             "ranks": session.world.size,
             "grid": describe(parallel_plan(session.config, session.grid.cols)),
             **reproducibility.keep_schedules(session, setup, self._directory),

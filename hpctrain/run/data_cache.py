@@ -225,13 +225,14 @@ def give_levels(
     Synthetic images are not cached, since generating one takes no longer than copying it.
 
     Args:
-        loaders: loaders in order of priority if memory is short.
+        loaders: loaders in order of priority if memory is short. Loaders of one file share its cache.
         auto_share: fraction of a node's free memory that `auto` may use.
         stop_requested: function that returns whether this rank was asked to stop; filling memory then ends early.
     """
     counts, node = ReadCounts(), rank.grid.node
     budget, shortage = _budget(node, config, auto_share)
-    files = [loader for loader in loaders if isinstance(loader.file.pixels, BlockReader)]
+    by_reader = {id(loader.file.pixels): loader for loader in reversed(loaders)}  # the first loader of each file
+    files = [loader for loader in loaders if loader in by_reader.values() and isinstance(loader.file.pixels, BlockReader)]
     kept: list[KeptSamples] = []
     caches: list[SampleCache] = []
     local_files: list[LocalFile] = []
@@ -242,6 +243,8 @@ def give_levels(
         budget -= of_file.memory_bytes
         kept.append(of_file)
         local_files += [local] if local is not None and node.rank == 0 else []
+    for loader in loaders:
+        loader.read_through(by_reader[id(loader.file.pixels)].pixels)
     of_ranks = rank.world.allgather_object(kept)
     least = [min(of_file, key=lambda kept: (kept.covered, kept.memory)) for of_file in zip(*of_ranks, strict=True)]
     off = config.memory == 0 and config.local is None

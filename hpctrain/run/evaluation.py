@@ -1,4 +1,4 @@
-"""`hpctrain eval` and `predict`: a checkpoint on a test set or on pictures, with its own classes and normalisation.
+"""`hpctrain eval` and `predict`: a checkpoint on a test or validation set or on pictures, with its own classes and normalisation.
 
 A judgement has a confusion matrix and the images that the checkpoint classified rightly and wrongly with the highest probability.
 Pictures are processed like evaluation images.
@@ -29,7 +29,7 @@ from hpctrain.config.images import (
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm
+from hpctrain.data.image_file import DataFacts, ImageForm, Split
 from hpctrain.data.loader import Loader
 from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session
@@ -51,10 +51,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of a checkpoint on a test set.
+    """Results of a checkpoint on a test or validation set.
 
     Attributes:
         path: path of the checkpoint.
+        split: evaluated set.
         notes: remarks on the data for the user, one sentence each.
         sums: sums of loss and accuracies over all samples.
         class_names: names of the classes by label.
@@ -64,6 +65,7 @@ class Evaluation:
     """
 
     path: Path
+    split: Split
     notes: tuple[str, ...]
     sums: RunningSums
     class_names: tuple[str, ...]
@@ -90,29 +92,31 @@ def run_evaluation(
     session: Session,
     source: str,
     *,
+    on: Split | None = None,
     averaged: bool = False,
     flip: bool = False,
     confusion: bool = False,
     show: Callable[[int], AbstractContextManager[Advance]] | None = None,
 ) -> Evaluation:
-    """Evaluate a checkpoint on the test set. Collective; every rank has the results.
+    """Evaluate a checkpoint on the test or the validation set. Collective; every rank has the results.
 
     Args:
         source: run directory, checkpoint or keyword, see `find_checkpoint`.
+        on: set to evaluate on; None: the test set or, without one, the validation set.
         averaged: whether to evaluate the averaged weights.
         flip: whether to use the mean of the outputs for each image and its mirror image.
         confusion: whether to count a confusion matrix.
         show: function from a number of samples to a progress display (see `Reporter.evaluation`); None: no display.
 
     Raises:
-        ConfigError: no test set is configured.
-        CheckpointError: there is no checkpoint, or it belongs to another model.
-        DataError: the test set has other classes.
-        ShapeError: the test images have another shape.
+        ConfigError: the set is not configured.
+        CheckpointError: there is no checkpoint, it belongs to another model, or its training held out other samples.
+        DataError: the set has other classes.
+        ShapeError: its images have another shape.
     """
-    require_test_set(session)
+    split = evaluated_split(session.config, on)
     path, content = existing_checkpoint(session, source)
-    setup = build_setup(session, path, content, averaged=averaged, flip=flip)
+    setup = build_setup(session, path, content, split, averaged=averaged, flip=flip)
     if setup.mirror is not None:  # each image is read twice
         give_levels(session, session.config.data.cache, [setup.loader])
         setup.mirror.read_through(setup.loader.pixels)
@@ -121,17 +125,20 @@ def run_evaluation(
     with (show or Reporter().evaluation)(setup.loader.sampler.samples) as advance:
         sums = replica.evaluate(setup.loader, mirrored=setup.mirror, confusion=counts, advance=advance)
     matrix = None if counts is None else counts.summed(replica.groups.all_ranks, session.progress)
-    return Evaluation(path, setup.images.notes, sums, names, averaged, flip, matrix)
+    return Evaluation(path, split, setup.images.notes, sums, names, averaged, flip, matrix)
 
 
-def require_test_set(session: Session) -> None:
-    """Raise unless there is a test set.
+def evaluated_split(config: Config, on: Split | None = None) -> Split:
+    """Return the set to evaluate on: `on` or, if it is None, the test set or, without one, the validation set.
 
     Raises:
-        ConfigError: no test set is configured.
+        ConfigError: the set is not configured.
     """
-    if session.config.data.test is None:
-        raise ConfigError("data.test is not set, so there is no test set; set it to the path of an HDF5 file.")
+    configured = config.data.evaluated_splits
+    if not configured or (on is not None and on not in configured):
+        key = f"data.{on or 'test'}"
+        raise ConfigError(f"{key} is not set, so there is no {on or 'test'} set; set it to the path of an HDF5 file.")
+    return on or configured[-1]
 
 
 def existing_checkpoint(session: Session, source: str) -> tuple[Path, CheckpointContent]:
@@ -192,31 +199,38 @@ def trained_replica(
 
 
 def build_setup(
-    session: Session, path: Path, content: CheckpointContent, *, averaged: bool = False, flip: bool = False
+    session: Session, path: Path, content: CheckpointContent, split: Split, *, averaged: bool = False, flip: bool = False
 ) -> EvaluationSetup:
-    """Build a rank's share of the evaluation of a checkpoint on the configured test set. Collective.
+    """Build a rank's share of the evaluation of a checkpoint on a configured set. Collective.
 
     Raises:
         CheckpointError, DataError, ShapeError: as for `run_evaluation`.
     """
-    test = open_alike(session.world, session.config, ("test",))["test"]
-    return raise_on_all_ranks(session.world, lambda: _build(session, path, content, test, averaged=averaged, flip=flip))
+    own: Split = split if split in session.config.data.files else "train"
+    opened = open_alike(session.world, session.config, (own,))
+
+    def build() -> EvaluationSetup:
+        config = session.config
+        data = known_data(config, path, content)
+        images = evaluation_images(config, opened, split, data, CHECKPOINT)
+        _check_held_out(images, data, path)
+        replica = trained_replica(session, content, data, images, averaged=averaged)
+        return with_loaders(session, images, replica, config.evaluate.batch or config.batch, flip=flip)
+
+    return raise_on_all_ranks(session.world, build)
 
 
-def _build(
-    session: Session,
-    path: Path,
-    content: CheckpointContent,
-    test: ImageFile,
-    *,
-    averaged: bool,
-    flip: bool,
-) -> EvaluationSetup:
-    config = session.config
-    data = known_data(config, path, content)
-    images = evaluation_images(config, test, data, CHECKPOINT)
-    replica = trained_replica(session, content, data, images, averaged=averaged)
-    return with_loaders(session, images, replica, config.evaluate.batch or config.batch, flip=flip)
+def _check_held_out(images: Images, data: DataFacts, path: Path) -> None:
+    """Raise if the model may have been trained on the validation samples.
+
+    Raises:
+        CheckpointError: the training held out other samples.
+    """
+    if images.split is not None and DataFacts.of(images.file, images.split.validation).held_out != data.held_out:
+        raise CheckpointError(
+            f"{path} was not trained with these validation samples held out, so it may have been trained on them; give "
+            "data.validation, data.train and seed the values of its training."
+        )
 
 
 def with_loaders(session: Session, images: Images, replica: Replica, batch: int, *, flip: bool) -> EvaluationSetup:
@@ -280,9 +294,9 @@ def judge(session: Session, source: str, most: int) -> Judgement:
     Raises:
         ConfigError, CheckpointError, DataError, ShapeError: as for `run_evaluation`.
     """
-    require_test_set(session)
+    split = evaluated_split(session.config, "test")
     path, content = existing_checkpoint(session, source)
-    setup = build_setup(session, path, content)
+    setup = build_setup(session, path, content, split)
     replica = setup.replica
     batches = predict(replica.network, setup.loader, replica.groups.all_ranks, session.progress, 1)
     predictions, probabilities = _joined(batches)

@@ -9,6 +9,8 @@ import math
 import platform
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.waiting import guard
@@ -29,19 +31,25 @@ from hpctrain.train.snapshot import Position
 SKIP = "skip"
 
 
-def set_policy(session: Session, file: ImageFile) -> None:
-    """Set how unreadable samples of a file are handled, from the configuration. No effect for synthetic images.
+def set_policy(session: Session, images: Images) -> None:
+    """Set how unreadable samples of a data file are handled, from the configuration. No effect for synthetic images.
 
     Raises:
         ConfigError: samples may be skipped, but ranks share samples, so no rank can replace a sample alone.
     """
+    file = images.file
     config, world = session.config, session.world
     skips = config.data.on_unreadable == SKIP
     check_skip(config, session.groups.split_size)
     if isinstance(file.pixels, BlockReader):
         rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
         most = math.ceil(config.data.max_unreadable * len(file)) if skips else None
-        file.pixels.policy = ReadPolicy(most, f" (on {rank}{platform.node()})", pauses_within(config.deadline_seconds))
+        held_out = None
+        if images.split is not None:
+            held_out = np.zeros(len(file), bool)
+            held_out[images.split.validation] = True
+        place, pauses = f" (on {rank}{platform.node()})", pauses_within(config.deadline_seconds)
+        file.pixels.policy = ReadPolicy(most, place, pauses, held_out)
 
 
 def check_skip(config: Config, split_size: int) -> None:
@@ -162,13 +170,13 @@ def make_loader(
         ConfigError: unreadable samples may be skipped, but ranks share samples.
     """
     config, groups = session.config, session.groups
-    set_policy(session, images.file)
+    set_policy(session, images)
     threads = default_threads(session.threads.cores) if config.data.threads == "auto" else config.data.threads
     images.pipeline.share_out(threads)
     images.file.decode_by(threads)
     return Loader(
         images.file,
-        Sampler(len(images.file), batch, seed=config.seed, shuffle=shuffle),
+        Sampler(len(images), batch, config.seed, shuffle, images.subset),
         images.pipeline,
         rank=groups.position,
         ranks=groups.all_ranks.size,

@@ -20,7 +20,7 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.config.images import check_image_shapes
+from hpctrain.config.images import check_channels, check_image_shapes
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
@@ -29,7 +29,7 @@ from hpctrain.core.registry import check_options
 from hpctrain.data.image_file import ImageFile, with_class_order
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
-from hpctrain.data.sampler import Mixing, Sampler
+from hpctrain.data.sampler import Mixing, Sampler, hold_out
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.job.same_start import Subject, called_with, check_same_code, compare, opened_file
 from hpctrain.job.session import StartedRank
@@ -394,6 +394,8 @@ class Job(StartedRank):
         mixing: Mapping[str, float] | None = None,
         sizes: Sequence[tuple[int, int]] | None = None,
         like: str | Path | None = None,
+        validation: int | float | None = None,
+        validation_of: Loader | None = None,
         prefetch: int = 2,
         threads: int = 1,
         cache: bool | Mapping[str, Any] = True,
@@ -412,17 +414,22 @@ class Job(StartedRank):
             sizes: pairs (epoch, side) as in `data.sizes` of a configuration: side of the images from this epoch on. The
                 replica must be made for the largest side. None: images have the size that `augment` produces.
             like: path of the training file, whose mean, standard deviation and class order are used; default: the file's own.
+            validation: fraction of the file's samples, or their number, that are held out for validation, stratified by class and
+                drawn from `seed`; the loader never reads them. None: no sample is held out.
+            validation_of: loader of the same file, made with `validation`, whose held-out samples this loader reads.
             prefetch: number of batches that a thread prepares in advance.
             threads: number of threads that share the samples of a batch.
             cache: value of `data.cache` in a configuration; "auto" uses at most a quarter of the free memory.
 
         Raises:
-            DataError: a file cannot be read, has other classes, or differs between ranks.
+            DataError: a file cannot be read, has other classes, differs between ranks, or is not the file of `validation_of`; or
+                too few samples would be left for training.
             ShapeError: the replica accepts images of another shape.
-            ConfigError: an option of `augment`, `mixing` or `cache` is invalid, `sizes` are out of order, the backend does not
-                support mixed labels, or arguments differ between ranks.
+            ConfigError: `validation` is not a fraction or a number, an option of `augment`, `mixing` or `cache` is invalid,
+                `sizes` are out of order, the backend does not support mixed labels, or arguments differ between ranks.
         """
-        files = self._open(path, like, dict(locals()))
+        arguments = dict(locals()) | {"validation_of": validation_of is not None}
+        files = self._open(path, like, arguments)
 
         def make() -> tuple[Loader, CacheConfig]:
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
@@ -430,6 +437,7 @@ class Job(StartedRank):
             if like is not None:
                 reference = files[_LIKE]
                 file = with_class_order(file, reference.class_names, str(like))
+                check_channels(file, reference.shape[2], str(like))
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
@@ -441,7 +449,11 @@ class Job(StartedRank):
                 check_shape(pipeline.output_shape(*file.shape), replica)
             else:
                 check_image_shapes(replica.network, by_epoch.shapes(pipeline, file.shape))
-            sampler = Sampler(len(file), batch or self.batch, seed, shuffle)
+            subset = _subset(files[_FILE], validation, validation_of, seed)
+            samples = len(file) if subset is None else len(subset)
+            sampler = Sampler(samples, batch or self.batch, seed, shuffle, subset)
+            if validation_of is not None:  # the other loader's cache fills its memory with the same file
+                levels = levels.model_copy(update={"fill": "first_epoch"})
             weights = replica.network.loss_spec.class_weights
             place = replica.place
             loader = Loader(
@@ -550,6 +562,27 @@ class Job(StartedRank):
     def _path(self, path: str | Path) -> Path:
         """Return a path with `~` and variables expanded. Collective."""
         return raise_on_all_ranks(self.world, lambda: path_of(path))
+
+
+def _subset(file: ImageFile, validation: int | float | None, validation_of: Loader | None, seed: int) -> np.ndarray | None:
+    """Return the numbers of the samples that a loader reads, ascending; None if it reads all.
+
+    Raises:
+        ConfigError, DataError: as for `Job.loader`.
+    """
+    if validation_of is not None:
+        trained_on = validation_of.sampler.subset
+        if validation is not None or trained_on is None:
+            raise ConfigError("validation_of needs a loader made with validation, and a call without it; such as validation=0.1.")
+        if validation_of.file.manifest["images"] != file.manifest["images"]:
+            raise DataError(f"validation_of reads {validation_of.file.path}, not the images of {file.path}; give the same file.")
+        return np.setdiff1d(np.arange(len(file)), trained_on)
+    if validation is None:
+        return None
+    is_number = isinstance(validation, int | float) and not isinstance(validation, bool)
+    if not is_number or not (0 < validation < 1 or (isinstance(validation, int) and validation >= 1)):
+        raise ConfigError(f"validation is {validation!r}, but must be a fraction in (0, 1), such as 0.1, or a number of samples.")
+    return hold_out(file.labels, validation, seed, file.path).training
 
 
 def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hpctrain.flight.recorder import RunPhase
 from hpctrain.job.session import Session, StartedJob
 from hpctrain.runs.directory import BestRecord, RunDirectory, read_best
 from hpctrain.train.metrics import epoch_values
-from hpctrain.train.snapshot import Position
+from hpctrain.train.trainer import Outcome
 
 #: values of an epoch by name, see `epoch_values`
 EpochValues = Mapping[str, Any]
@@ -29,11 +29,13 @@ class TrainingResult:
         directory: run directory.
         epochs: number of completed epochs, including those before a resume.
         steps: number of steps, including those before a resume.
-        metrics: means of the last evaluation, such as `{"loss": 0.3, "top1": 0.9, "top5": 1.0}`; empty without an evaluation.
+        metrics: means of the last evaluation, such as `{"loss": 0.3, "top1": 0.9, "top5": 1.0}`, on the validation set if there
+            is one, else on the test set; empty without an evaluation.
         best: record of the best checkpoint, with its epoch and value; None if there is none.
         history: values of each completed epoch, as the callback receives them; a value that is not finite is None.
         stopped: reason for an end before the last epoch, such as "SIGTERM", "on_epoch" or "steps"; None if the training is
             complete.
+        test: means of the test at the end of a training with a validation set; empty without one.
     """
 
     directory: Path
@@ -43,6 +45,7 @@ class TrainingResult:
     best: BestRecord | None
     history: tuple[EpochValues, ...]
     stopped: str | None
+    test: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best_checkpoint(self) -> Path | None:
@@ -50,16 +53,16 @@ class TrainingResult:
         return None if self.best is None else RunDirectory(self.directory).checkpoints / self.best.checkpoint
 
 
-def stored_result(
-    session: Session, directory: RunDirectory, position: Position, metrics: Mapping[str, float], stopped: str | None
-) -> TrainingResult:
+def stored_result(session: Session, directory: RunDirectory, outcome: Outcome, stopped: str | None) -> TrainingResult:
     """Return the result of a run that has ended. Rank 0 reads the records of the run. Collective."""
+    position = outcome.position
+    metrics, test = ({} if sums is None else sums.means() for sums in (outcome.evaluation, outcome.test))
 
     def read() -> tuple[BestRecord | None, tuple[EpochValues, ...]]:
         return read_best(directory.checkpoints), tuple(history(directory.metrics()))
 
     best, epochs = StartedJob(session.world, session.threads.threads, session.config.deadline_seconds).on_root(read)
-    return TrainingResult(directory.path, position.epoch, position.global_step, metrics, best, epochs, stopped)
+    return TrainingResult(directory.path, position.epoch, position.global_step, metrics, best, epochs, stopped, test)
 
 
 def history(records: Iterable[Mapping[str, Any]]) -> list[EpochValues]:

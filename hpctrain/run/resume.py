@@ -22,7 +22,7 @@ from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.config import resume_rules
 from hpctrain.config.checks import make_schedule
 from hpctrain.config.grid import model_options
-from hpctrain.config.images import CHECKPOINT
+from hpctrain.config.images import CHECKPOINT, validation_split
 from hpctrain.config.load import dump, parse
 from hpctrain.config.options import defaults, filled
 from hpctrain.config.resume_rules import Change, changes, check, flat
@@ -242,27 +242,29 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
     return raise_on_all_ranks(session.world, lambda: _start(session, *there, file))
 
 
-def _start(session: Session, path: Path, content: CheckpointContent, file: ImageFile) -> Start:
+def _start(session: Session, path: Path, content: CheckpointContent, opened: ImageFile) -> Start:
     """Check a checkpoint against the configuration and the training file, and return the start from it."""
     data = data_of(content, path)
     config, position = session.config, Position.from_meta(content.meta)
+    file = opened
     if class_difference(file.class_names, data.class_names) is None:
         file = with_class_order(file, data.class_names, CHECKPOINT)
-    now = DataFacts.of(file)
-    complete = position.samples == data.samples
+    split = validation_split(config, opened)
+    now = DataFacts.of(file, None if split is None else split.validation)
+    complete = position.samples == data.training_samples
     differences = _changes(content, data, session, now)
     check(
         differences,
         between_epochs=complete or position.samples == 0,
         begun_epochs=position.epoch + (position.samples > 0),
-        place=f"{path} (at {describe(position, data.samples)})",
+        place=f"{path} (at {describe(position, data.training_samples)})",
     )
     if complete:  # a finished epoch is finished for another file as well
-        position = replace(position, samples=now.samples)
-    if position.samples > now.samples:
+        position = replace(position, samples=now.training_samples)
+    if position.samples > now.training_samples:
         raise CheckpointError(
-            f"{path} was written after {position.samples} images of its epoch, but {config.data.train} has only {now.samples}; "
-            f"set data.train to the file that it was trained on."
+            f"{path} was written after {position.samples} images of its epoch, but {config.data.train} has only "
+            f"{now.training_samples} training images; set data.train to the file that it was trained on."
         )
     return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
 
@@ -338,10 +340,14 @@ def _values(text: str, config: Config) -> dict[str, Any]:
 
 def _data_values(data: DataFacts) -> dict[str, str]:
     size = " x ".join(map(str, data.shape))
-    return {
+    values = {
         "images": f"{data.samples} of {size}, sha256 {data.images[:12]}",
         "labels": f"sha256 {data.labels[:12]}",
     }
+    if data.held_out is not None:
+        count, digest = data.held_out
+        values["held_out"] = f"{count} samples for validation, sha256 {digest[:12]}"
+    return values
 
 
 def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
@@ -394,7 +400,7 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
     if start.directory is None:
         reporter.say(f"{start.path} is outside its run's directory: a new run begins with its state")
     if position.epoch + over >= epochs:
-        rest = "there is nothing to train" if config.data.test is None else "it is only evaluated"
+        rest = "there is nothing to train" if config.data.evaluated is None else "it is only evaluated"
         done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
         reporter.say(f"resumed a run that is finished after {done}, step {position.global_step}: {rest}")
         reporter.say(f"give a larger number of epochs to train further, such as epochs={epochs + 5}")

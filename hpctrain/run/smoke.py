@@ -13,11 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.images import check_shapes, evaluation_images, open_images, single_values_of, size_faults, training_shape
+from hpctrain.config.images import (
+    check_shapes,
+    evaluation_images,
+    open_images,
+    single_values_of,
+    size_faults,
+    training_images,
+    training_shape,
+)
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.data.image_file import DataFacts
 from hpctrain.job.session import StartedJob
 from hpctrain.models import catalogue
 from hpctrain.planner.planned_run import Image
@@ -90,16 +97,17 @@ def recipe_images(config: Config) -> RecipeImages:
     Raises:
         HpctrainError: an existing file cannot be read, or files and model do not fit each other.
     """
-    test = config.data.test
-    missing = tuple(f"there is no {path} yet" for path in (config.data.train, test) if path is not None and not _exists(path))
+    missing = tuple(f"there is no {path} yet" for path in config.data.files.values() if not _exists(path))
     if not _exists(config.data.train):
         return _of_the_model(config, missing)
-    file = open_images(config, "train")
-    data, classes = DataFacts.of(file), len(file.class_names)
-    if test is not None and _exists(test):
-        evaluated = evaluation_images(config, open_images(config, "test"), data, config.data.train)
-        if not config.data.sizes:
-            check_shapes(training_shape(config, data), evaluated.shape)
+    files = {split: open_images(config, split) for split, path in config.data.files.items() if _exists(path)}
+    file = files["train"]
+    data, classes = training_images(config, file, None)[1], len(file.class_names)
+    for split in config.data.evaluated_splits:
+        if split in files or split not in config.data.files:
+            evaluated = evaluation_images(config, files, split, data, config.data.train)
+            if not config.data.sizes:
+                check_shapes(training_shape(config, data), evaluated.shape)
     height, width, channels = file.shape
     return RecipeImages((height, width, channels), classes, missing)
 
@@ -157,7 +165,7 @@ def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
     data: DataConfig = config.data.model_copy(
         update={
             "train": SYNTHETIC,
-            "test": None if config.data.test is None else SYNTHETIC,
+            **dict.fromkeys(config.data.evaluated_splits, SYNTHETIC),
             "synthetic": config.data.synthetic.model_copy(update=made_up),
             "augment": tuple(augment),
             "evaluate_augment": tuple(evaluate),

@@ -10,7 +10,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from hpctrain.runs.directory import RunDirectory, runs, software_versions
 from hpctrain.runs.owner import living_owner
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
-from hpctrain.train.metrics import Reporter
+from hpctrain.train.metrics import Reporter, RunningSums
 from hpctrain.train.reporters import make_reporter
 from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
 from hpctrain.train.snapshot import Position
@@ -83,8 +83,10 @@ class MaxTime:
         return self.name if self.limit.asked else None
 
 
-def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ) -> MaxTime:
-    """Return the limit of `max_time`: a duration from the launcher's start of this rank, or the time until the Slurm job ends.
+def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ, *, in_program: bool = False) -> MaxTime:
+    """Return the limit of `max_time`: a duration, or the time until the Slurm job ends.
+
+    The duration starts with this process or, in a Python program, which may train several times, with this call.
 
     Raises:
         ConfigError: `max_time` is "slurm", but the environment does not contain the end of the Slurm job.
@@ -92,19 +94,21 @@ def max_time(configured: float | str | None, environ: Mapping[str, str] = os.env
     if configured is None:
         return MaxTime()
     if configured != SLURM:
-        return _named(float(configured) - age_seconds(), f"max_time, {float(configured):g} s")
+        used = 0.0 if in_program else age_seconds()
+        return _named(float(configured) - used, f"max_time, {float(configured):g} s", in_program=in_program)
     left = slurm_seconds_left(environ)
     if left is None:
         raise ConfigError(
             f"max_time is {SLURM}, but the environment has no {SLURM_END}, which Slurm sets from version 22.05 on; "
             "set max_time to a duration such as 3h50m."
         )
-    return _named(left, "max_time, the end of the Slurm job")
+    return _named(left, "max_time, the end of the Slurm job", in_program=in_program)
 
 
-def _named(left: float, name: str) -> MaxTime:
+def _named(left: float, name: str, *, in_program: bool) -> MaxTime:
     end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + left))
-    sentence = f"{name}: the run ends with a checkpoint and exit code 85 before {end}, if it is not done by then"
+    code = "" if in_program else f" and exit code {STOPPED}"
+    sentence = f"{name}: the run ends with a checkpoint{code} before {end}, if it is not done by then"
     return MaxTime(TimeLimit(left), name, sentence)
 
 
@@ -253,7 +257,7 @@ def _run_phases(
 ) -> RunEnd:
     """Run all collective phases of a training in order, while this job owns the run."""
     enter(session, RunPhase.START)
-    limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time))
+    limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time, in_program=asked.in_program))
     start = None
     if asked.resume is not None:
         enter(session, RunPhase.FIND)
@@ -374,7 +378,7 @@ def _train(
     *,
     nothing_left: bool,
 ) -> Outcome:
-    """Train, evaluate the final state unless the last epoch already did, and wait for the last checkpoint. Collective.
+    """Train, evaluate the final state unless the last epoch already did, test, and wait for the last checkpoint. Collective.
 
     Args:
         nothing_left: whether the requested steps are done already.
@@ -382,8 +386,10 @@ def _train(
     try:
         outcome = Outcome(position, None, position.epoch, True, True) if nothing_left else trainer.run(position)
         evaluation = outcome.evaluation
-        if evaluation is None and not outcome.stopped and setup.test_loader is not None:
-            evaluation = trainer.evaluate(outcome.position)
+        test = None
+        if not outcome.stopped:
+            evaluation = trainer.evaluate(outcome.position) if evaluation is None else evaluation
+            test = trainer.evaluate(outcome.position, final=True)
         enter(session, RunPhase.DRAIN)
         setup.replica.drain()
     except CommunicationTimeoutError:
@@ -400,7 +406,7 @@ def _train(
         raise
     session.progress.notes.phase(RunPhase.SAVE)
     checkpoints.complete()
-    return replace(outcome, evaluation=evaluation)
+    return replace(outcome, evaluation=evaluation, test=test)
 
 
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
@@ -484,7 +490,7 @@ def _directory(session: Session, setup: TrainingSetup, start: Start | None, stat
 def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
     """On rank 0, remove metrics and set aside checkpoints of steps after `start`; write the current configuration. Collective."""
     position = Position() if start is None else start.position
-    evaluates = position.epoch >= session.config.epochs and setup.test_loader is not None
+    evaluates = position.epoch >= session.config.epochs and setup.evaluation_loader is not None
 
     def cut() -> None:
         if session.is_root:
@@ -544,8 +550,10 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
     )
-    images = setup.loader.sampler.samples
-    reporter.say(f"data {config.data.train}: {images:,} images, batch {config.batch}, {len(setup.loader)} steps per epoch")
+    images, held_out = setup.loader.sampler.samples, setup.data.held_out
+    validation = "" if held_out is None else f", {held_out[0]:,} others for validation"
+    steps = f"{len(setup.loader)} steps per epoch"
+    reporter.say(f"data {config.data.train}: {images:,} images{validation}, batch {config.batch}, {steps}")
     for note in filter(None, (describe_frozen(network), *setup.notes, *notes)):
         reporter.say(note)
 
@@ -625,7 +633,7 @@ def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpo
     if not session.is_root:
         return end
     directory, outcome, continuation = end.directory, end.outcome, asked.continuation(end.directory.path)
-    epochs, evaluation = session.config.epochs, outcome.evaluation
+    epochs = session.config.epochs
     if end.reason is not None:
         written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
         code = "" if asked.in_program else f" (exit code {STOPPED})"
@@ -636,24 +644,29 @@ def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpo
         print(f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch\ncontinue with {continuation}")
     if outcome.position.skipped:
         print(_skipped(outcome.position))
-    if evaluation is not None:
-        means, then = evaluation.means(), f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
-        print(
-            f"test accuracy{then} {means['top1']:.2%} "
-            f"(top5 {means['top5']:.2%}, loss {loss_text(means['loss'])}, {evaluation.count} images)"
-        )
-        if "ema_top1" in means:
-            print(f"averaged weights{then} {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})")
+    then = f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
+    for split, sums in ((session.config.data.evaluated, outcome.evaluation), ("test", outcome.test)):
+        if sums is not None:
+            print("\n".join(_accuracy(f"{split} accuracy{then}", sums)))
     if checkpoints.best is not None and (best := checkpoints.best.line()) is not None:
         print(best)
     print(f"files of this run: {directory.path}", flush=True)
     return end
 
 
+def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
+    """Yield lines on an evaluation, and on that of the averaged weights."""
+    means = sums.means()
+    loss = loss_text(means["loss"])
+    yield f"{label} {means['top1']:.2%} (top5 {means['top5']:.2%}, loss {loss}, {sums.count} images)"
+    if "ema_top1" in means:
+        yield f"{label} of the averaged weights {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
+
+
 def _steps_reached(outcome: Outcome, epochs: int, by: str, continuation: str) -> str:
     """Return lines on the end of a run by its number of steps and on how to resume it, with a remark if it had no evaluation."""
     position = outcome.position
-    end = "" if outcome.evaluation is not None else "\nno evaluation was made; the test set is evaluated only at ends of epochs"
+    end = "" if outcome.evaluation is not None else "\nno evaluation was made; evaluations are made only at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
     return f"ended {where}, as requested by {by}{end}\ncontinue with {continuation}"
 

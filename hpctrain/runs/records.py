@@ -205,6 +205,8 @@ def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: b
         return its_epoch > epoch
     if record.get("kind") == "evaluation":  # `epoch` is the number of epochs done
         return its_epoch > epoch or evaluates
+    if record.get("kind") == "test":  # a resumed run tests again
+        return True
     if record.get("kind") == "image_size":  # recorded at the start of the epoch that begins here
         return True
     if record.get("kind") == "rollback":  # a rollback to this step

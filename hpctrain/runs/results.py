@@ -23,7 +23,7 @@ from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import duration_text, loss_text
 from hpctrain.core.yaml_source import read_yaml
 from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, StoredCheckpoint, read_best, stored_checkpoints
-from hpctrain.runs.state import Record, RunReader, RunState
+from hpctrain.runs.state import Record, RunReader, RunState, set_of
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
 
@@ -137,9 +137,10 @@ def _tables(path: Path) -> tuple[TimeTable, ...]:
 UNKNOWN = "-"
 MOST_HOSTS = 2
 #: figures that are left out if no run has them
-_OPTIONAL = frozenset(
-    ("model", "data", "batch", "optimiser", "step", "communication not hidden", "predicted step", "GPU memory", "waited for data")
-)
+_OPTIONAL = frozenset((
+    "model", "data", "batch", "optimiser", "step", "communication not hidden", "predicted step", "GPU memory", "waited for data",
+    "validation loss", "validation top-1", "validation top-5", "best validation top-1",
+))  # fmt: skip
 #: maximum time between two records that counts as training; a longer time is a pause between jobs
 LONGEST_STEP_SECONDS = 600.0
 
@@ -154,10 +155,11 @@ class Summary:
         steps: number of steps done.
         ranks: number of ranks of the latest start.
         hosts: hosts of the latest start.
-        test_loss: test loss of the latest evaluation.
-        top1: top-1 accuracy of the latest evaluation.
-        top5: top-5 accuracy of the latest evaluation.
-        best_top1: highest top-1 accuracy of all evaluations.
+        evaluated: set of the evaluations during training, "validation" or "test".
+        loss: loss of the latest evaluation, by set.
+        top1: top-1 accuracy of the latest evaluation, by set.
+        top5: top-5 accuracy of the latest evaluation, by set.
+        best_top1: highest top-1 accuracy of all evaluations during training.
         best_epoch: epoch of the evaluation with the highest top-1 accuracy.
         images_per_second: median over epochs, or over intervals if no epoch is complete.
         seconds: training time, without pauses between jobs.
@@ -179,9 +181,10 @@ class Summary:
     steps: int
     ranks: int | None
     hosts: tuple[str, ...]
-    test_loss: float | None
-    top1: float | None
-    top5: float | None
+    evaluated: str
+    loss: Mapping[str, float | None]
+    top1: Mapping[str, float | None]
+    top5: Mapping[str, float | None]
     best_top1: float | None
     best_epoch: int | None
     images_per_second: float | None
@@ -203,7 +206,7 @@ def summary(record: RunRecord) -> Summary:
     """Return the figures of a run."""
     records = record.state.records
     evaluations = record.state.of_kind("evaluation")
-    last = evaluations[-1] if evaluations else {}
+    latest = {set_of(entry): entry for entry in (*evaluations, *record.state.of_kind("test"))}
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
     epochs = record.state.of_kind("epoch")
@@ -214,9 +217,10 @@ def summary(record: RunRecord) -> Summary:
         steps=max((_whole(entry, "step") for entry in records), default=0),
         ranks=record.state.ranks[0].ranks if record.state.ranks else None,
         hosts=tuple(dict.fromkeys(rank.host for rank in record.state.ranks)),
-        test_loss=_number(last, "loss"),
-        top1=_number(last, "top1"),
-        top5=_number(last, "top5"),
+        evaluated=set_of(evaluations[-1]) if evaluations else TEST,
+        loss={split: _number(entry, "loss") for split, entry in latest.items()},
+        top1={split: _number(entry, "top1") for split, entry in latest.items()},
+        top5={split: _number(entry, "top5") for split, entry in latest.items()},
         best_top1=None if best is None else float(best["top1"]),
         best_epoch=None if best is None else _whole(best, "epoch"),
         images_per_second=_rate(epochs) or _rate(record.state.of_kind("interval")),
@@ -255,16 +259,7 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("hosts", [_hosts(figures.hosts) for figures in summaries]),
         ("epochs", [f"{figures.epochs:,}" for figures in summaries]),
         ("steps", [f"{figures.steps:,}" for figures in summaries]),
-        ("test loss", [UNKNOWN if figures.test_loss is None else loss_text(figures.test_loss) for figures in summaries]),
-        ("test top-1", [_text(figures.top1, ".2%") for figures in summaries]),
-        ("test top-5", [_text(figures.top5, ".2%") for figures in summaries]),
-        (
-            "best test top-1",
-            [
-                f"{_text(figures.best_top1, '.2%')} (epoch {figures.best_epoch})" if figures.best_top1 is not None else UNKNOWN
-                for figures in summaries
-            ],
-        ),
+        *(row for split in (VALIDATION, TEST) for row in _evaluation_texts(split, summaries)),
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("communication not hidden", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
@@ -275,6 +270,18 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("training time", [duration_text(figures.seconds) for figures in summaries]),
     ]
     return [(heading, values) for heading, values in texts if heading not in _OPTIONAL or set(values) != {UNKNOWN}]
+
+
+def _evaluation_texts(split: str, summaries: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
+    losses = [figures.loss.get(split) for figures in summaries]
+    best = [figures.best_top1 if figures.evaluated == split else None for figures in summaries]
+    epochs = [figures.best_epoch for figures in summaries]
+    yield f"{split} loss", [UNKNOWN if loss is None else loss_text(loss) for loss in losses]
+    yield f"{split} top-1", [_text(figures.top1.get(split), ".2%") for figures in summaries]
+    yield f"{split} top-5", [_text(figures.top5.get(split), ".2%") for figures in summaries]
+    texts = [UNKNOWN if top1 is None else f"{top1:.2%} (epoch {epoch})" for top1, epoch in zip(best, epochs, strict=True)]
+    if split != TEST or any(figures.evaluated == TEST for figures in summaries):
+        yield f"best {split} top-1", texts
 
 
 def _text(value: float | None, form: str) -> str:
@@ -327,7 +334,9 @@ def _whole(entry: Record, key: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-TRAINING, TEST, AVERAGED = "training", "test", "test, averaged weights"
+TRAINING, VALIDATION, TEST = "training", "validation", "test"
+#: end of the name of a set whose metrics are those of the averaged weights
+AVERAGED = ", averaged weights"
 #: maximum number of points of a curve; more would not be visible
 MOST_POINTS = 400
 
@@ -395,9 +404,11 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -
 def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     records = record.state.records
     yield from _curve(run, TRAINING, _training(records, key))
-    evaluations = record.state.of_kind("evaluation")
-    for part, name in ((TEST, key), (AVERAGED, f"ema_{key}")):
-        yield from _curve(run, part, [(entry.get("epoch"), entry.get(name)) for entry in evaluations])
+    evaluations = record.state.of_kind("evaluation", "test")
+    for split in (VALIDATION, TEST):
+        of_split = [entry for entry in evaluations if set_of(entry) == split]
+        for part, name in ((split, key), (f"{split}{AVERAGED}", f"ema_{key}")):
+            yield from _curve(run, part, [(entry.get("epoch"), entry.get(name)) for entry in of_split])
 
 
 def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:

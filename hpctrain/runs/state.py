@@ -95,6 +95,11 @@ def means_text(values: Record, unknown: str = "-") -> tuple[str, str, str]:
     return unknown if loss is None else loss_text(loss), top1, top5
 
 
+def set_of(evaluation: Record) -> str:
+    """Return the set of an evaluation: "validation" or "test"."""
+    return str(evaluation.get("set", "test"))
+
+
 @dataclass(frozen=True)
 class RunState:
     """State of a run at an instant.

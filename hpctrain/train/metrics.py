@@ -218,7 +218,7 @@ def epoch_values(epoch: Mapping[str, Any], evaluation: Mapping[str, Any] | None)
     values = {name: epoch.get(name) for name in ("epoch", "step", "lr", "images_per_second")}
     values |= {f"train_{name}": epoch.get(name) for name in ("loss", "top1", "top5")}
     tested = {} if evaluation is None else evaluation
-    return values | {name: value for name, value in tested.items() if name not in ("kind", "time", "epoch", "step")}
+    return values | {name: value for name, value in tested.items() if name not in ("kind", "time", "epoch", "step", "set")}
 
 
 class Reporter:
@@ -259,8 +259,8 @@ class Reporter:
         """Append a record to the metrics.
 
         Args:
-            kind: "interval", "epoch", "evaluation", "progress", "resume", "skip", "shrink", "rollback", "checkpoint", "steps",
-                "data", "reads", "memory", "unreadable", "image_size" or "stop".
+            kind: "interval", "epoch", "evaluation", "test", "progress", "resume", "skip", "shrink", "rollback", "checkpoint",
+                "steps", "data", "reads", "memory", "unreadable", "image_size" or "stop".
         """
 
     def say(self, text: str) -> None:

@@ -76,7 +76,7 @@ class TimeLimit:
         """Whether there is a limit."""
         return math.isfinite(self._end)
 
-    def over(self, *, saves: bool = False, evaluates: bool = False) -> bool:
+    def over(self, *, saves: bool = False, evaluates: int = 0) -> bool:
         """Return whether the run has to end. Call it at the end of each step.
 
         A request takes effect one step later, and a request that is not made now can only be made after the next step. Therefore
@@ -84,7 +84,7 @@ class TimeLimit:
 
         Args:
             saves: whether a checkpoint is due within these two steps.
-            evaluates: whether an evaluation is due within these two steps.
+            evaluates: number of evaluations that are due within these two steps.
         """
         now = self._clock()
         step = now - self._last_check - self._other_seconds

@@ -49,6 +49,7 @@ class Outcome:
     Attributes:
         position: last position.
         evaluation: sums of the last evaluation; None if there was none.
+        test: sums of the test at the end of training; None if there was none.
         evaluated_epochs: number of epochs trained before this evaluation.
         stopped: whether training ended before its last epoch on request.
         steps_reached: whether training ended because it reached the limit `Cadence.steps`.
@@ -59,6 +60,7 @@ class Outcome:
     evaluated_epochs: int
     stopped: bool
     steps_reached: bool
+    test: RunningSums | None = None
 
 
 class Trainer:
@@ -67,7 +69,9 @@ class Trainer:
     Args:
         replica: replica to train; its averagers have agreed.
         loader: this rank's share of the training set.
-        test_loader: this rank's share of the test set; None: there is none.
+        evaluation_loader: this rank's share of the set that is evaluated during training; None: there is none.
+        evaluated: name of this set, "validation" or "test", for records and messages.
+        test_loader: this rank's share of a test set that is evaluated only at the end; None: there is none.
         schedule: learning rate as a function of steps of the configured batch.
         save: function that writes a checkpoint at a position, after a drain.
         go_back: function from an error and the position where it was raised to the position from which training continues; it
@@ -87,7 +91,7 @@ class Trainer:
         *,
         replica: Replica,
         loader: BatchSource,
-        test_loader: BatchSource | None,
+        evaluation_loader: BatchSource | None,
         schedule: LearningRateSchedule,
         cadence: Cadence,
         reporter: Reporter,
@@ -98,9 +102,12 @@ class Trainer:
         saver: Saver | None = None,
         early_stop: EarlyStop | None = None,
         observers: Sequence[Observer] = (),
+        evaluated: str = "test",
+        test_loader: BatchSource | None = None,
         end_after: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> None:
-        self._replica, self._loader, self._test_loader = replica, loader, test_loader
+        self._replica, self._loader = replica, loader
+        self._evaluation_loader, self._evaluated, self._test_loader = evaluation_loader, evaluated, test_loader
         self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._limit = TimeLimit() if limit is None else limit
@@ -179,18 +186,26 @@ class Trainer:
         self._check()
         return Outcome(position, evaluation, evaluated_epochs, stopped, stopped and self._enough)
 
-    def evaluate(self, position: Position) -> RunningSums | None:
-        """Evaluate the test set, record the sums and return them; None if there is no test set."""
-        if self._test_loader is None:
+    def evaluate(self, position: Position, *, final: bool = False) -> RunningSums | None:
+        """Evaluate, record the sums and return them; None if there is no set to evaluate.
+
+        Args:
+            final: whether to evaluate the test set, on which no decision depends, instead of the set of evaluations in training.
+        """
+        loader = self._test_loader if final else self._evaluation_loader
+        if loader is None:
             return None
         self._notes.phase(RunPhase.EVALUATE)
-        samples = self._test_loader.sampler.samples * (1 if self._replica.average is None else 2)
+        samples = loader.sampler.samples * (1 if self._replica.average is None else 2)
         with self._limit.evaluating(), self._reporter.evaluation(samples) as advance:
-            sums = self._replica.evaluate(self._test_loader, advance=advance)
-        for observer in self._observers:
-            observer.after_evaluation(position, sums)
-        self._decide(position, sums.means())
-        self._reporter.record("evaluation", {"epoch": position.epoch, "step": position.global_step, **sums.means()})
+            sums = self._replica.evaluate(loader, advance=advance)
+        if not final:
+            for observer in self._observers:
+                observer.after_evaluation(position, sums)
+            self._decide(position, sums.means())
+        kind, split = ("test", "test") if final else ("evaluation", self._evaluated)
+        record = {"epoch": position.epoch, "step": position.global_step, "set": split, **sums.means()}
+        self._reporter.record(kind, record)
         self._rate.restart()
         return sums
 
@@ -289,7 +304,8 @@ class Trainer:
         cadence, epoch = self._cadence, position.epoch + 1
         left = self._loader.sampler.steps(position.samples + batch.global_count)
         last, ends = epoch == cadence.epochs, left <= 1
-        evaluates = ends and self._test_loader is not None and _due(epoch, cadence.evaluate_epochs, last)
+        evaluates = int(ends and self._evaluation_loader is not None and _due(epoch, cadence.evaluate_epochs, last))
+        evaluates += ends and last and self._test_loader is not None
         if last and not left and not evaluates:
             return False  # ending takes no longer than stopping
         steps = cadence.checkpoint_steps
@@ -299,7 +315,7 @@ class Trainer:
     def _complete(self, position: Position) -> bool:
         """Return whether a request to stop came too late: the last epoch has ended, and no evaluation is left."""
         whole = position.epoch == self._cadence.epochs - 1 and position.samples == self._loader.sampler.samples
-        return whole and self._test_loader is None and not self._enough
+        return whole and self._evaluation_loader is None and not self._enough
 
     def _last_sample(self, position: Position) -> int:
         """Return the sample at which this run ends unless it is stopped, counted over all epochs."""
@@ -349,7 +365,7 @@ class Trainer:
             evaluation = self.evaluate(position)
         if evaluation is not None:
             means = evaluation.means()
-            words.append(f"test loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}")
+            words.append(f"{self._evaluated} loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}")
             if "ema_top1" in means:
                 words[-1] += f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})"
         if values["images_per_second"] > 0.0:  # 0 if the run resumed at the end of the epoch

@@ -150,3 +150,45 @@ def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_
     more = hpctrain(2, folder, "train", *EARLY, "--resume", "auto", "early_stop.patience=null", f"epochs={best + 4}")
     assert "early stop" not in more.stdout
     assert len(_evaluations(run)) > len(evaluations)
+
+
+def test_validation_decides_and_test_is_tested_once(folder: Path) -> None:
+    """Would find validation samples in an epoch, other ones after a resume or on other ranks, and a test set that decides."""
+    held_out = ("data.validation=0.2", "epochs=3", "exact=true", "threads=1")
+    whole = hpctrain(1, folder, "train", *held_out, "output=whole")
+    hpctrain(2, folder, "train", *held_out, "--steps", "6")
+    resumed = hpctrain(4, folder, "train", *held_out, "--resume", "auto")
+    runs = newest_run(folder, "whole"), newest_run(folder)
+    records, others = ([each for each in run.metrics() if each["kind"] in ("epoch", "evaluation", "test")] for run in runs)
+    assert [(each["kind"], each.get("set")) for each in records] == [
+        *(("epoch", None), ("evaluation", "validation")) * 3,
+        ("test", "test"),
+    ]
+    assert all(each["images"] == 60 for each in records if each["kind"] == "epoch")
+    keys = ("kind", "epoch", "step", "set", "loss", "top1", "images")
+    assert [[each.get(key) for key in keys] for each in others] == [[each.get(key) for key in keys] for each in records]
+    for outcome, run in ((whole, runs[0]), (resumed, runs[1])):
+        assert f"best validation accuracy {_best(run).value:.2%} after epoch" in outcome.stdout
+        assert f"test accuracy {records[-1]['top1']:.2%} " in outcome.stdout
+        assert _best(run).value == max(_accuracies(run).values())
+    for on, record in (("validation", records[-2]), ("test", records[-1])):
+        evaluated = json.loads(hpctrain(2, folder, "eval", *held_out, "--on", on, "--json").stdout)
+        assert (evaluated["set"], evaluated["samples"]) == (on, 15 if on == "validation" else 40)
+        assert evaluated["top1"] == pytest.approx(record["top1"])
+    refused = hpctrain(2, folder, "eval", *held_out, "--on", "validation", "data.validation=0.3", code=2)
+    assert "may have been trained on them" in refused.output
+    refused = hpctrain(2, folder, "train", *held_out, "--resume", "auto", "data.validation=0.3", "epochs=4", code=2)
+    assert "would become validation samples" in refused.output
+    hpctrain(2, folder, "eval", "--on", "validation", code=2)
+
+
+def test_validation_has_a_file_of_its_own_if_it_is_a_path(folder: Path) -> None:
+    """Would find a path that is read as the test set, or validation images that replace training images."""
+    outcome = hpctrain(2, folder, "train", f"data.validation={folder}/test.h5", "data.test=null", "epochs=2")
+    records = newest_run(folder).metrics()
+    assert [each["set"] for each in records if each["kind"] == "evaluation"] == ["validation"] * 2
+    assert "test" not in [each["kind"] for each in records]
+    assert "validation accuracy" in outcome.stdout
+    assert "test accuracy" not in outcome.stdout
+    assert all(each["images"] == 75 for each in records if each["kind"] == "epoch")
+    assert "40 samples" in hpctrain(2, folder, "eval", f"data.validation={folder}/test.h5", "data.test=null").stdout

@@ -84,7 +84,7 @@ def test_eval_refuses_images_of_another_shape_though_the_network_could_take_them
     write_images(folder / "test.h5", 41, 1, height=9)
     (folder / "train.h5").unlink()
     line = _refused(folder, "eval", "model.grid=1", "data.augment=[]", ranks=2)
-    assert "Test images have shape (9, 6, 1) after augmentation, but training images (7, 6, 1)" in line
+    assert "Evaluation images have shape (9, 6, 1) after augmentation, but training images (7, 6, 1)" in line
 
 
 def test_training_maps_or_refuses_the_test_file_s_classes(folder: Path) -> None:

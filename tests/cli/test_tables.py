@@ -498,13 +498,14 @@ def _evaluation(counts=COUNTS, names: tuple[str, ...] = CLASS_NAMES, *, loss: fl
     labels, predictions = np.nonzero(array)
     matrix = ConfusionMatrix(len(array), labels, predictions, array[labels, predictions])
     sums = RunningSums(loss * array.sum(), int(np.trace(array)), int(array.sum()), int(array.sum()))
-    return Evaluation(Path("runs/a/checkpoint.h5"), ("a note",), sums, names, False, False, matrix)
+    return Evaluation(Path("runs/a/checkpoint.h5"), "validation", ("a note",), sums, names, False, False, matrix)
 
 
 def test_text_has_the_worst_class_first_and_the_matrix_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(_evaluation(), per_class=True, confusion=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["a note", "runs/a/checkpoint.h5: 30011 samples, loss 2.5000, top1 0.02%, top5 100.00%"]
+    means = "loss 2.5000, top1 0.02%, top5 100.00%"
+    assert lines[:3] == ["a note", "evaluated on the validation set", f"runs/a/checkpoint.h5: 30011 samples, {means}"]
     assert all(len(line) <= 80 for line in lines)
     text = [line.split() for line in lines]
     assert ["class", "most", "often", "taken", "for", "times", "samples", "top1"] in text
@@ -530,7 +531,7 @@ def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_told(capsy
     counts[np.arange(100), np.arange(100)] = 9
     counts[70, 3], counts[4, 100] = 8, 5
     print_text(_evaluation(counts, tuple(f"class {n}" for n in range(100))), per_class=False, confusion=True)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
     assert lines == [
         ["class", "taken", "for", "times"],
         ["class", "70", "class", "3", "8"],

@@ -496,7 +496,10 @@ def test_what_evaluations_give_may_be_asked_for(overrides: tuple[str, ...]) -> N
     [
         (("checkpoint.best=ema_top1",), "checkpoint.best is ema_top1, but no average of weights is kept; set ema.decay"),
         (("early_stop.metric=ema_loss",), "early_stop.metric is ema_loss, .* or early_stop.metric to loss"),
-        (("early_stop.patience=1", "data.test=null"), "early_stop.patience needs evaluations, but data.test is not set"),
+        (
+            ("early_stop.patience=1", "data.test=null"),
+            "needs evaluations, but neither data.validation nor data.test is set",
+        ),
         (("early_stop.patience=1", "evaluate.every_epochs=0"), "but evaluate.every_epochs is 0; set it to at least 1"),
         (("early_stop.patience=0",), "early_stop.patience"),
         (("early_stop.min_delta=-0.1",), "early_stop.min_delta"),

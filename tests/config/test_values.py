@@ -196,3 +196,31 @@ def test_exact_is_a_switch_or_a_mapping(value: Any, shards: int | None) -> None:
 def test_what_is_neither_is_refused(value: Any) -> None:
     with pytest.raises(ValidationError):
         ExactConfig.model_validate(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("0.1", 0.1), ("1e-1", 0.1), ("500", 500), ("5e2", 500), ("val.h5", "val.h5"), ("synthetic", "synthetic"), ("null", None)],
+)
+def test_validation_is_a_fraction_a_number_or_a_path(written: str, value: Any) -> None:
+    """Would find a number that is taken for a path, or a count that becomes a fraction."""
+    data = parse(_REST, overrides=[f"data.validation={written}"])[0].data
+    assert (data.validation, type(data.validation)) == (value, type(value))
+    assert data.evaluated == (None if value is None else "validation")
+    assert ("validation" in data.files) == isinstance(value, str)
+
+
+@pytest.mark.parametrize("written", ["balenced", "2", "[1, 0]", "[1, .nan]", "{a: 1}", "true"])
+def test_faulty_class_weights_are_refused_with_one_sentence(written: str) -> None:
+    """Would find a sentence for each alternative, which names validators instead of the key."""
+    with pytest.raises(
+        ConfigError, match=r"^override .*: loss.class_weights is .*, but must be balanced, a list of numbers above 0"
+    ) as caught:
+        parse(_REST, overrides=[f"loss.class_weights={written}"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("written", ["0", "1.5", "-3", "true", "[0.1]", "''", ".nan"])
+def test_what_is_no_validation_is_refused(written: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.validation .*must be a fraction above 0 and below 1, such as 0.1, a number of"):
+        parse(_REST, overrides=[f"data.validation={written}"])

@@ -31,6 +31,10 @@ ALL = [
     ("center_crop", {"size": 7}),
     ("randaugment", {"magnitude": 15}),
     ("trivial_augment_wide", {"interpolation": "bilinear"}),
+    ("vertical_flip", {}),
+    ("rotation", {"degrees": 20}),
+    ("color_jitter", {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.2}),
+    ("autoaugment", {"policy": "cifar10"}),
 ]
 ERASING = ("random_erasing", {"value": "random", "scale": [0.1, 0.5]})
 
@@ -265,7 +269,11 @@ def test_alternating_mirrors_each_image_in_every_second_epoch():
     ("name", "options", "message"),
     [
         ("padcrop", {}, 'no augmentation "padcrop"; the nearest is "pad_crop"'),
-        ("zzz", {}, 'there are "center_crop", "flip", "pad_crop", "randaugment", "random_erasing", "random_resized_crop", "re'),
+        ("zzz", {}, 'there are "autoaugment", "center_crop", "color_jitter", "flip", "pad_crop", "randaugment", "random_eras'),
+        ("autoaugment", {"policy": "mnist"}, "must be 'imagenet', 'cifar10' or 'svhn'"),
+        ("color_jitter", {"hue": 0.6}, r"hue = 0.6 is outside \[0, 0.5\]"),
+        ("rotation", {"degrees": 200}, r"degrees = 200.0 is outside \[0, 180\]"),
+        ("vertical_flip", {"probability": -1}, r"probability = -1.0 is outside \[0, 1\]"),
         ("randaugment", {"operations": 9}, "operations = 9 is outside 1 to 8"),
         ("randaugment", {"magnitude": 31}, "magnitude = 31 is outside 0 to bins - 1 = 30"),
         ("randaugment", {"bins": 1}, "bins = 1 is less than 2"),

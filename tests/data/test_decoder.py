@@ -279,7 +279,7 @@ def test_twelve_bits_are_scaled_by_their_own_range():
     ],
 )
 def test_values_without_a_known_range_are_refused_and_not_clipped(values, words):
-    with pytest.raises(DataError, match=f"its pixels are {words}.*; save it with 8 or 16 unsigned bits"):
+    with pytest.raises(DataError, match=f"its pixels are {words}.*; convert it with --range, or save it with 8 or 16"):
         decode(encoded(Image.fromarray(values), "TIFF"), None)
 
 

@@ -178,6 +178,18 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
     assert all(left >= 10**9 - 2 for left in disk.left.values()), "a sample that cannot be read is asked for again and again"
 
 
+def test_no_validation_sample_stands_in_for_a_training_sample(make_file, monkeypatch):
+    """Would find a training that reads a sample which is held out for validation, or an evaluation on a training sample."""
+    file, images, _ = make_file(count=9, shape=SHAPE)
+    held_out = np.isin(np.arange(9), [2, 4])
+    file.pixels.policy = ReadPolicy(5, "", (), held_out)
+    BadDisk(monkeypatch, file, {1, 2, 3})
+    assert np.array_equal(file.pixels[:4], images[[0, 5, 4, 5]])
+    BadDisk(monkeypatch, file, {1, 2, 3, 4})
+    with pytest.raises(UnreadableError, match="no sample is left that could replace it"):
+        file.pixels[4]
+
+
 def test_too_many_of_them_are_an_error(make_file, monkeypatch):
     file, images, _ = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(2, " (on node7)", ())

@@ -20,7 +20,7 @@ from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, synthetic_
 from hpctrain.data.loader import Loader
 from hpctrain.data.pictures import DecodedPictures, picture_files
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import Reordering, Sampler, counts
+from hpctrain.data.sampler import Reordering, Sampler, counts, hold_out
 from tests.support.data_files import cached
 from tests.support.one_rank import shares_of
 from tests.support.runs import write_pictures
@@ -51,6 +51,50 @@ def test_shares_inside_a_split_group_are_even_and_so_are_those_of_the_groups(sam
     by_group = [shares[first : first + size] for first in range(0, len(shares), size)]
     assert tuple(sum(group) for group in by_group) == counts(samples, groups)
     assert all(group == counts(sum(group), size) for group in by_group)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.floats(0.01, 0.99), st.integers(0, 2**63), st.randoms())
+def test_held_out_samples_are_stratified_and_each_class_is_trained_on(sizes, fraction, seed, random):
+    """Would find a sample in both parts or in none, a class that validation empties, and uneven shares."""
+    labels = np.repeat(np.arange(len(sizes)) * 3, sizes)
+    labels = labels[random.sample(range(len(labels)), len(labels))]
+    wanted = max(1, round(fraction * len(labels)))
+    if wanted > len(labels) - len(sizes):
+        with pytest.raises(DataError, match="training needs a sample of each of"):
+            hold_out(labels, fraction, seed, "train.h5")
+        return
+    split = hold_out(labels, fraction, seed, "train.h5")
+    assert np.array_equal(np.sort(np.concatenate(split)), np.arange(len(labels)))
+    assert all((np.diff(part) > 0).all() for part in split)
+    assert len(split.validation) == wanted
+    assert np.array_equal(np.unique(labels[split.training]), np.unique(labels))
+    drawn, own = ([int((part == 3 * label).sum()) for label in range(len(sizes))] for part in (labels[split.validation], labels))
+    shares = [wanted * size / len(labels) for size in own]
+    capped = any(share > size - 1 for share, size in zip(shares, own, strict=True))
+    assert capped or all(abs(count - share) < 1 for count, share in zip(drawn, shares, strict=True))
+    others = hold_out(labels.max() - labels, wanted, seed, "train.h5")  # the number of samples, and classes in another order
+    assert len(others.validation) == wanted
+
+
+def test_held_out_samples_follow_from_labels_and_seed_alone():
+    """Would find a change that gives a resumed run other validation samples, on which it was trained."""
+    labels, golden = np.arange(40) % 4, [4, 5, 7, 9, 10, 14, 15, 28]
+    split = hold_out(labels, 0.2, 7, "train.h5")
+    assert split.validation.tolist() == golden
+    assert hold_out(labels, 8, 7, "train.h5").validation.tolist() == golden
+    assert hold_out(labels, 0.2, 8, "train.h5").validation.tolist() != golden
+    assert np.bincount(labels[split.validation]).tolist() == [2, 2, 2, 2]
+
+
+@given(sizes, sizes, st.integers(0, 2**63), st.integers(0, 199), st.integers(0, 3))
+def test_an_epoch_of_a_subset_is_that_of_its_places(samples, batch, seed, first, epoch):
+    """Would find a reordering that mixes ids with places, so that samples outside the subset enter the epoch."""
+    subset = np.arange(samples) * 3 + 1
+    whole, part = Sampler(samples, batch, seed), Sampler(samples, batch, seed, subset=subset)
+    for sampler in (whole, part):
+        sampler.reorder([Reordering(epoch, min(first, samples), 1)])
+    assert np.array_equal(part.order(epoch), subset[whole.order(epoch)])
+    assert np.array_equal(np.sort(part.order(epoch + 1)), subset)
 
 
 @given(sizes, sizes, st.booleans(), st.integers(0, 2**63), st.integers(0, 5))

@@ -120,7 +120,7 @@ def form(line: str) -> str:
 
 def commands(block: Block) -> list[str]:
     """The commands of a ```bash block, as they are written, without comments; a backslash goes on."""
-    lines = (re.sub(r"\s+# .*", "", line) for line in block.text.replace("\\\n", " ").splitlines())
+    lines = (re.sub(r"(^|\s+)# .*", "", line) for line in block.text.replace("\\\n", " ").splitlines())
     return [line for line in lines if line]
 
 
@@ -175,7 +175,7 @@ def test_a_page_is_followed(page: str, follower: Follower) -> None:
 
 @installed_alone
 def test_the_first_lines_of_readme_train_with_the_wheel_and_not_the_checkout(follower: Follower, installed: Path) -> None:
-    """Alone finds a package that pyproject.toml lacks, whatever pages are drawn."""
+    """Finds a package that pyproject.toml lacks, regardless of which pages the level of tests draws."""
     follower.run("python -c 'import hpctrain; print(hpctrain.__file__)'; command -v hpctrain mpiexec; hpctrain --version")
     package, program, launcher, version, *_ = follower.output.splitlines()
     assert Path(package).is_relative_to(installed)

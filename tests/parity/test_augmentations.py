@@ -14,7 +14,9 @@ pytest.importorskip("torch", reason="PyTorch is not installed (make parity insta
 import torch
 from PIL import Image
 
-from hpctrain.data.augmentations import randaugment, trivial_augment_wide
+from hpctrain.data.augmentations import AUGMENTATIONS, randaugment, trivial_augment_wide
+from hpctrain.data.augmentations.autoaugment import AutoAugment
+from hpctrain.data.augmentations.color_jitter import ColorJitter
 from hpctrain.data.augmentations.random_erasing import RandomErasing
 from hpctrain.data.picture_operations import NAMES, SIGNED, changed
 
@@ -26,7 +28,7 @@ THEIRS = (
     *("Brightness", "Color", "Contrast", "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize"),
 )
 SIZES = [(32, 32), (27, 45), (224, 224)]
-RANGES = {"rand": randaugment._RANGES, "trivial": trivial_augment_wide._RANGES}
+RANGES = {"rand": randaugment.RANGES, "trivial": trivial_augment_wide._RANGES}
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +94,16 @@ class _Drawn:
         self._tries, self._corner = iter(tries.tolist()), iter(corner.tolist())
         self.log, self.exp = torch.log, torch.exp
 
+    def randperm(self, count: int) -> torch.Tensor:
+        return torch.as_tensor(np.argsort([next(self._corner) for _ in range(count)], kind="stable"))
+
     def tensor(self, values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
     def empty(self, count: int) -> SimpleNamespace:
-        return SimpleNamespace(uniform_=lambda low, high: torch.as_tensor(low + (high - low) * next(self._tries)))
+        return SimpleNamespace(
+            uniform_=lambda low, high: torch.as_tensor(low + (high - low) * next(self._tries), dtype=torch.float64)
+        )
 
     def randint(self, low: int, high: int, size: tuple[int]) -> torch.Tensor:
         return torch.tensor(low + int(next(self._corner) * (high - low)))
@@ -112,3 +119,60 @@ def test_rectangles_are_torchvisions(theirs: Any, size: tuple[int, int], monkeyp
         monkeypatch.undo()
         wanted = None if value is image else ((top, top + height), (left, left + width))
         assert erasing.box(size, u) == wanted
+
+
+def _ours(name: str, options: dict[str, Any], image: np.ndarray, u: np.ndarray) -> np.ndarray:
+    out = np.empty((1, *image.shape), np.uint8)
+    AUGMENTATIONS.create(name, options).apply(image[np.newaxis], u[np.newaxis], out)
+    return out[0]
+
+
+def _picture(image: np.ndarray) -> Image.Image:
+    return Image.fromarray(image if image.shape[2] == 3 else image[:, :, 0])
+
+
+@pytest.mark.parametrize("policy", ["imagenet", "cifar10", "svhn"])
+def test_autoaugment_is_torchvisions(theirs: Any, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would find a typing error in any of the 75 pairs of the policies."""
+    augment = theirs.AutoAugment(theirs.AutoAugmentPolicy(policy))
+    u = np.random.default_rng(1).random((400, AutoAugment.draws))
+    u[:, 0] = np.arange(400) % 25 / 25 + 0.01
+    for number, drawn in enumerate(u):
+        image = _pictures(SIZES[number % 2])[number % 4]
+        params = int(drawn[0] * 25), torch.as_tensor(drawn[1:3]), torch.as_tensor(drawn[3:] >= 0.5).int()
+        monkeypatch.setattr(augment, "get_params", lambda count, params=params: params)
+        wanted = np.asarray(augment(_picture(image)))
+        assert np.array_equal(_ours("autoaugment", {"policy": policy}, image, drawn).reshape(wanted.shape), wanted), drawn
+
+
+JITTERS = [(0.4, 0.4, 0.4, 0.1), (0.0, 1.7, 0.0, 0.5), (0.8, 0.0, 3.0, 0.0), (0.0, 0.0, 0.0, 0.5)]
+
+
+@pytest.mark.parametrize("amounts", JITTERS)
+def test_colour_jitter_is_torchvisions(theirs: Any, amounts: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would find another order of the operations, another range of a factor, or a hue that is turned in another direction."""
+    options = dict(zip(("brightness", "contrast", "saturation", "hue"), amounts, strict=True))
+    jitter = theirs.ColorJitter(**options)
+    for number, u in enumerate(np.random.default_rng(2).random((60, ColorJitter.draws))):
+        image = _pictures(SIZES[number % 2])[number % 4]
+        factors = u[4:][np.array(amounts) > 0]
+        monkeypatch.setattr(theirs.transforms, "torch", _Drawn(factors, u[:4]))
+        params = theirs.ColorJitter.get_params(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
+        monkeypatch.undo()
+        monkeypatch.setattr(jitter, "get_params", lambda *ranges, params=params: params)
+        wanted = np.asarray(jitter(_picture(image)))
+        assert np.array_equal(_ours("color_jitter", options, image, u).reshape(wanted.shape), wanted), u
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+def test_rotations_and_mirror_images_are_torchvisions(theirs: Any, interpolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would find a rotation in the other direction or about another centre, and a mirror image about the wrong axis."""
+    rotation = theirs.RandomRotation(30, theirs.InterpolationMode(interpolation))
+    for number, u in enumerate(np.random.default_rng(3).random((40, 1))):
+        image = _pictures(SIZES[number % 2])[number % 4]
+        monkeypatch.setattr(rotation, "get_params", lambda degrees, u=u: degrees[0] + (degrees[1] - degrees[0]) * float(u[0]))
+        wanted = np.asarray(rotation(_picture(image)))
+        options = {"degrees": 30.0, "interpolation": interpolation}
+        assert np.array_equal(_ours("rotation", options, image, u).reshape(wanted.shape), wanted), u
+        flipped = np.asarray(theirs.functional.vflip(_picture(image)))
+        assert np.array_equal(_ours("vertical_flip", {"probability": 1.0}, image, u).reshape(flipped.shape), flipped)

@@ -56,8 +56,8 @@ def test_an_epoch_of_both_gives_the_same_weights_and_evaluations(finetune_peer: 
     state = model.state_dict()
     for name, ours in export(parts.replica.network).items():
         np.testing.assert_allclose(ours, state[name].numpy(), rtol=1e-9, atol=1e-11, err_msg=name)
-    assert parts.test_loader is not None
-    means = parts.replica.evaluate(parts.test_loader).means()
+    assert parts.evaluation_loader is not None
+    means = parts.replica.evaluate(parts.evaluation_loader).means()
     assert [record["kind"] for record in records] == ["epoch", "evaluation"]
     assert records[1]["top1"] == means["top1"]
     assert records[1]["loss"] == pytest.approx(means["loss"], rel=1e-9)

@@ -231,7 +231,7 @@ def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch
 CURVES = (
     Curve(0, TRAINING, (0.5, 1.0), (0.25, 0.5)),
     Curve(1, TEST, (1.0,), (0.75,)),
-    Curve(1, AVERAGED, tuple(float(x) for x in range(60)), (0.5,) * 60),
+    Curve(1, TEST + AVERAGED, tuple(float(x) for x in range(60)), (0.5,) * 60),
 )
 
 
@@ -249,7 +249,7 @@ def test_each_curve_is_a_part_of_its_run_and_of_the_values() -> None:
     assert [(curve["run"], curve["part"], len(curve["xs"])) for curve in page.values["curves"]] == [
         (0, TRAINING, 2),
         (1, TEST, 1),
-        (1, AVERAGED, 60),
+        (1, TEST + AVERAGED, 60),
     ]
     assert not page.values["percent"]
     assert ">test, averaged weights<" in page.svg

@@ -164,6 +164,15 @@ def test_all_faults_are_told_at_once_each_at_its_place():
     ]
 
 
+def test_all_faulty_options_are_told_at_once():
+    """Would find a second faulty option of the same augmentation, optimiser or averager that is told only in the next attempt."""
+    jitter = "{name: color_jitter, brightness: -1, hue: 2, contrast: 0.1, saturaton: 1}"
+    lines = faults(TEXT, f"data.augment=[{jitter}]", "optimizer={name: sgd, lr: 0.1, momentum: fast, nestrov: true}")
+    for words in ("hue = 2", "brightness = -1", 'no option "saturaton"', 'is "fast", but', 'no option "nestrov"'):
+        assert sum(words in line for line in lines) == 1, lines
+    assert len(lines) == 5
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -270,7 +279,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key():
-    keys = [*_keys(Config), "plan.features.*", "ranks", "images", "labels", "classes", "code.own.py:Net"]
+    keys = [*_keys(Config), "plan.features.*", "ranks", "images", "labels", "held_out", "classes", "code.own.py:Net"]
     rules = {rule_for(key) for key in keys}
     unused = {rule.pattern for rule in RULES if rule not in rules}
     # Of names with and without sections only one of the two patterns is ever needed.

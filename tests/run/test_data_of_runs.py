@@ -212,7 +212,7 @@ def test_other_channels_are_refused_with_both_files_named() -> None:
     )[0]
     grey, colour = (DataFacts.of(synthetic_file("train", 8, (8, 8, channels), 2)) for channels in (1, 3))
     with pytest.raises(DataError, match=r"synthetic has images of 3 channels, those of train\.h5 have 1; .* --channels 1\."):
-        evaluation_images(config, synthetic_file("test", 8, (8, 8, 3), 2), grey, "train.h5")
+        evaluation_images(config, {"test": synthetic_file("test", 8, (8, 8, 3), 2)}, "test", grey, "train.h5")
     with pytest.raises(DataError, match=r"synthetic has images of 1 channel, those of the checkpoint have 3;"):
         training_images(config, synthetic_file("train", 8, (8, 8, 1), 2), colour)
 

@@ -616,7 +616,7 @@ def _config(folder: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("data.test=",), "data.test is not set"),
+        (("data.test=",), "neither data.validation nor data.test is set"),
         (("evaluate.every_epochs=0",), "evaluate.every_epochs is 0"),
         (("checkpoint.every_epochs=0",), "no checkpoints are written"),
         (("evaluate.every_epochs=3", "checkpoint.every_epochs=2"), "no epoch before the last of 5 has both"),
@@ -637,7 +637,8 @@ def test_whoever_asks_for_the_best_is_told_where_it_cannot_be_known(
 
 def test_the_run_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _whole(folder, "data.test=", "checkpoint.best=top5", accuracies=(1,))
-    assert "\ncheckpoint.best is top5, but data.test is not set, so nothing is evaluated; " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\ncheckpoint.best is top5, but neither data.validation nor data.test is set, so nothing is evaluated; " in said
 
 
 def _save(directory: Path, best: BestCheckpoint, step: int, right: int) -> None:

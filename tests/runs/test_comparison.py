@@ -75,7 +75,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None:
     """Accuracies are 1/2, 2/3 and 0 after epochs 1, 2 and 3."""
     figures = summary(read_runs([write_run(tmp_path).path])[0])
-    assert (figures.epochs, figures.steps, figures.test_loss, figures.top1) == (3, 30, 1.0, 0.0)
+    assert (figures.epochs, figures.steps, figures.loss, figures.top1) == (3, 30, {"test": 1.0}, {"test": 0.0})
     assert (figures.best_top1, figures.best_epoch) == (pytest.approx(2 / 3), 2)
     assert (figures.images_per_second, figures.seconds, figures.end) == (100.0, 30.0, "finished")
 
@@ -128,7 +128,7 @@ def test_a_run_that_has_only_begun_has_figures(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     run.metrics_path.write_text("")
     figures = summary(read_runs([run.path])[0])
-    assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, None, None, 0.0)
+    assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, {}, None, 0.0)
     assert dict(summary_texts([figures]))["test top-1"] == [UNKNOWN]
 
 

@@ -132,7 +132,11 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "micro_batches": {"1": 1, "2": 2, "3": 3},
     "exact": {"no": None, "6": 6, "12": 12},  # shards, which 1, 2 and 3 columns share out, with one sum each or with several
-    "smoothing": {"0": (0.0, False), "0.1": (0.1, False), "weighted": (0.1, True)},  # and whether classes have weights
+    "smoothing": {
+        "0": (0.0, False),
+        "0.1": (0.1, False),
+        "weighted": (0.1, True),
+    },  # (label smoothing, whether classes have weights)
     "nodes": {"one": None, "of-1": 1, "of-2": 2, "of-3": 3},  # ranks of a node
     "steps": {"3": 3, "6": 6},  # orders are measured in the first five
     "on_nonfinite": {  # the answer, and the step in which one rank sees what is not finite; -1: none

@@ -1,7 +1,7 @@
-"""Build a release: `make release TAG=v0.1.0` compares tag, version and changelog, writes build/dist, and tries the wheel there.
+"""Build a release: `make release TAG=v0.1.0` compares tag, version and changelog, writes build/dist, and tries the wheel.
 
-The trial is what README says: the wheel with the extra `local` in an empty environment, which needs a package index, and the
-quickstart's network on two ranks, outside of the checkout.
+The trial installs the wheel with the extra `local` into an empty environment, as README.md does, and trains the quickstart's
+network on two ranks outside of the checkout. It needs a package index.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRIAL = ("hpctrain config copy", "mpiexec -n 2 python -m mpi4py -m hpctrain trai
 
 
 def fault(tag: str, version: str, changelog: str) -> str:
-    """Why a tag cannot be released, in a sentence; empty if it can."""
+    """Return a sentence that states why a tag cannot be released; empty if it can."""
     if tag != f"v{version}":
         return f"The tag {tag!r} differs from the version {version} in hpctrain/version.py; use the tag v{version}."
     if not re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
@@ -31,7 +31,7 @@ def fault(tag: str, version: str, changelog: str) -> str:
 
 
 def build(target: Path) -> Path:
-    """Write the source distribution and the wheel that is built from it to `target`; return the wheel."""
+    """Write the source distribution, and the wheel that is built from it, to `target`. Return the wheel."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:

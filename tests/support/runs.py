@@ -36,7 +36,7 @@ from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 
 
 def make_run(path: Path, config: str) -> Path:
-    """Make the directory of a run without records and checkpoints; return it. Runs made so are ordered by their names."""
+    """Make the directory of a run without records and checkpoints, and return it. Such runs are ordered by their names."""
     (path / "checkpoints").mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(config)
     (path / "versions.json").write_text(json.dumps({"python": "3.11.7", "hpctrain": "0.1.0"}))

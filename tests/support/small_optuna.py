@@ -1,4 +1,4 @@
-"""The part of Optuna that docs/sweeps.md uses, for tests where Optuna is not installed: the second trial is pruned."""
+"""The part of Optuna that docs/sweeps.md uses, for tests without Optuna. It prunes the second trial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Trial:
         return self.params[name]
 
     def report(self, value: float, step: int) -> None:
-        assert step == len(self._reports) + 1, "epochs are reported in order"
+        assert step == len(self._reports) + 1, "epochs must be reported in order"
         self._reports.append((value, step))
 
     def should_prune(self) -> bool:
@@ -38,7 +38,7 @@ class Study:
                 trial.value = objective(trial)
             except TrialPruned:
                 pruned = True
-            assert pruned == trial.should_prune(), "the exception of a pruned trial reaches the study, and no other"
+            assert pruned == trial.should_prune(), "only a trial that should be pruned may raise TrialPruned, and it must"
             self.trials.append(trial)
 
     @property

@@ -75,7 +75,7 @@ class Task:
 
     @property
     def class_weights(self) -> tuple[float, ...]:
-        """Of the loss; empty if it has none, or if samples are replaced, whose labels the sums of weights do not follow."""
+        """Weights of the classes in the loss; empty without weights, and if samples (with their labels) are replaced."""
         weighted = self.weighted and self.unreadable is None
         return tuple(0.25 + 0.7 * number for number in range(self.classes)) if weighted else ()
 

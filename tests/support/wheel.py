@@ -27,12 +27,12 @@ NO_BUILD = "setuptools is older than 77; run make check"
 
 
 def build(folder: Path) -> Path:
-    """The wheel, built below `folder`."""
+    """Build the wheel below `folder` and return it."""
     return _built(_copy(folder), folder / "wheels")
 
 
 def build_sdist(folder: Path) -> tuple[Path, Path]:
-    """The source distribution, built below `folder`, and the wheel that is built from it."""
+    """Build the source distribution below `folder`, and a wheel from it; return both."""
     source, made = _copy(folder), folder / "sdist"
     made.mkdir()
     code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
@@ -45,7 +45,7 @@ def build_sdist(folder: Path) -> tuple[Path, Path]:
 
 
 def _copy(folder: Path) -> Path:
-    """A copy of the sources, because a build leaves files in its directory."""
+    """Return a copy of the sources below `folder`, because a build leaves files in its directory."""
     source = folder / "source"
     for name in ("hpctrain", "configs", "jobs"):
         shutil.copytree(_TOP / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -71,7 +71,7 @@ def _built(source: Path, wheels: Path) -> Path:
 
 
 def install(wheel: Path, directory: Path) -> None:
-    """A virtual environment with the wheel and what it requires with its extra `local`: nothing else of the tests is seen.
+    """Make a virtual environment with the wheel, the extra `local` and all requirements, and no other package of the tests.
 
     Requirements are links to the packages of the tests, so no network is needed.
     """
@@ -85,18 +85,18 @@ def install(wheel: Path, directory: Path) -> None:
 
 
 def _required(installed: Distribution, extra: str) -> list[Distribution]:
-    """What a distribution with an extra requires, directly or not; without MPICH's wheel where the tests run on another MPI."""
+    """Return all requirements of a distribution with an extra, also indirect ones; without MPICH if the tests use another MPI."""
     found: dict[str, Distribution] = {}
     waiting = [*_requirements(installed, extra)]
     for requirement in waiting:  # which grows
-        there = next(iter(importlib.metadata.distributions(name=requirement.name)), None)
-        if there is None and requirement.name == "mpich":
+        package = next(iter(importlib.metadata.distributions(name=requirement.name)), None)
+        if package is None and requirement.name == "mpich":
             continue
-        assert there is not None, f"{requirement} is not among the packages of the tests"
-        assert requirement.specifier.contains(there.version), f"{requirement}, but the tests have {there.version}"
+        assert package is not None, f"{requirement} is not among the packages of the tests"
+        assert requirement.specifier.contains(package.version), f"{requirement}, but the tests have {package.version}"
         if requirement.name not in found:
-            found[requirement.name] = there
-            waiting += _requirements(there, "")
+            found[requirement.name] = package
+            waiting += _requirements(package, "")
     return [*found.values()]
 
 
@@ -107,7 +107,7 @@ def _requirements(installed: Distribution, extra: str) -> Iterator[Requirement]:
 
 
 def _link(required: Distribution, packages: Path) -> None:
-    """Links to what a wheel has installed: its packages, and programs and libraries outside of them."""
+    """Link to the files that a wheel has installed: its packages, and programs and libraries outside of them."""
     here = Path(sysconfig.get_path("purelib"))
     inside = {Path(file.parts[0]) for file in required.files or () if file.parts[0] not in ("..", "__pycache__")}
     for file in (*inside, *(file for file in required.files or () if file.parts[0] == "..")):

@@ -129,7 +129,7 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
     trainer = Trainer(
         replica=replica,
         loader=_Loader(task, replica, before),
-        test_loader=None,
+        evaluation_loader=None,
         schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
         cadence=Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints),
         reporter=Reporter(),
@@ -344,7 +344,7 @@ def _train_case(comm: ThreadCommunicator, case: Case) -> Kept:
     trainer = Trainer(
         replica=replica,
         loader=_Loader(task, replica, before),
-        test_loader=None,
+        evaluation_loader=None,
         schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
         cadence=Cadence(epochs=2, checkpoint_epochs=1, steps=case.steps, most_skips=case.most),
         reporter=kept,

@@ -295,7 +295,7 @@ def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
         trainer = Trainer(
             replica=replica,
             loader=_Loader(task, replica, before),
-            test_loader=None,
+            evaluation_loader=None,
             schedule=Constant(base_lr=0.01, epochs=1, steps_per_epoch=5),
             cadence=Cadence(epochs=1, checkpoint_steps=1),
             reporter=Reporter(),

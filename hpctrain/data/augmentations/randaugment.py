@@ -13,7 +13,7 @@ from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges
 
 MOST_OPERATIONS = 8
 
-_RANGES = OperationRanges(shear=0.3, rotation=30.0, enhancement=0.9, posterized_bits=4, translation=None)
+RANGES = OperationRanges(shear=0.3, rotation=30.0, enhancement=0.9, posterized_bits=4, translation=None)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,6 @@ class RandAugment(Augmentation):
         chosen = []
         for which, sign in u.reshape(-1, 2)[: self.operations].tolist():
             name = NAMES[int(which * len(NAMES))]
-            magnitude = _RANGES.magnitude(name, self.magnitude, self.bins, size)
+            magnitude = RANGES.magnitude(name, self.magnitude, self.bins, size)
             chosen.append((name, -magnitude if name in SIGNED and sign < 0.5 else magnitude))
         return chosen

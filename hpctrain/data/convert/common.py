@@ -21,9 +21,10 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import escaped
 from hpctrain.data import decoding
-from hpctrain.data.decoding import Fit, decode, read_picture
+from hpctrain.data.decoding import Fit, decode, deep_maximum, read_picture
 from hpctrain.data.files import read_regular, require_file, system_errors_as
 from hpctrain.data.image_file import ImageFile, normal_name
+from hpctrain.data.readers import ValueRange
 from hpctrain.data.writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
 from hpctrain.launch.control_groups import available_bytes, whole_quota
 
@@ -160,11 +161,13 @@ class ConvertedFile:
         path: path of the data file.
         images: (name, number of images) of each class, in the order of labels.
         left_out: items that were left out.
+        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 
     path: Path
     images: tuple[tuple[str, int], ...]
     left_out: tuple[LeftOut, ...] = ()
+    value_range: ValueRange | None = None
 
     @classmethod
     def of(cls, path: Path, left_out: Sequence[LeftOut] = ()) -> ConvertedFile:
@@ -175,7 +178,7 @@ class ConvertedFile:
         """
         file = ImageFile.open(path)
         counts = np.bincount(file.labels, minlength=len(file.class_names)).tolist()
-        return cls(path, tuple(zip(file.class_names, counts, strict=True)), tuple(left_out))
+        return cls(path, tuple(zip(file.class_names, counts, strict=True)), tuple(left_out), file.value_range)
 
     def __str__(self) -> str:
         least, most = (choose(self.images, key=lambda of: of[1]) for choose in (min, max))
@@ -187,6 +190,9 @@ class ConvertedFile:
         empty = tuple(name for name, count in self.images if not count)
         if empty:
             lines.append(f"classes without an image: {_examples(empty)}")
+        if self.value_range is not None:
+            low, high = self.value_range
+            lines.append(f"values of more than 8 bits: {low:g} became black and {high:g} white (--range {low:g} {high:g})")
         return "\n".join([*lines, *map(str, self.left_out)])
 
     def to_json(self) -> dict[str, Any]:
@@ -195,7 +201,7 @@ class ConvertedFile:
         counts = [count for _, count in self.images]
         facts = {"file": str(self.path), "images": sum(counts), "least": min(counts), "most": max(counts), "classes": classes}
         left_out = [{"reason": one.reason, "count": len(one.places), "places": list(one.places)} for one in self.left_out]
-        return {**facts, "left_out": left_out}
+        return {**facts, "range": self.value_range, "left_out": left_out}
 
 
 def _examples(names: Sequence[str]) -> str:
@@ -217,6 +223,7 @@ class PictureForm:
         channels: 1 or 3.
         keep_files: whether to store the unchanged picture files instead of pixels.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
+        value_range: values that become 0 and 255; see `decoding.decode`.
     """
 
     size: tuple[int, int] | None
@@ -224,6 +231,7 @@ class PictureForm:
     channels: int
     keep_files: bool = False
     max_pixels: int | None = None
+    value_range: ValueRange | None = None
 
     def picture(self, source: Path | bytes, label: int) -> DecodedPicture:
         """Decode a picture file.
@@ -232,7 +240,7 @@ class PictureForm:
             DataError: the file cannot be read or decoded. The message does not name it.
         """
         content = read_picture(source, self.max_pixels) if isinstance(source, Path) else source
-        pixels = decode(content, self.size, self.fit, self.channels, self.max_pixels)
+        pixels = decode(content, self.size, self.fit, self.channels, self.max_pixels, self.value_range)
         return DecodedPicture(pixels, label, content if self.keep_files else b"")
 
     def writer(
@@ -241,8 +249,9 @@ class PictureForm:
         """Return a writer for `count` pictures in this form, with shape (H, W, C); see `DataFileWriter`."""
         fit = None if self.size is None else self.fit
         if self.keep_files:
-            return EncodedFileWriter(out, count, shape, class_names, fit, source, max_pixels=self.max_pixels)
-        return ImageFileWriter(out, count, shape, class_names, fit, source)
+            how = fit, source, self.value_range
+            return EncodedFileWriter(out, count, shape, class_names, *how, max_pixels=self.max_pixels)
+        return ImageFileWriter(out, count, shape, class_names, fit, source, self.value_range)
 
     def source(self, items: object, class_names: Sequence[str], skips: bool = False) -> str:
         """Return an identifier of the inputs and settings of a conversion.
@@ -257,11 +266,33 @@ class PictureForm:
             self.channels,
             self.keep_files,
             self.max_pixels,
+            self.value_range,
             skips,
             list(class_names),
             decoding.versions(),
         ]
         return hashlib.sha256(json.dumps([how, items]).encode(errors="surrogateescape")).hexdigest()
+
+
+#: numbers of bits of sensors whose values are often stored in 16 bits
+_SENSOR_BITS = (8, 10, 12, 14)
+
+
+def range_up_to(most: float) -> ValueRange | None:
+    """Return the range 0 to 2^bits - 1 of the fewest bits that hold the largest value; None if these are 16 bits.
+
+    The numbers of bits are those of sensors, so that all parts of a data set have the same range.
+    """
+    bits = next((bits for bits in _SENSOR_BITS if most < 1 << bits), None)
+    return None if bits is None else (0.0, float((1 << bits) - 1))
+
+
+def measured_range(
+    read: Callable[[Item], Path | bytes], items: Iterable[Item], threads: int, max_pixels: int | None = None
+) -> ValueRange | None:
+    """Return the range of the values of pictures that declare 16 bits per value, but use fewer; None if there are none."""
+    most = max(in_order(lambda item: deep_maximum(read(item), max_pixels), items, threads), default=0)
+    return range_up_to(most) if most else None
 
 
 @dataclass(frozen=True)

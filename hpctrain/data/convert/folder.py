@@ -25,12 +25,14 @@ from hpctrain.data.convert.common import (
     default_threads,
     in_order,
     listed,
+    measured_range,
     no_progress,
     pack,
 )
-from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, unused_bits
+from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
 from hpctrain.data.image_file import normal_name
+from hpctrain.data.readers import ValueRange
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
 #: directories that systems and programs create in any directory, in lower case
@@ -45,9 +47,6 @@ _AGAIN = "a link to a directory above, or to one already searched"
 _UNDECODABLE = "cannot be read or decoded"
 _FOREIGN = "this format is not supported, save the picture as PNG or JPEG"
 _log = get_logger(__name__)
-
-# Pictures that are examined for unused bits, formats with more than 8 bits per value, and the number of bits that is reported.
-_EXAMINED, _DEEP, _FEWEST_UNUSED_BITS = 16, frozenset({".png", ".tif", ".tiff", ".pgm", ".jp2"}), 2
 
 _Identity = tuple[int, int]  # device and inode
 
@@ -156,6 +155,8 @@ def convert(
     keep_files: bool = False,
     skip_unreadable: bool = False,
     max_pixels: int | None = None,
+    value_range: ValueRange | None = None,
+    measures: bool = True,
     threads: int | None = None,
     overwrite: bool = False,
     advance: Advance = no_progress,
@@ -168,13 +169,18 @@ def convert(
         fit: "crop" or "squash", see `decoding.decode`.
         keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
+        value_range: values that become 0 and 255; see `decoding.decode`.
+        measures: whether `value_range` is measured if it is None; see `common.measured_range`.
 
     Raises:
         DataError: files cannot be decoded (the message lists all of them) and may not be skipped; no file can be decoded; a class
             loses all its files, unless the user has named the classes; or `out` exists.
     """
     require_new(out, overwrite)
-    form = PictureForm(size, fit, channels, keep_files, max_pixels)
+    threads = default_threads() if threads is None else threads
+    if value_range is None and measures:
+        value_range = measured_range(lambda item: item[0], tree.files, threads, max_pixels)
+    form = PictureForm(size, fit, channels, keep_files, max_pixels, value_range)
 
     def one(item: tuple[Path, int]) -> DecodedPicture | str:
         path, label = item
@@ -184,11 +190,10 @@ def convert(
             _log.warning("%s: %s", escaped(str(path)), error)
             return str(path)
 
-    _warn_of_dark_pictures(tree)
     source = form.source([_item(*file) for file in tree.files], tree.class_names, skip_unreadable)
     with form.writer(out, len(tree.files), (*size, channels), tree.class_names, source) as writer:
         advance(writer.done)
-        results = in_order(one, tree.files[writer.done :], default_threads() if threads is None else threads)
+        results = in_order(one, tree.files[writer.done :], threads)
         found = pack(writer, results, advance, skip=skip_unreadable)
         unreadable = writer.skipped if skip_unreadable else found
         if len(unreadable) == len(tree.files):
@@ -202,22 +207,6 @@ def convert(
             )
         _require_all_classes(tree, unreadable)
     return unreadable
-
-
-def _warn_of_dark_pictures(tree: Tree) -> None:
-    """Log a warning if pictures of more than 8 bits leave upper bits unused, so that they are dark after the conversion."""
-    step = max(1, len(tree.files) // _EXAMINED)
-    found = [bits for path, _ in tree.files[::step] if path.suffix.lower() in _DEEP and (bits := unused_bits(path)) is not None]
-    if found and min(found) >= _FEWEST_UNUSED_BITS:
-        _log.warning(
-            "Pictures in %s have 16 bits per value, but the upper %d are 0 in all that were examined (%d), as in %d-bit data; "
-            "only the upper 8 bits are kept, so the converted pictures are dark; multiply the values by %d and convert again.",
-            tree.files[0][0].parent.parent,
-            min(found),
-            len(found),
-            16 - min(found),
-            1 << min(found),
-        )
 
 
 def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from hpctrain.data.convert.common import (
     PictureForm,
     default_threads,
     in_order,
+    measured_range,
     no_progress,
     numbered_names,
     pack,
@@ -27,6 +28,7 @@ from hpctrain.data.convert.common import (
 from hpctrain.data.decoding import Fit
 from hpctrain.data.files import require_file, require_new
 from hpctrain.data.image_file import digest_of
+from hpctrain.data.readers import ValueRange
 
 #: bytes that are unpacked between two checks of the available memory
 _CHECKED_BYTES = 1 << 26
@@ -91,6 +93,8 @@ def convert(
     channels: int = 3,
     keep_files: bool = False,
     max_pixels: int | None = None,
+    value_range: ValueRange | None = None,
+    measures: bool = True,
     threads: int | None = None,
     limit: int | None = None,
     overwrite: bool = False,
@@ -105,6 +109,8 @@ def convert(
         fit: "crop" or "squash", see `decoding.decode`.
         keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
+        value_range: values that become 0 and 255; see `decoding.decode`.
+        measures: whether `value_range` is measured if it is None; see `common.measured_range`.
 
     Raises:
         DataError: see `load`; or an image cannot be decoded or has another size, a label has no class name, or `out` exists.
@@ -115,7 +121,10 @@ def convert(
     if not labels.size:
         raise DataError(f"{path} holds no images; at least one is needed.")
     names = numbered_names(packed.labels, path) if class_names is None else class_names
-    form = PictureForm(size, fit, channels, keep_files, max_pixels)
+    threads = default_threads() if threads is None else threads
+    if value_range is None and measures:
+        value_range = measured_range(packed.content, range(len(labels)), threads, max_pixels)
+    form = PictureForm(size, fit, channels, keep_files, max_pixels, value_range)
 
     def one(index: int) -> DecodedPicture:
         try:
@@ -137,7 +146,7 @@ def convert(
     with form.writer(out, len(labels), (height, width, depth), names, form.source(items, names)) as writer:
         advance(writer.done)
         rest = range(writer.done, len(labels))
-        pack(writer, in_order(of_shape, rest, default_threads() if threads is None else threads), advance)
+        pack(writer, in_order(of_shape, rest, threads), advance)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ _FLUSH_SECONDS = 120.0
 # Maximum number of events that are queued for a new file after a disk error.
 _MOST_WAITING = 100_000
 # TensorBoard draws the curves of a tag in several directories in one chart.
-_TRAIN, _TEST, _AVERAGED = "train", "test", "test-averaged"
+_TRAIN, _TEST = "train", "test"
 _CURVES = ("loss", "top1", "top5")
 _AVERAGE = "ema_"
 
@@ -23,8 +23,8 @@ _AVERAGE = "ema_"
 class TensorBoard(Reporter):
     """Writes all recorded numbers to TensorBoard event files in the run directory. Requires the extra `export`.
 
-    The loss and the accuracies of training and test share one chart each. The directories below `tensorboard` are train, test
-    and, with averaged weights, test-averaged.
+    The loss and the accuracies of all sets share one chart each. The directories below `tensorboard` are train, validation and
+    test and, with averaged weights, validation-averaged and test-averaged.
 
     Args:
         directory: directory of the run.
@@ -48,7 +48,7 @@ class TensorBoard(Reporter):
         step = int(values.get("step", 0))
         for name, value in values.items():
             if isinstance(value, int | float) and name != "step":
-                directory, tag = _place(kind, name)
+                directory, tag = _place(kind, name, str(values.get("set", _TEST)))
                 if directory not in self._files:
                     self._files[directory] = self._file(directory)
                 self._files[directory].add(Event(wall_time=time.time(), step=step, summary=scalar(tag, value)))
@@ -65,13 +65,17 @@ class TensorBoard(Reporter):
         return EventFile(self._directory / name, _takeover(self._done_steps + 1) if self._done_steps else [])
 
 
-def _place(kind: str, name: str) -> tuple[str, str]:
-    """Return the directory and the tag of a number in a record."""
+def _place(kind: str, name: str, split: str) -> tuple[str, str]:
+    """Return the directory and the tag of a number in a record.
+
+    Args:
+        split: evaluated set, if the record is an evaluation.
+    """
     if kind in ("interval", "epoch"):  # the means of an epoch continue the curve of its intervals
         return _TRAIN, name if name in _CURVES else f"train/{name}"
-    if kind == "evaluation":
-        directory, measure = (_AVERAGED, name.removeprefix(_AVERAGE)) if name.startswith(_AVERAGE) else (_TEST, name)
-        return directory, measure if measure in _CURVES else f"test/{measure}"
+    if kind in ("evaluation", "test"):
+        measure, directory = name.removeprefix(_AVERAGE), f"{split}-averaged" if name.startswith(_AVERAGE) else split
+        return directory, measure if measure in _CURVES else f"{split}/{measure}"
     return _TRAIN, f"{kind}/{name}"
 
 

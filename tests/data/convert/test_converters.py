@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.convert import cifar, common, folder, hdf5, idx, npz
+from hpctrain.data.convert import arrays, cifar, common, folder, hdf5, idx, npz, table
 from hpctrain.data.image_file import ImageFile
 from tests.support.sampling import amount
 
@@ -211,7 +211,7 @@ def written(path, images=IMAGES, labels=LABELS, names=("x", "y"), libver="earlie
 def converted(path, class_names=None, layout=None, names=("x", "y")):
     out = path.with_name("out.h5")
     with hdf5.opened(path, *names, layout) as source:
-        hdf5.convert(source, out, class_names, overwrite=True)
+        arrays.convert(source, out, class_names, overwrite=True)
     file = ImageFile.open(out)
     file.verify()
     return file
@@ -243,7 +243,7 @@ def test_labels_of_every_form(tmp_path, labels, libver):
     ],
 )
 def test_images_of_every_form(tmp_path, images, layout, options, monkeypatch):
-    monkeypatch.setattr(hdf5, "_BYTES_AT_ONCE", 500)
+    monkeypatch.setattr(arrays, "_BYTES_AT_ONCE", 500)
     assert np.array_equal(converted(written(tmp_path / "a.h5", images, **options), layout=layout).images, IMAGES)
 
 
@@ -255,9 +255,10 @@ def test_grey_images_and_names_in_groups(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": IMAGES / 255}, r"x in .*a.h5 holds values of type float64, but images must be whole numbers 0..255; scale"),
-        ({"images": IMAGES.astype(np.int16) * 2}, r"pixels outside 0..255 in image 0"),
-        ({"images": IMAGES.astype(np.int16) - 1}, r"pixels outside 0..255 in image"),
+        ({"images": IMAGES / 255 * 300}, r"values from 0 to 300 \(float64\), whose range is unknown; .* --range 0 300\."),
+        ({"images": IMAGES.astype(np.int16) - 1}, r"values from -1 to 254 \(int16\), whose range is unknown"),
+        ({"images": np.where(IMAGES > 9, IMAGES / 255, np.nan)}, r"a value that is not finite in image 0"),
+        ({"images": IMAGES > 9}, r"holds values of type bool, but images must be numbers"),
         ({"images": IMAGES[0, 0]}, r"holds an array of \(9, 3\); images must be"),
         ({"images": np.zeros((6, 3, 5, 3), np.uint8)}, "channels may be first or last; give --layout nchw or nhwc"),
         ({"images": np.zeros((6, 5, 5, 7), np.uint8)}, "channels may be first or last; give --layout"),
@@ -319,6 +320,117 @@ def test_a_data_file_that_was_rewritten_in_the_old_format_says_so_and_can_be_con
     file = converted(tmp_path / "old.h5", new.class_names, names=("images", "labels"))
     assert np.array_equal(file.images, images)
     assert np.array_equal(file.labels, labels)
+
+
+DEEP = IMAGES.astype(np.uint16) * 16  # up to 4,080, as in 12 bits
+
+
+@pytest.mark.parametrize(
+    ("images", "value_range", "wanted", "stored"),
+    [
+        (IMAGES, None, IMAGES, None),
+        (IMAGES[..., 0], None, IMAGES[..., :1], None),
+        (IMAGES.transpose(0, 3, 1, 2), None, IMAGES, None),
+        (IMAGES.astype(np.int64), None, IMAGES, None),
+        ((IMAGES / 255).astype(np.float32), None, IMAGES, None),
+        (IMAGES.astype(np.float64), None, IMAGES, None),
+        (DEEP, None, np.rint(DEEP * (255 / 4095)), (0.0, 4095.0)),
+        (DEEP.astype(np.int16), (0.0, 4080.0), IMAGES, (0.0, 4080.0)),
+        (IMAGES / 255 * 2 - 1, (-1.0, 1.0), IMAGES, None),
+        (IMAGES / 100.0, (0.0, 1.0), np.rint(np.clip(IMAGES / 100, 0, 1) * 255), None),
+    ],
+)
+def test_arrays_of_every_form_and_range(tmp_path, images, value_range, wanted, stored):
+    """Would find 12 bits that become nearly black, another order of dims, and a range that a test set does not inherit."""
+    np.savez(tmp_path / "a.npz", x=images, y=LABELS)
+    np.save(tmp_path / "x.npy", images)
+    np.save(tmp_path / "y.npy", ONE_HOT)
+    sources = arrays.opened(tmp_path / "a.npz"), arrays.opened(tmp_path / "x.npy", labels=str(tmp_path / "y.npy"))
+    for number, source in enumerate(sources):
+        arrays.convert(source, tmp_path / f"{number}.h5", value_range=value_range)
+        file = ImageFile.open(tmp_path / f"{number}.h5")
+        assert np.array_equal(file.images, wanted)
+        assert file.labels.tolist() == LABELS.tolist()
+        assert file.value_range == stored
+
+
+def test_arrays_that_are_missing_are_named(tmp_path):
+    """Would find a traceback of NumPy in place of the names of the arrays that there are."""
+    np.savez(tmp_path / "a.npz", train_x=IMAGES, train_y=LABELS)
+    assert len(arrays.opened(tmp_path / "a.npz", "train_x", "train_y").labels) == 6
+    with pytest.raises(DataError, match=r"has no array x or images or data \(it has train_x, train_y\); give --images\."):
+        arrays.opened(tmp_path / "a.npz")
+    with pytest.raises(DataError, match=r"has no array y or labels or targets .* give --labels"):
+        arrays.opened(tmp_path / "a.npz", "train_x")
+    np.save(tmp_path / "x.npy", IMAGES)
+    with pytest.raises(DataError, match=r"holds images only; give the \.npy file of their labels in --labels"):
+        arrays.opened(tmp_path / "x.npy")
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(DataError, match="cannot be read"):
+        arrays.opened(tmp_path / "objects.npy", labels=str(tmp_path / "x.npy"))
+
+
+def write_table(directory, lines, header="file,label", name="labels.csv"):
+    """Write a table and the pictures a.png to d.png next to it."""
+    for number, letter in enumerate("abcd"):
+        Image.fromarray(IMAGES[number]).save(directory / f"{letter}.png")
+    path = directory / name
+    path.write_text("\n".join([header, *lines]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "names", "labels"),
+    [
+        (["b.png,dog", "a.png,cat", "c.png,dog"], {}, ("cat", "dog"), [1, 0, 1]),
+        (["a.png,1", "b.png,0", "c.png,2"], {}, ("0", "1", "2"), [1, 0, 2]),
+        (["a.png,1", "b.png,0"], {"class_names": ["cat", "dog", "emu"]}, ("cat", "dog", "emu"), [1, 0]),
+        (["a.png,emu", "b.png,cat"], {"class_names": ["cat", "dog", "emu"]}, ("cat", "dog", "emu"), [2, 0]),
+        (["a.png,7", "b.png,3"], {"class_names": ["3", "7"]}, ("3", "7"), [1, 0]),
+        (['"a.png", cat', "", 'b.png,"big, dog"'], {}, ("big, dog", "cat"), [1, 0]),
+    ],
+)
+def test_a_table_has_files_and_labels_in_order(tmp_path, lines, options, names, labels):
+    """Would find labels that follow the sorted files, and integers that are taken for names or names for integers."""
+    tree = table.scan(write_table(tmp_path, lines), **options)
+    assert (tree.class_names, [label for _, label in tree.files]) == (names, labels)
+    folder.convert(tree, tmp_path / "out.h5", size=(8, 9), threads=1)
+    file = ImageFile.open(tmp_path / "out.h5")
+    assert file.labels.tolist() == labels
+    order = ["abcd".index(path.stem) for path, _ in tree.files]
+    assert np.array_equal(file.images, IMAGES[order])
+
+
+def test_a_table_with_other_columns_in_another_directory(tmp_path):
+    """Would find a column that is chosen by its place, and a suffix or directory that is ignored."""
+    path = write_table(tmp_path, ["5\tcat\ta", "6\tdog\tb"], header="age\tbreed\tid", name="t.tsv")
+    (tmp_path / "elsewhere").mkdir()
+    path = path.rename(tmp_path / "elsewhere" / "t.tsv")
+    tree = table.scan(path, tmp_path, columns=table.TableColumns("id", "breed", ".png"))
+    assert tree.files == ((tmp_path / "a.png", 0), (tmp_path / "b.png", 1))
+
+
+WRONG = ["a.png,cat", "x.png,dog", "b.png", ",dog", "a.png,dog"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        (WRONG, {}, r"has 4 wrong lines \(line 3: there is no file .*x\.png, line 4: 1 values instead of 2, line 5: no file, "),
+        (WRONG, {}, r"line 6: a\.png is also in line 2\)"),
+        (["a.png,cat", "b.png,"], {}, r"has 1 wrong line \(line 3: no label\)"),
+        (["a.png,cat", "b.png,cow"], {"class_names": ["cat", "dog"]}, r"line 3: there is no class 'cow'"),
+        (["a.png,0", "b.png,2"], {"class_names": ["cat", "dog"]}, r"line 3: there is no class '2'"),
+        (["a.png,0", "b.png,2"], {}, "have 2 values from 0 to 2, but none is 1"),
+        (["a.png,0"], {"columns": table.TableColumns("path", "label")}, r"has no column 'path'; .* in --columns"),
+        ([], {}, "has a header, but no line with a picture"),
+        (['"a.png,0'], {}, "is damaged in line 2"),
+    ],
+)
+def test_faults_of_a_table_are_named_by_line(tmp_path, lines, options, message):
+    """Would find a table that is converted without some of its lines, or whose faults are told one at a time."""
+    with pytest.raises(DataError, match=message):
+        table.scan(write_table(tmp_path, lines), **options)
 
 
 def pack(path, images, labels, changes=None):
@@ -495,11 +607,23 @@ def foreign():
 
 def convert_hdf5(path, out):
     with hdf5.opened(path) as source:
-        hdf5.convert(source, out)
+        arrays.convert(source, out)
+
+
+def convert_arrays(path, out):
+    path.rename(path.with_name("a.npz"))
+    arrays.convert(arrays.opened(path.with_name("a.npz")), out)
+
+
+def array_file():
+    content = io.BytesIO()
+    np.savez_compressed(content, x=np.zeros((2, 4, 4, 3), np.uint8), y=np.array([0, 1]))
+    return content.getvalue()
 
 
 KINDS = {
     "hdf5": (convert_hdf5, foreign()),
+    "arrays": (convert_arrays, array_file()),
     "idx": (convert_idx, idx_bytes(np.zeros((3, 2, 2), np.uint8))),
     "idx.gz": (convert_idx, gzip.compress(idx_bytes(np.zeros((3, 2, 2), np.uint8)))),
     "labels": (convert_labels, idx_bytes(np.arange(3, dtype=np.uint8))),

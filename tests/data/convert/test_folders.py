@@ -304,20 +304,6 @@ def test_a_directory_in_two_classes_is_told(tmp_path, caplog):
     assert "dog is in the classes ant and dog" in caplog.text
 
 
-@pytest.mark.parametrize(("largest", "warned"), [(4095, True), (1000, True), (40000, False), (None, False)])
-def test_values_that_leave_upper_bits_unused_are_named(tmp_path, caplog, largest, warned):
-    """Data of 12 bits in files of 16 bits became almost black without a word."""
-    for name in ("a", "b"):
-        (tmp_path / "tree" / name).mkdir(parents=True)
-        values = np.full((4, 4), 7, np.uint8) if largest is None else np.array([[0, largest], [9, 8]], np.uint16)
-        Image.fromarray(values).save(tmp_path / "tree" / name / "x.png")
-    folder.convert(folder.scan(tmp_path / "tree"), tmp_path / "x.h5", size=(2, 2), channels=1)
-    assert ("multiply the values by" in caplog.text) == warned
-    if largest == 4095:
-        assert "the upper 4 are 0" in caplog.text
-        assert "multiply the values by 16" in caplog.text
-
-
 def test_two_links_to_a_directory_do_not_multiply_its_pictures(tmp_path):
     """Thirty directories, each with two links to the next, have a billion paths."""
     root = make_tree(tmp_path / "tree", classes=("ant",), count=1)
@@ -562,3 +548,47 @@ with ImageFileWriter(path, 40, (16, 16, 3), ["a"], None, "x") as writer:
     assert run("a.h5") > 4
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["a.h5", "whole.h5"]
+
+
+def _deep_tree(directory: Path, images: np.ndarray, suffix: str) -> Path:
+    """Write a class directory with 16-bit pictures, grey (N, H, W) or colour (N, H, W, 3)."""
+    import cv2
+
+    (directory / "ant").mkdir(parents=True)
+    for number, image in enumerate(images):
+        assert cv2.imwrite(str(directory / "ant" / f"{number}{suffix}"), image[..., ::-1] if image.ndim == 3 else image)
+    return directory
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("keep_files", [False, True])
+def test_twelve_bits_in_sixteen_are_scaled_by_their_range(tmp_path: Path, suffix: str, channels: int, keep_files: bool) -> None:
+    """Would find pictures of 12 bits that become nearly black, on conversion, when they are read, and in a test set."""
+    shape = (4, 6, 6) if channels == 1 else (4, 6, 6, 3)
+    values = np.random.default_rng(0).integers(0, 4096, shape, np.uint16)
+    values.flat[0] = 4095
+    train = folder.scan(_deep_tree(tmp_path / "train", values, suffix))
+    options = {"size": (6, 6), "channels": channels, "keep_files": keep_files, "threads": 1}
+    folder.convert(train, tmp_path / "train.h5", **options)
+    file = ImageFile.open(tmp_path / "train.h5")
+    assert file.value_range == (0.0, 4095.0)
+    assert np.array_equal(file.images[:].reshape(shape), np.rint(values * (255 / 4095)))
+    assert "0 became black and 4095 white" in str(ConvertedFile.of(tmp_path / "train.h5"))
+    dark = str(_deep_tree(tmp_path / "test", values // 8, suffix))
+    words = ["--size", "6", "--channels", str(channels), "--class-names", str(tmp_path / "train.h5")]
+    result = CliRunner().invoke(data, ["convert", "folder", dark, str(tmp_path / "test.h5"), *words])
+    assert result.exit_code == 0, result.output
+    assert np.array_equal(ImageFile.open(tmp_path / "test.h5").images[:].reshape(shape), np.rint(values // 8 * (255 / 4095)))
+    words = ["--size", "6", "--channels", str(channels), "--range", "0", "65535", "--overwrite"]
+    result = CliRunner().invoke(data, ["convert", "folder", dark, str(tmp_path / "test.h5"), *words])
+    assert result.exit_code == 0, result.output
+    assert ImageFile.open(tmp_path / "test.h5").images[:].max() <= 2
+
+
+def test_sixteen_bits_that_are_used_keep_their_upper_bits(tmp_path: Path) -> None:
+    """Would find a range that follows the brightest picture of each set."""
+    values = np.array([[[0, 255, 256], [32768, 65280, 20000]]], np.uint16)
+    folder.convert(folder.scan(_deep_tree(tmp_path / "a", values, ".png")), tmp_path / "a.h5", size=(2, 3), channels=1, threads=1)
+    file = ImageFile.open(tmp_path / "a.h5")
+    assert (file.value_range, file.images[0, :, :, 0].tolist()) == (None, (values[0] >> 8).tolist())

@@ -1,0 +1,276 @@
+"""Arrays of images and labels: `.npz` and `.npy` files, and what `hdf5` shares with them.
+
+Labels are integers or one-hot rows. Images are integers of 8 bits, or deeper integers or floating-point numbers, which are scaled
+to 8 bits from a range that is given or measured over all images.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hpctrain.core.errors import DataError
+from hpctrain.data.convert.common import Advance, no_progress, numbered_names, range_up_to, require_memory
+from hpctrain.data.decoding import scaled
+from hpctrain.data.files import require_file, require_new, system_errors_as
+from hpctrain.data.readers import ValueRange, reason
+from hpctrain.data.writer import write_data_file
+
+Layout = Literal["nhwc", "nchw"]
+
+_CHANNELS = (1, 3, 4)
+_BYTES_AT_ONCE, _MOST_BYTES_OF_CHUNKS = 16 << 20, 256 << 20
+#: names of the arrays of images and of labels that are looked for, in this order
+IMAGES, LABELS = ("x", "images", "data"), ("y", "labels", "targets")
+_LARGEST_BYTE = 255
+
+
+@dataclass(frozen=True)
+class ForeignImages:
+    """Images and labels of another program.
+
+    Attributes:
+        path: file of the images.
+        images: array or HDF5 dataset (N, H, W), (N, H, W, C) or, if `channels_first`, (N, C, H, W).
+        channels_first: whether channels precede height and width.
+        labels: (N,) int64.
+        classes: minimum number of classes.
+        errors: function from the end of a sentence, such as "cannot be read", to a context that turns errors into `DataError`.
+    """
+
+    path: Path
+    images: Any
+    channels_first: bool
+    labels: np.ndarray
+    classes: int
+    errors: Callable[[str], AbstractContextManager[None]]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of an image, (H, W, C)."""
+        sizes = self.images.shape[1:]
+        if len(sizes) == 2:
+            return sizes[0], sizes[1], 1
+        return (sizes[1], sizes[2], sizes[0]) if self.channels_first else sizes
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (number of the first image, images as stored) of consecutive blocks of about 16 MiB.
+
+        Raises:
+            DataError: a part cannot be read, or a value is not finite.
+        """
+        one, chunks = math.prod(self.shape) * self.images.dtype.itemsize, getattr(self.images, "chunks", None)
+        rows = chunks[0] if chunks else 1  # HDF5 decompresses chunks as a whole
+        step = max(1, _BYTES_AT_ONCE // one, min(rows, _MOST_BYTES_OF_CHUNKS // one))
+        for start in range(0, len(self.labels), step):
+            with self.errors(f"cannot be read from image {start} on"):
+                values = np.asarray(self.images[start : start + step])
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
+                raise DataError(f"{self.path} has a value that is not finite in image {start + int(wrong[0])}; correct it.")
+            yield start, values
+
+
+def opened(file: Path, images: str | None = None, labels: str | None = None, layout: Layout | None = None) -> ForeignImages:
+    """Read the arrays of an .npz file, or of an .npy file of images and one of labels.
+
+    Args:
+        images: name of the array of images; None: one of `IMAGES`. Ignored for an .npy file.
+        labels: name of the array of labels, or path of an .npy file; None: one of `LABELS`.
+        layout: layout of images with 4 dims; None: see `channels_first`.
+
+    Raises:
+        DataError: a file is missing, damaged or too large for memory; an array is missing; or the arrays do not hold images and
+            labels.
+    """
+    require_file(file, "file of arrays", "give the path of an existing .npz or .npy")
+    if file.suffix == ".npy":
+        if labels is None:
+            raise DataError(f"{file} holds images only; give the .npy file of their labels in --labels.")
+        pixels, targets = _npy(file), _npy(Path(labels))
+        names = str(file), labels
+    else:
+        with _errors_of(file)("cannot be read"), file.open("rb") as content:  # NumPy leaves a damaged file open
+            arrays = np.load(content, allow_pickle=False)
+            if not hasattr(arrays, "zip"):
+                raise DataError(f"{file} holds a single array; rename it to .npy, and give the labels in --labels.")
+            chosen = _key(file, arrays, images, IMAGES, "--images"), _key(file, arrays, labels, LABELS, "--labels")
+            sizes = {member.filename.removesuffix(".npy"): member.file_size for member in arrays.zip.infolist()}
+            require_memory(sum(sizes[key] for key in chosen), file)
+            pixels, targets = (np.asarray(arrays[key]) for key in chosen)
+        names = f"{chosen[0]} in {file}", f"{chosen[1]} in {file}"
+    first = channels_first(names[0], pixels.shape, pixels.dtype, layout)
+    values, classes = class_labels(names[1], targets, len(pixels))
+    return ForeignImages(file, pixels, first, values, classes, _errors_of(file))
+
+
+def _npy(path: Path) -> np.ndarray:
+    require_file(path, "array file", "give the path of an existing .npy")
+    with _errors_of(path)("cannot be read"):
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _key(file: Path, arrays: Any, key: str | None, usual: Sequence[str], option: str) -> str:
+    """Return the name of an array.
+
+    Raises:
+        DataError: there is no such array. The message lists all arrays with their shapes.
+    """
+    found = next((name for name in (usual if key is None else (key,)) if name in arrays.files), None)
+    if found is None:
+        available = ", ".join(arrays.files[:20]) or "none"
+        raise DataError(f"{file} has no array {' or '.join(usual) if key is None else key} (it has {available}); give {option}.")
+    return found
+
+
+def _errors_of(path: Path) -> Callable[[str], AbstractContextManager[None]]:
+    """Return a function that makes contexts which turn any error into a `DataError` about a file."""
+
+    def make(what: str) -> AbstractContextManager[None]:
+        return errors_as_data_errors(lambda why: f"{path} {what}: {why}.")
+
+    return make
+
+
+def convert(
+    source: ForeignImages,
+    out: Path,
+    class_names: Sequence[str] | None = None,
+    *,
+    value_range: ValueRange | None = None,
+    overwrite: bool = False,
+    advance: Advance = no_progress,
+) -> None:
+    """Write images and labels as one data file.
+
+    Args:
+        value_range: values that become 0 and 255; values beyond them are clipped. None: bytes are kept, other values are scaled
+            from the range that is measured over all images.
+
+    Raises:
+        DataError: the values have no known range, a label has no class name, a part is unreadable, the disk has too little space,
+            or `out` exists.
+    """
+    require_new(out, overwrite)
+    names = numbered_names(source.labels, source.path, source.classes) if class_names is None else class_names
+    count, needed = len(source.labels), len(source.labels) * math.prod(source.shape)
+    folder = next(folder for folder in out.absolute().parents if folder.is_dir())
+    with system_errors_as(f"The data file {out} cannot be written"):
+        free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(
+            f"The images in {source.path} need {needed:,} bytes, but the disk of {out} has {free:,} free; write to another disk."
+        )
+    value_range = _measured(source) if value_range is None else value_range
+    stored = value_range if source.images.dtype.kind in "iu" else None  # pictures have no floating-point numbers
+    write_data_file(out, count, source.shape, names, _chunks(source, value_range, advance), value_range=stored)
+
+
+def _measured(source: ForeignImages) -> ValueRange | None:
+    """Return the range of the values of all images; None if they are bytes.
+
+    Raises:
+        DataError: some values are negative, or floating-point numbers above 255, so that their range is unknown.
+    """
+    dtype = source.images.dtype
+    if dtype == np.uint8:
+        return None
+    least, most = math.inf, -math.inf
+    for _, values in source.blocks():
+        least, most = min(least, float(values.min())), max(most, float(values.max()))
+    if least < 0 or most >= 1 << 16 or (dtype.kind == "f" and most > _LARGEST_BYTE):
+        raise DataError(
+            f"The images in {source.path} have values from {least:g} to {most:g} ({dtype}), whose range is unknown; give the "
+            f"values of black and white, such as --range {least:g} {most:g}."
+        )
+    if dtype.kind == "f":
+        return (0.0, 1.0) if most <= 1 else (0.0, float(_LARGEST_BYTE))
+    return None if most <= _LARGEST_BYTE else range_up_to(most) or (0.0, float((1 << 16) - 1))
+
+
+def channels_first(name: str, shape: tuple[int, ...], dtype: np.dtype, layout: Layout | None) -> bool:
+    """Return whether the channels of images precede height and width.
+
+    Without a layout, channels are the second or the last of 4 dims, if exactly one of these is 1, 3 or 4.
+
+    Raises:
+        DataError: the array does not hold images, or its layout is ambiguous.
+    """
+    if dtype.kind not in "iuf":
+        raise DataError(f"{name} holds values of type {dtype}, but images must be numbers; convert them first.")
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise DataError(f"{name} holds an array of {shape}; images must be (N, H, W), (N, H, W, C) or (N, C, H, W).")
+    if len(shape) == 3:
+        return False
+    first, last = shape[1] in _CHANNELS, shape[3] in _CHANNELS
+    if layout is None and first == last:
+        raise DataError(f"{name} holds an array of {shape}, in which channels may be first or last; give --layout nchw or nhwc.")
+    return first if layout is None else layout == "nchw"
+
+
+def class_labels(name: str, labels: Any, count: int) -> tuple[np.ndarray, int]:
+    """Return (labels (N,) int64, minimum number of classes) of an array or HDF5 dataset.
+
+    Args:
+        name: name of the array, for messages.
+        count: number of images.
+
+    Raises:
+        DataError: the array does not hold one whole number, or one one-hot row, per image.
+    """
+    shape = tuple(labels.shape or ())  # a null dataset has no shape
+    one_hot = len(shape) == 2 and shape[0] == count and shape[1] > 1
+    if labels.dtype.kind not in "iufb" or not (one_hot or (shape and math.prod(shape) == count)):
+        raise DataError(
+            f"{name} holds {labels.dtype} of shape {shape}; labels of {count} images must be whole numbers, ({count},) or "
+            f"({count}, 1), or one-hot rows ({count}, K)."
+        )
+    require_memory(2 * labels.nbytes, name)
+    values = np.asarray(labels[()])
+    if one_hot:
+        wrong = np.flatnonzero(~(((values == 0) | (values == 1)).all(1) & (values.sum(1) == 1)))
+        if wrong.size:
+            raise DataError(f"{name} is not one-hot: row {int(wrong[0])} of {shape} does not have a single 1 among zeros.")
+        return values.argmax(1).astype(np.int64), shape[1]
+    values = values.reshape(-1)
+    if values.dtype.kind == "f":
+        wrong = np.flatnonzero(~(np.isfinite(values) & (values == np.floor(values)) & (np.abs(values) < 1 << 31)))
+        if wrong.size:
+            label = f"{name} has label {values[wrong[0]]} for image {int(wrong[0])}"
+            raise DataError(f"{label}; labels must be whole numbers between -2^31 and 2^31.")
+    return values.astype(np.int64), 1
+
+
+def _chunks(source: ForeignImages, value_range: ValueRange | None, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for start, values in source.blocks():
+        pixels = values.astype(np.uint8) if value_range is None else scaled(values, value_range)
+        if source.channels_first:
+            pixels = pixels.transpose(0, 2, 3, 1)
+        yield np.ascontiguousarray(pixels).reshape(-1, *source.shape), source.labels[start : start + len(pixels)]
+        advance(len(pixels))
+
+
+@contextmanager
+def errors_as_data_errors(sentence: Callable[[str], str]) -> Iterator[None]:
+    """Turn any error inside the block into a `DataError`.
+
+    Args:
+        sentence: function from the reason to the message.
+
+    Raises:
+        DataError: the block raised an error.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the readers of HDF5, zip and npy raise almost anything for damaged files
+        why = reason(error) or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise DataError(sentence(why)) from error
