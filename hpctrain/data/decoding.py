@@ -224,10 +224,13 @@ def _loaded(content: bytes, max_pixels: int, value_range: ValueRange | None) -> 
     with Image.open(io.BytesIO(content), formats=_formats()) as opened:
         if opened.width * opened.height > max_pixels:
             raise _too_large(max_pixels, opened.width * opened.height)
-        depth, deep_colour = _depth(opened), value_range is not None and _is_deep_colour(opened)
+        depth, deep_colour = _depth(opened), _is_deep_colour(opened)
         opened.load()
         turn = _turn(opened)
-        image = Image.fromarray(scaled(_colours(content), value_range)) if deep_colour else opened.copy()
+        if value_range is None or not deep_colour:
+            image = opened.copy()
+        else:
+            image = Image.fromarray(scaled(_colours(content), value_range))
     image = _eight_bits(image, depth, value_range)
     return image if turn is None else image.transpose(turn)
 
@@ -276,9 +279,8 @@ def _first_bytes(path: Path) -> bytes:
         return file.read(26)
 
 
-def scaled(values: np.ndarray, value_range: ValueRange | None) -> np.ndarray:
+def scaled(values: np.ndarray, value_range: ValueRange) -> np.ndarray:
     """Return values of any type as uint8: low becomes 0, high 255, and values beyond them are clipped."""
-    assert value_range is not None
     low, high = value_range
     return np.rint(np.clip((values.astype(np.float64) - low) * (255.0 / (high - low)), 0, 255)).astype(np.uint8)
 
