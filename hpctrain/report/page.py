@@ -341,7 +341,7 @@ def _with_short_names(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _headline(records: Sequence[RunRecord]) -> str:
-    """Return the best test accuracy of all runs, with its model, data, batch and optimiser; "" without evaluations."""
+    """Return the best accuracy of all evaluations in training, with its run's model, data, batch and optimiser; "" if none."""
     figures = [(summary(record), record.name) for record in records]
     best, name = max(figures, key=lambda one: -1.0 if one[0].best_top1 is None else one[0].best_top1)
     if best.best_top1 is None:
