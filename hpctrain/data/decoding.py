@@ -257,7 +257,10 @@ def _colours(content: bytes) -> np.ndarray:
 
 
 def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
-    """Return the largest value of a picture that declares 16 bits per value; 0 for all other and for unreadable pictures."""
+    """Return the largest value of a picture that declares 16 bits per value.
+
+    Returns -1 for floating-point numbers and wider integers, and 0 for other and for unreadable pictures.
+    """
     try:
         start = source[:26] if isinstance(source, bytes) else _first_bytes(source)
         if start.startswith(_JPEG) or (start.startswith(_PNG) and start[24:25] != bytes([_MOST_BITS])):
@@ -265,6 +268,8 @@ def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
         with Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=_formats()) as opened:
             if opened.width * opened.height > (max_pixels or MAX_PIXELS):
                 return 0
+            if opened.mode == "F" or (opened.mode.startswith("I") and _depth(opened) > _MOST_BITS):
+                return -1
             if _is_deep_colour(opened):
                 return int(_colours(read_picture(source, max_pixels) if isinstance(source, Path) else source).max())
             if opened.mode.startswith("I") and _depth(opened) == _MOST_BITS:
