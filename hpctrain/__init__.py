@@ -82,7 +82,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package. `hpctrain.train` is the function, although the import system binds the name to the subpackage `train`."""
+    """Type of this package, in which `hpctrain.train` is the function.
+
+    The import system would bind the name to the subpackage `train`.
+    """
 
     @property
     def train(self) -> Any:
@@ -90,7 +93,7 @@ class _Package(ModuleType):
 
     @train.setter
     def train(self, subpackage: ModuleType) -> None:
-        """Leave the name to the function. `from hpctrain.train.step import ...` does not need it."""
+        """Ignore the subpackage. `from hpctrain.train.step import ...` finds it in `sys.modules`."""
 
 
 sys.modules[__name__].__class__ = _Package

@@ -54,7 +54,7 @@ from hpctrain.job.same_start import check_same_program
 from hpctrain.job.session import Session, StartedJob, on_grid
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.process_end import STOPPED
-from hpctrain.launch.signals import SignalWatch, taken_signals
+from hpctrain.launch.signals import SignalWatch, deliver_again, taken_signals
 from hpctrain.launch.threads import VARIABLES, set_threads
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Layer
@@ -250,17 +250,18 @@ def train(
 ) -> TrainingResult:
     """Train as `hpctrain train` does, in this process or on all ranks of its MPI job, and return the result on every rank.
 
-    May be called repeatedly. A request to stop (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP) ends the training after a step, with a
-    checkpoint. The signal is then delivered again, so that Ctrl-C raises KeyboardInterrupt. This needs the main thread; in
-    another thread signals are left alone.
+    A program may call it repeatedly. A request to stop (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP) ends the training after a step, with a
+    checkpoint. The signal is then delivered again, so that Ctrl-C raises KeyboardInterrupt. Under `hpctrain script`, the other
+    signals then end the program with exit code 85. Only a call in the main thread handles signals.
 
     Args:
         config: path of a configuration file, or a mapping of its keys.
         resume: "auto", "best", or the path of a run or checkpoint to resume from; None starts a new run.
-        steps: number of steps after which to stop; 0 trains all epochs.
+        steps: number of steps after which to stop, counted from the start or resume; 0 trains all epochs.
         on_epoch: function that rank 0 calls after the evaluation and checkpoint of each epoch, with its values as in
-            `TrainingResult.history`. A true result ends the training in order, and so does an exception, which is raised once the
-            run has ended (an HpctrainError on other ranks). It must return within `deadline_seconds`.
+            `TrainingResult.history`. If it returns a true value or raises an exception, the training ends after this epoch with
+            a checkpoint. The exception is then raised on rank 0, and an HpctrainError on the other ranks. The function must
+            return within `deadline_seconds`.
         style: display of the progress: "bar", "lines" or "none"; default: a bar on a terminal, lines elsewhere.
         overrides: values that replace keys of `config`; keys of sections have dots, as in `**{"optimizer.lr": 0.2}`.
 
@@ -297,7 +298,7 @@ def train(
         callback.raise_error()
     of_any_rank = None if end.reason is None else signal.Signals.__members__.get(end.reason.name)
     if (request := of_any_rank or watch.request) is not None:  # a request in the last step changes nothing in the run
-        signal.raise_signal(request)
+        deliver_again(request)
     return result
 
 
@@ -335,7 +336,7 @@ class _CalledProcess(ConfiguredProcess):
         on_epoch: Callable[[EpochValues], object] | None,
         style: ProgressStyle | None,
     ) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
-        """Train and leave nothing behind: no threads, messages or communicators. Arguments: see `train`."""
+        """Train, and leave no threads, messages or communicators at the end. Arguments: see `train`."""
 
         def work(
             session: Session, source: str | None, repeated: str | None, complete: Callable[[], None]
@@ -392,7 +393,7 @@ def _raised_or_ended(process: JobProcess) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_environment() -> Iterator[None]:
-    """Restore the numbers of threads in the environment at the end: a later training would take them for the user's."""
+    """Restore the numbers of threads in the environment at the end, because a later training would take them for the user's."""
     before = {name: os.environ.get(name) for name in VARIABLES}
     try:
         yield

@@ -216,7 +216,7 @@ def test_held_out_samples_are_read_by_the_loader_of_validation_alone(tmp_path: P
         plain = job.loader(replica, tmp_path / "a.h5")
         for sentence, attempt in {
             "validation is 1.5, but must be a fraction": lambda: job.loader(replica, tmp_path / "a.h5", validation=1.5),
-            "needs a loader made with validation": lambda: job.loader(replica, tmp_path / "a.h5", validation_of=plain),
+            "must be a loader made with validation": lambda: job.loader(replica, tmp_path / "a.h5", validation_of=plain),
             "those of .*grey.h5 have 1; convert both": lambda: job.loader(replica, tmp_path / "a.h5", like=tmp_path / "grey.h5"),
         }.items():
             with pytest.raises(hpctrain.HpctrainError, match=sentence):

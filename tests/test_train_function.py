@@ -49,6 +49,14 @@ for seed, output in ((1, first), (2, second)):
     result = hpctrain.train(config, output=output, seed=seed, style="none")
 """
 
+STOPPED_PROGRAM = """
+import json, os, signal, sys
+import hpctrain
+config, number = json.load(open(sys.argv[1])), signal.Signals[sys.argv[2]]
+for seed in (1, 2):
+    hpctrain.train(config, seed=seed, on_epoch=lambda values: values["epoch"] == 1 and os.kill(os.getpid(), number))
+"""
+
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +93,7 @@ def process_state() -> dict[str, object]:
 
 
 def test_a_call_returns_what_the_run_recorded_and_leaves_nothing_behind(config: dict[str, Any]) -> None:
-    """Alone finds a call that leaks threads, files, handlers or settings, and a history other than that of the run."""
+    """A call leaks no threads, files, handlers or settings, and its history is that of the run."""
     hpctrain.train(config, epochs=1)  # loads modules, which open files of their own
     before, values = process_state(), []
     result = hpctrain.train(config, on_epoch=values.append, **{"optimizer.lr": np.float64(0.02)})
@@ -106,7 +114,7 @@ def test_a_call_returns_what_the_run_recorded_and_leaves_nothing_behind(config: 
 def test_the_second_of_two_calls_has_the_bits_of_a_process_of_its_own(
     job: Callable[..., Outcome], tmp_path: Path, ranks: int
 ) -> None:
-    """Alone finds state of a first call, or of an error, that changes a second call, and MPI that ends with the first call."""
+    """Neither a first call nor an error changes a second call, and MPI does not end with the first."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "schedule": PLATEAU}))
     (tmp_path / "program.py").write_text(PROGRAM)
     outputs = [tmp_path / name for name in ("first", "second", "command")]
@@ -122,7 +130,7 @@ def test_the_second_of_two_calls_has_the_bits_of_a_process_of_its_own(
 
 
 def test_a_callback_stops_a_run_which_resumes_to_the_bits_of_one_that_was_not_stopped(config: dict[str, Any]) -> None:
-    """Alone finds a stop by the callback that loses the checkpoint of its epoch, and a resume that begins elsewhere."""
+    """A stop by the callback keeps the checkpoint of its epoch, from which the run resumes."""
     stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
     assert (stopped.epochs, stopped.stopped, len(stopped.history)) == (2, "on_epoch", 2)
     resumed = hpctrain.train(config, resume=stopped.directory, on_epoch=lambda values: True)
@@ -134,7 +142,7 @@ def test_a_callback_stops_a_run_which_resumes_to_the_bits_of_one_that_was_not_st
 def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
     config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Alone finds further epochs that begin at another learning rate without a message."""
+    """A resume with more epochs reports the learning rate if it changes."""
     config["schedule"] = {"name": "cosine"}
     done = hpctrain.train(config, epochs=2)
     hpctrain.train(config, epochs=2, resume=done.directory)
@@ -149,7 +157,7 @@ def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
 
 
 def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
-    """Alone finds a checkpoint without the state of the schedule, and a rate that does not follow this state."""
+    """Checkpoints contain the state of the schedule, from which the rate follows."""
     config["schedule"] = PLATEAU
     stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
     resumed = hpctrain.train(config, resume=stopped.directory)
@@ -158,7 +166,7 @@ def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
 
 
 def test_an_exception_of_the_callback_is_raised_once_its_epoch_has_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
-    """Alone finds a pruned trial whose checkpoint is lost, or whose exception does not reach the caller."""
+    """A pruned trial keeps its checkpoint, and the caller receives its own exception."""
 
     class PrunedError(Exception):
         pass
@@ -173,7 +181,7 @@ def test_an_exception_of_the_callback_is_raised_once_its_epoch_has_a_checkpoint(
 
 
 def test_a_request_to_stop_is_delivered_again_after_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
-    """Alone finds a training that swallows Ctrl-C, so that a sweep continues with its next trial."""
+    """Ctrl-C ends a sweep, not only the training of one trial."""
     config |= {"epochs": 500, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0}}
     with pytest.raises(KeyboardInterrupt):
         hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 1 and os.kill(os.getpid(), signal.SIGINT))
@@ -189,8 +197,25 @@ def test_a_request_to_stop_is_delivered_again_after_a_checkpoint(config: dict[st
     assert (received, result.stopped) == ([signal.SIGUSR1], "SIGUSR1")
 
 
+@pytest.mark.job
+@pytest.mark.parametrize(("ranks", "name", "code"), [(0, "SIGTERM", 85), (2, "SIGUSR1", 85), (2, "SIGINT", 130)])
+def test_a_request_to_stop_ends_a_script(
+    job: Callable[..., Outcome], config: dict[str, Any], tmp_path: Path, ranks: int, name: str, code: int
+) -> None:
+    """No later training of the script starts."""
+    config |= {"epochs": 500, "evaluate": {"every_epochs": 0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "program.py").write_text(STOPPED_PROGRAM)
+    words = ["-m", "hpctrain", "script", *(str(tmp_path / each) for each in ("program.py", "config.json")), name]
+    outcome = job(ranks, words, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert outcome.code == code, outcome.output
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"stopped by {name}" in outcome.output
+    assert len(checkpoint.checkpoints(run / "checkpoints")) >= 1
+
+
 def test_a_run_that_a_bug_ended_is_resumed_in_the_same_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone finds a run that its process still owns, writes and watches after an exception other than HpctrainError."""
+    """After an exception that is not an HpctrainError, the process neither owns nor writes to the run."""
     hpctrain.train(config, epochs=1)
     before = process_state()
 
@@ -208,17 +233,20 @@ def test_a_run_that_a_bug_ended_is_resumed_in_the_same_process(config: dict[str,
 def test_the_time_of_a_run_counts_from_its_call(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Alone finds a limit that a notebook of many hours has exceeded before its next training begins."""
+    """A notebook may run for longer than `max_time` before its next training begins."""
     monkeypatch.setattr("hpctrain.run.training.age_seconds", lambda: 1e6)
     assert hpctrain.train(config, max_time="1h").stopped is None
     assert "max_time, 3600 s: the run ends with a checkpoint before" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_path_with_overrides_and_a_number_of_steps(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_path_with_overrides_and_a_number_of_steps(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     result = hpctrain.train(tmp_path / "config.yaml", steps=2, name="other", checkpoint={"every_epochs": 0})
     assert (result.steps, result.stopped, result.metrics, result.history) == (2, "steps", {}, ())
     assert result.directory.name.startswith("other-")
+    assert "as requested by steps\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def _print_sizes() -> None:
 def _table(kind: str) -> str:
     """Return names and their descriptions in two columns, as wide as the terminal; names from installed packages come last.
 
-    Of the models, only families are described.
+    For models, the rows are the families.
     """
     from hpctrain.config.options import choices, registry
 

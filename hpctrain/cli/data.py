@@ -567,7 +567,7 @@ def _convert_arrays(
 ) -> None:
     from hpctrain.data.convert import arrays
 
-    if value_range is None and source.images.dtype.kind in "iu":
+    if value_range is None and source.images.dtype.kind in "iu" and source.images.dtype.itemsize > 1:
         value_range = _range(None, names_file)["value_range"]
     names = _class_names(names_file)
     with progress(f"converting {source.path.name}", len(source.labels)) as advance:

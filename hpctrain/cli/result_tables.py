@@ -166,7 +166,7 @@ def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
     writer.writerows([name, *matrix.of_label(label)[:shown].tolist()] for label, name in enumerate(names))
 
 
-_WIDEST_NAME, _PROBABILITY, _GAP = 30, 11, 2
+_WIDEST_NAME, _NARROWEST_FILE, _PROBABILITY, _GAP = 30, 10, 11, 2
 _AT_ONCE = 16  # number of pictures printed together
 
 
@@ -193,10 +193,10 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
 
 
 def write_predictions(predictions: Predictions, *, path: Path, visible: bool) -> list[Path]:
-    """Write a CSV file with a row per picture once all are predicted; return the files without a prediction. Collective.
+    """Write a CSV file with a row per picture, and return the pictures without a prediction. Collective.
 
-    A row has the picture, its most probable class with its probability, the next classes, and the error of a picture that was not
-    predicted.
+    The file is written once all pictures are predicted. A row has the path of the picture, its classes by decreasing probability,
+    and an error, which is empty for predicted pictures.
 
     Args:
         visible: whether this rank writes and prints.
@@ -243,7 +243,9 @@ class _Form:
         width = None if sys.stdout.isatty() else pipe_columns()
         self._console = PlainConsole(file=self._text, width=width)
         self._name = min(_WIDEST_NAME, max(map(cell_len, map(escaped, (*class_names, "class")))))
-        self._file = self._console.width - self._name - _PROBABILITY - 2 * _GAP
+        others = self._name + _PROBABILITY + 2 * _GAP
+        self._console.width = max(self._console.width, others + _NARROWEST_FILE)
+        self._file = self._console.width - others
 
     def print_titles(self) -> None:
         """Print the titles of the columns."""

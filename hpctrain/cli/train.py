@@ -362,7 +362,7 @@ class _Choice:
 
     Attributes:
         source: argument for `find_checkpoint`, final once `read` has returned.
-        note: sentence on a run that was selected among runs of several names; empty if there was no such choice.
+        note: see `StoredRun`.
     """
 
     def __init__(self, checkpoint: str, directory: Path, file: Path | None, overrides: tuple[str, ...]) -> None:

@@ -477,7 +477,7 @@ def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[M
 
 
 def free(world: Communicator) -> None:
-    """Free a world's communicators, on which nothing is in flight: a process has a limited number of them. Collective."""
+    """Free the communicators of a world, whose number is limited. No operation may be in flight. Collective."""
     if isinstance(world, MpiCommunicator):
         for comm in reversed(world.origin.parts):
             comm.Free()
@@ -522,7 +522,7 @@ def _abort(comm: MPI.Comm, code: int) -> None:
     backstop.start()
     flush_to_reader()
     keeper.current_keeper().pulse.announce_end()
-    with contextlib.suppress(OSError):  # MPICH prints a line of its own, which would follow our message and hide it
+    with contextlib.suppress(OSError):  # MPICH prints a line of its own after our message, which readers would overlook
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     comm.Abort(code)
     # MPICH returns from Abort if it cannot reach its launcher; MPI_Finalize at exit would then wait for the launcher.

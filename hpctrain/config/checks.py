@@ -206,11 +206,10 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each key that needs an evaluation or metric that the run does not compute."""
-    stop, falls = config.early_stop, config.schedule.name == "plateau"
-    needs = [(("early_stop", "patience"), "patience to null")] if stop.patience is not None else []
-    needs += [(("schedule", "name"), "another schedule")] if falls else []
-    for path, instead in needs:
-        label = "schedule plateau" if falls and path[0] == "schedule" else ".".join(path)
+    stop, reduces = config.early_stop, config.schedule.name == "plateau"
+    users = [(("early_stop", "patience"), "early_stop.patience", "patience to null")] if stop.patience is not None else []
+    users += [(("schedule", "name"), "schedule plateau", "another schedule")] if reduces else []
+    for path, label, instead in users:
         if config.data.evaluated is None:
             yield (
                 path,
@@ -220,10 +219,10 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         if not config.evaluate.every_epochs:
             yield path, f"{label} needs evaluations, but evaluate.every_epochs is 0; set it to at least 1."
     measures = {("checkpoint", "best"): config.checkpoint.best, ("early_stop", "metric"): stop.metric}
-    if falls:
+    if reduces:
         measures["schedule", "metric"] = config.schedule.options.get("metric", "loss")
     for path, measure in measures.items():
-        if str(measure).startswith("ema_") and config.ema.decay is None:
+        if measure in ("ema_loss", "ema_top1", "ema_top5") and config.ema.decay is None:
             yield (
                 path,
                 f"{'.'.join(path)} is {measure}, but no average of weights is kept; set ema.decay, such as 0.999, or "

@@ -233,7 +233,7 @@ def parse(
 def from_mapping(
     mapping: Mapping[str, Any], overrides: Sequence[str] = (), refusal: Refusal | None = None
 ) -> tuple[Config, Source]:
-    """Return the configuration in a mapping of keys to plain values, paths and NumPy's numbers; otherwise as `load`."""
+    """Return the configuration in a mapping, whose values may also be paths and NumPy's numbers; otherwise as `load`."""
     data, _ = read_yaml(flow(mapping), "config")
     return _checked(data, {(): "config"}, "config", overrides, refusal)
 
@@ -350,7 +350,7 @@ _WIDEST = 1_000_000  # wide enough for any value in one line
 
 
 def flow(value: Any) -> str:
-    """Return a value of a program as YAML in one line. Paths become strings, and NumPy's numbers those of Python.
+    """Return a value of a program as YAML in one line. Paths become strings, and NumPy's numbers become Python's.
 
     Raises:
         ConfigError: a value cannot be written as YAML.

@@ -501,9 +501,9 @@ class InitConfig(Section):
     )
     whiten: Text | None = Field(
         default=None,
-        description="Name of a convolution of the images, such as whiten of the model vgg_small. Its filters are set to whiten "
-        "patches of training images: their outputs have variance 1 and are not correlated. init.weights is read afterwards. null "
-        "draws the filters from the seed.",
+        description="Name of a convolution of the images, such as whiten of the model vgg_small. Before init.weights are read, "
+        "its filters are computed from patches of training images: directions with variance 1 that are not correlated, and their "
+        "negatives; null draws the filters from the seed.",
     )
 
 

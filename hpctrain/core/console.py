@@ -26,7 +26,7 @@ class PlainConsole(Console):
 
 
 def output_console(columns: int = 80, **options: Any) -> PlainConsole:
-    """Return a console on standard output, as wide as the terminal; without a terminal as COLUMNS says, or `columns` wide."""
+    """Return a console on standard output, as wide as the terminal, or as `pipe_columns(columns)` without a terminal."""
     return PlainConsole(width=None if sys.stdout.isatty() else pipe_columns(columns), **options)
 
 

@@ -190,7 +190,7 @@ def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) 
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Restore handlers, level and propagation of the loggers that `configure` and `leave_warnings_to_rank_0` set, at the end."""
+    """At the end, restore the handlers, levels and propagation that `configure` and `leave_warnings_to_rank_0` change."""
     loggers = [logging.getLogger(name) for name in ("hpctrain", "py.warnings")]
     before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     try:

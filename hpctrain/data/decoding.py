@@ -224,10 +224,13 @@ def _loaded(content: bytes, max_pixels: int, value_range: ValueRange | None) -> 
     with Image.open(io.BytesIO(content), formats=_formats()) as opened:
         if opened.width * opened.height > max_pixels:
             raise _too_large(max_pixels, opened.width * opened.height)
-        depth, deep_colour = _depth(opened), value_range is not None and _is_deep_colour(opened)
+        depth, deep_colour = _depth(opened), _is_deep_colour(opened)
         opened.load()
         turn = _turn(opened)
-        image = Image.fromarray(scaled(_colours(content), value_range)) if deep_colour else opened.copy()
+        if value_range is None or not deep_colour:
+            image = opened.copy()
+        else:
+            image = Image.fromarray(scaled(_colours(content), value_range))
     image = _eight_bits(image, depth, value_range)
     return image if turn is None else image.transpose(turn)
 
@@ -254,7 +257,10 @@ def _colours(content: bytes) -> np.ndarray:
 
 
 def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
-    """Return the largest value of a picture that declares 16 bits per value; 0 for all other and for unreadable pictures."""
+    """Return the largest value of a picture that declares 16 bits per value.
+
+    Returns -1 for floating-point numbers and wider integers, and 0 for other and for unreadable pictures.
+    """
     try:
         start = source[:26] if isinstance(source, bytes) else _first_bytes(source)
         if start.startswith(_JPEG) or (start.startswith(_PNG) and start[24:25] != bytes([_MOST_BITS])):
@@ -262,6 +268,8 @@ def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
         with Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=_formats()) as opened:
             if opened.width * opened.height > (max_pixels or MAX_PIXELS):
                 return 0
+            if opened.mode == "F" or (opened.mode.startswith("I") and _depth(opened) > _MOST_BITS):
+                return -1
             if _is_deep_colour(opened):
                 return int(_colours(read_picture(source, max_pixels) if isinstance(source, Path) else source).max())
             if opened.mode.startswith("I") and _depth(opened) == _MOST_BITS:
@@ -276,9 +284,8 @@ def _first_bytes(path: Path) -> bytes:
         return file.read(26)
 
 
-def scaled(values: np.ndarray, value_range: ValueRange | None) -> np.ndarray:
+def scaled(values: np.ndarray, value_range: ValueRange) -> np.ndarray:
     """Return values of any type as uint8: low becomes 0, high 255, and values beyond them are clipped."""
-    assert value_range is not None
     low, high = value_range
     return np.rint(np.clip((values.astype(np.float64) - low) * (255.0 / (high - low)), 0, 255)).astype(np.uint8)
 

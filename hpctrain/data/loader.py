@@ -70,8 +70,8 @@ class Batch:
         mixed: partners of the samples in mixup or cutmix; None: the images are not mixed.
         image_shape: (H, W, C) of whole images, which may change from epoch to epoch; None: the shape for which the network was
             built.
-        class_scale: number of samples of the step divided by the sum of their classes' weights, a factor on the weights of the
-            loss; None: the loss has no weights.
+        class_scale: factor on the loss's weights of classes: number of samples of the step divided by the sum of the weights of
+            their classes; None: the loss has no weights.
     """
 
     x: np.ndarray | PixelBatch
@@ -166,7 +166,7 @@ class _Batches:
     def _class_scale(self, labels: np.ndarray) -> float | None:
         """Return `Batch.class_scale` of a step.
 
-        Mixing does not change it, since the partners of all samples are the samples in another order.
+        Mixing does not change it, since each sample is the partner of exactly one sample.
 
         Args:
             labels: labels of the samples of all ranks, in order, so that every rank adds in the same order.

@@ -180,8 +180,8 @@ class Pipeline:
     """Augmentations in the given order, then (x / 255 - mean) / std in `dtype`, then augmentations of normalised pixels.
 
     The random numbers of augmentation i are f(seed, epoch, i, its name, sample id); see also `Augmentation.alternates`. The
-    pipeline owns scratch memory for each of
-    its threads (one, unless `share_out` sets more), so only one thread at a time may call it.
+    pipeline owns scratch memory for each of its threads (one, unless `share_out` sets more), so only one thread at a time may
+    call it.
 
     Args:
         specs: (name, options) pairs of augmentations, see `AUGMENTATIONS`.

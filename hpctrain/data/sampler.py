@@ -1,8 +1,9 @@
 """The samples of a step, their order, their partners in mixup and cutmix, and the samples held out for validation.
 
-All of this is a pure function of (seed, epoch, place in the epoch), equal on every rank and after every restart. Mixup and cutmix
-mix the images of a step with the same images in reverse order, as timm does for a batch. The partner of a sample depends on its
-place in the step over all ranks, so any number of ranks mixes the same pairs.
+Order and partners are a pure function of (seed, epoch, place in the epoch), and the samples held out of (labels, amount, seed):
+equal on every rank and after every restart. Mixup and cutmix mix the images of a step with the same images in reverse order, as
+timm does for a batch. The partner of a sample depends on its place in the step over all ranks, so any number of ranks mixes the
+same pairs.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class ValidationSplit(NamedTuple):
 def hold_out(labels: NDArray[np.int64], amount: int | float, seed: int, origin: object) -> ValidationSplit:
     """Divide the samples of a file into training and validation, stratified by class.
 
-    Each class has the same share in both parts, up to one sample. At least one sample of each class is trained on. The division
-    is a pure function of the first three arguments.
+    Each class has the same share in both parts, up to one sample, unless it has too few samples: at least one sample of each
+    class is trained on. The division is a pure function of the first three arguments.
 
     Args:
         labels: (N,) class of each sample.

@@ -49,8 +49,8 @@ BUSY = FindingKind(
 CROWDED = FindingKind(
     "crowded",
     Severity.WARNING,
-    "Other programs use all cores of a node, and ranks have several threads, of which one always waits for a core: a step may "
-    "take a hundred times as long.",
+    "Other programs use all cores of a node, and each rank has several threads. One of them always waits for a core, so a step "
+    "may take a hundred times as long.",
     "Use another node, or set `threads` to 1.",
 )
 
@@ -61,7 +61,7 @@ def gather_load(place: OwnPlace) -> NodeLoad | None:
 
 
 def judge_load(job: JobView, facts: Sequence[NodeLoad | None]) -> list[DoctorFinding]:
-    """Return one finding on the node with the most other programs per core."""
+    """Return one finding on the node with the most threads of other programs per core."""
     known = present(facts)
     if not known:
         return [fine("Not checked: the system does not report it.")]

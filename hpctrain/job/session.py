@@ -107,10 +107,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def busy_node(world: Communicator, load: NodeLoad | None) -> str:
-    """Return a line on the busiest node if other programs compete with its ranks, else "". Collective over `world`.
+    """Return a line on the busiest node if other programs compete with its ranks, otherwise "". Collective over `world`.
 
     Args:
-        load: load of this rank's node at the start, if this rank has measured it.
+        load: load of this rank's node at the start; None if this rank has not measured it.
     """
     loads = world.allgather_object((platform.node(), load))
     busy = [(load, host) for host, load in loads if load is not None and load.is_busy]

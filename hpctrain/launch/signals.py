@@ -25,7 +25,7 @@ from signal import Signals
 from hpctrain.core import log
 from hpctrain.launch import process_end
 from hpctrain.launch.launcher import place_of
-from hpctrain.launch.process_end import SIGNALLED
+from hpctrain.launch.process_end import SIGNALLED, STOPPED
 from hpctrain.launch.process_start import OF_PROGRAMS, STACKS, STOPS, hold
 
 # One request may arrive several times: from the terminal, the launcher and the parent process. A later signal is another request.
@@ -55,7 +55,7 @@ def taken_signals(rank: int, *, trains: bool = False) -> Iterator[SignalWatch]:
 
     Args:
         rank: rank of this process.
-        trains: whether the block is a training, which ends with a checkpoint, and not the loop of a program.
+        trains: whether the block is a training, which ends with a checkpoint; otherwise it is the loop of a program.
     """
     answer = _TRAINING_ENDS if trains else _PROGRAM_ASKED
     if _OF_PROCESS:
@@ -74,6 +74,20 @@ def taken_signals(rank: int, *, trains: bool = False) -> Iterator[SignalWatch]:
             if handlers[number] is not None:  # None: not set by Python
                 signal.signal(number, handlers[number])
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def deliver_again(request: Signals) -> None:
+    """Deliver a request to stop to the program in which a training has answered it.
+
+    In a process with a registered watch, which receives all signals, raise KeyboardInterrupt for SIGINT, and SystemExit for
+    others.
+    """
+    if not _OF_PROCESS:
+        signal.raise_signal(request)
+    elif request == Signals.SIGINT:
+        raise KeyboardInterrupt
+    else:
+        raise SystemExit(STOPPED)
 
 
 class SignalWatch:

@@ -95,7 +95,7 @@ def _requested(name: str, text: str, threads: int | None, cores: int, how: str) 
     return ThreadPlan(threads, cores, f"{origin}; {how}")
 
 
-#: number and interval of the counts of running tasks: a task that runs for an instant only does not compete for a core
+#: number and interval of the counts of running tasks; the minimum excludes tasks that run only briefly
 _COUNTS, _COUNT_SECONDS = 5, 2e-3
 
 
@@ -128,16 +128,16 @@ class NodeLoad:
         )
 
     def advice(self) -> str:
-        """Return how to lose less time on a busy node, without a full stop."""
+        """Return advice on how to lose less time on a busy node, without a full stop."""
         if self.threads > 1:
-            return "train on another machine or later, or set threads to 1, so that no thread waits for one without a core"
+            return "train on another machine or later, or set threads to 1, because a thread without a core delays the others"
         return f"train on another machine or later{', or on fewer ranks' if self.ranks > 1 else ''}"
 
 
 def node_load(launcher: Launcher, threads: int, proc: Path = Path("/proc")) -> NodeLoad | None:
     """Return the load of this node; None if the system does not report it. Call it before this rank computes.
 
-    A program counts if it has run for a while, by the load average of a minute, and is running now.
+    A thread counts if it is running now and was running during the last minute, by the load average.
 
     Args:
         launcher: result of `detect`.

@@ -12,7 +12,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.layers import Layer
 
-_BATCH = 64  # so many images that scratch of a fixed size hardly counts
+_BATCH = 64  # large enough that scratch memory of a fixed size hardly counts
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ModelSize:
         flops: floating-point operations of the convolutions and linear layers in the forward pass of one image; a multiply-add
             counts as two.
         memory_bytes: bytes per image of the arena of a float32 training step, which holds activations and scratch, for a large
-            batch with NumPy's kernels. The arena of oneDNN's kernels has nearly the same size.
+            batch with NumPy's kernels. That of oneDNN's kernels differs, mostly by at most a fifth.
     """
 
     image_shape: tuple[int, int, int]

@@ -255,8 +255,9 @@ class Network:
             raise ConfigError(
                 f"There are {len(weights)} weights of classes, but the model has {self.classes} classes; give one per class."
             )
-        if not all(0.0 < weight < math.inf for weight in weights):
-            raise ConfigError(f"The weights of classes are {list(weights)}, but must be finite numbers above 0.")
+        wrong = next((label for label, weight in enumerate(weights) if not 0.0 < weight < math.inf), None)
+        if wrong is not None:
+            raise ConfigError(f"The weight of class {wrong} is {weights[wrong]}, but must be a finite number above 0, such as 1.")
 
     @property
     def classes(self) -> int:

@@ -1,6 +1,11 @@
-"""Filters of a first convolution that whiten patches of images: their outputs have variance 1 and are not correlated."""
+"""Filters of a first convolution that whiten patches of images: outputs of different filters are not correlated, with variance 1.
+
+Each filter may have its negative next to it, whose output is the negative output.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +22,8 @@ def whitened_convolution(graph: Graph, name: str) -> Conv2dSpec:
     """Return the convolution `name` of a model that `whitening_filters` can initialise.
 
     Raises:
-        ConfigError: there is no such convolution of the images, or it has more filters than there are directions.
+        ConfigError: there is no such convolution of the images, it has groups, or it has more than two filters for each value of
+            a patch.
     """
     legal = [node.name for node in graph.nodes if isinstance(node.spec, Conv2dSpec) and node.inputs == (0,)]
     spec = next((node.spec for node in graph.nodes if node.name == name and name in legal), None)
@@ -33,21 +39,21 @@ def whitened_convolution(graph: Graph, name: str) -> Conv2dSpec:
     return spec
 
 
-def whitening_filters(images: NDArray[np.float64], spec: Conv2dSpec) -> NDArray[np.float64]:
+def whitening_filters(images: Iterable[NDArray[np.float64]], spec: Conv2dSpec) -> NDArray[np.float64]:
     """Return the weight (K, R, S, C) of whitening filters, in float64.
 
     The filters are the eigenvectors of the covariance of the images' patches, divided by the roots of the eigenvalues, the
     largest eigenvalue first; then the negatives of these filters, which a ReLU after them needs (Page 2018, part 8).
 
     Args:
-        images: (N, H, W, C) images in the units of the network's input.
+        images: images (H, W, C) in the units of the network's input, at least one.
         spec: convolution, see `whitened_convolution`.
     """
     count, *patch = spec.weight_shape
-    size = int(np.prod(patch))
+    size, (rows, columns) = int(np.prod(patch)), spec.window.dilation
     total, products, samples = np.zeros(size), np.zeros((size, size)), 0
     for image in images:  # all patches of all images at once would need many times the memory of the images
-        windows = np.lib.stride_tricks.sliding_window_view(image, patch[:2], (0, 1))
+        windows = np.lib.stride_tricks.sliding_window_view(image, spec.window.extent, (0, 1))[..., ::rows, ::columns]
         patches = np.moveaxis(windows, 2, -1).reshape(-1, size)
         total += patches.sum(0)
         products += patches.T @ patches

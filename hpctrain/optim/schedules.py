@@ -1,8 +1,8 @@
 """Learning-rate schedules: pure functions of the step, each with a warm-up.
 
-A schedule holds no state, so the rate is the same after a restart. Only `Plateau` also depends on the evaluations so far, whose
-state is part of the position of a training (`rate`, `observed`). Steps count from 0 at the start of training. `SCHEDULES`
-finds the schedules by name ("cosine" is `Cosine`).
+A schedule holds no state, so the rate is the same after a restart. The rate of `Plateau` also depends on a `PlateauState`, which
+the position of a training contains (see `rate` and `observed`). Steps count from 0 at the start of training. `SCHEDULES` finds
+the schedules by name ("cosine" is `Cosine`).
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ class LearningRateSchedule(ABC):
         return self.lr(step)
 
     def observed(self, state: PlateauState | None, epoch: int, means: Mapping[str, float]) -> PlateauState | None:
-        """Return the state after an evaluation that follows `epoch` epochs. It has an effect on `Plateau` only.
+        """Return the state after an evaluation that follows `epoch` epochs. Only `Plateau` changes it.
 
         Args:
             state: state before the evaluation; None: there was none.
             epoch: number of epochs trained.
             means: means of the evaluation, by metric.
         """
-        return None
+        return state
 
     def rise(self, progress: float) -> float:
-        """Return the share of the rise that is reached when a share of the warm-up's steps is done. Linear by default."""
+        """Return the share of the rise after the share `progress` of the warm-up's steps. Linear by default."""
         return progress
 
     @abstractmethod
@@ -216,14 +216,14 @@ class Polynomial(Decay):
 class OneCycle(LearningRateSchedule):
     """One cycle: the learning rate rises to lr in the first part of the training and falls to its end in the rest.
 
-    Its rise is its warm-up, so `warmup_epochs` must be 0 (Smith and Topin, arXiv 1708.07120; torch.optim.lr_scheduler.OneCycleLR
-    without its cycle of the momentum, which stays fixed).
+    The rise takes the place of the warm-up, so `warmup_epochs` must be 0. The momentum stays fixed (Smith and Topin, arXiv
+    1708.07120; torch.optim.lr_scheduler.OneCycleLR with cycle_momentum=False).
 
     Args:
         warmup_start: Factor on the base learning rate in the first step, in [0, 1]; 0.04 is PyTorch's div_factor of 25.
         peak: Share of the training after which the rate is the base learning rate, in [0, 1].
         final_factor: Factor on the base learning rate at the end of training, in [0, 1].
-        anneal: Shape of the rise and of the fall: half a wave of a cosine each (cosine), or straight lines (linear).
+        anneal: Shape of the rise and of the fall: half a period of a cosine each (cosine), or straight lines (linear).
     """
 
     warmup_start: float = 0.04
@@ -262,7 +262,7 @@ class PlateauState:
     """State of a learning rate that evaluations reduce.
 
     Attributes:
-        stagnation: evaluations so far; `waited` counts those since the last reduction at most.
+        stagnation: evaluations so far; a reduction resets `waited`.
         reductions: number of reductions so far.
     """
 
@@ -271,7 +271,7 @@ class PlateauState:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> PlateauState:
-        """Return the state whose fields a checkpoint's metadata contain."""
+        """Return the state from its fields in the metadata of a checkpoint."""
         return cls(Stagnation(**meta["stagnation"]), int(meta["reductions"]))
 
 
@@ -279,16 +279,16 @@ class PlateauState:
 class Plateau(LearningRateSchedule):
     """Reduction on a plateau: the rate is multiplied by `factor` whenever evaluations stop improving.
 
-    As torch.optim.lr_scheduler.ReduceLROnPlateau with threshold_mode "abs", whose patience is smaller by 1. The state is part of
-    checkpoints. `lr(step)` is the rate without reductions.
+    The rates are those of torch.optim.lr_scheduler.ReduceLROnPlateau with threshold_mode "abs" and a patience that is smaller by
+    1. Checkpoints contain the state. `lr(step)` is the rate without reductions.
 
     Args:
         factor: Factor on the learning rate at each reduction, in (0, 1).
-        patience: Number of consecutive evaluations without improvement after which the rate is reduced, at least 1. The count
-            starts again after a reduction.
+        patience: Number of consecutive evaluations without improvement after which the rate is reduced, at least 1. A reduction
+            resets the count.
         metric: Metric of the evaluations that must improve, as in early_stop.metric.
         min_delta: Minimum change that counts as an improvement, at least 0.
-        min_lr: Learning rate below which the rate is not reduced, in [0, lr].
+        min_lr: Minimum learning rate after reductions, in [0, lr].
     """
 
     factor: float = 0.1

@@ -13,7 +13,7 @@ class Stagnation:
 
     Attributes:
         metric: name of the metric, as in `ImprovementRule`.
-        best: best value, on which later evaluations must improve; None: no value was finite.
+        best: best value, with which later evaluations are compared; None: no value was finite.
         best_epoch: number of epochs before the best evaluation.
         evaluated_epoch: number of epochs before the latest evaluation.
         waited: number of evaluations without improvement since the best, or since `waited` was reset.

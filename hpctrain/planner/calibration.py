@@ -352,8 +352,8 @@ def _between(
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:
     """Return the number of ranks of a node per network card, a divisor of the ranks of a node.
 
-    It is the divisor nearest to the quotient of the highest rates of single large messages, of one pair and of all pairs at once.
-    A disturbance only makes a message longer, so the highest rates are those of undisturbed messages.
+    It is the divisor nearest to the slowdown: the highest rate of a large message while one pair sends, divided by that while all
+    pairs send. Disturbances only lengthen messages, so the highest rates are those of undisturbed messages.
     """
     seconds = {point.n_bytes: point.seconds for point in alone}
     large = [point for point in at_once if 2 * point.n_bytes >= at_once[-1].n_bytes]  # smaller ones may pass in a burst

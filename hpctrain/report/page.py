@@ -200,7 +200,7 @@ class Table:
     Attributes:
         numbers: indices of the columns of numbers.
         folded: whether the table is collapsed at first.
-        of_runs: whether each column after the first belongs to a run. Equal values are then one cell.
+        of_runs: whether each column after the first belongs to a run. Equal values of a row are then merged into one cell.
     """
 
     title: str
@@ -333,7 +333,7 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
 
 
 def _with_short_names(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the records of several runs with their configured names if these differ; those of directories also have a time."""
+    """Return the records, for several runs with their configured names if these differ. Names of directories are longer."""
     short = [record.settings.get("name", record.name) for record in records]
     if len(records) == 1 or len(set(short)) < len(short):
         return list(records)
@@ -341,7 +341,7 @@ def _with_short_names(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _headline(records: Sequence[RunRecord]) -> str:
-    """Return the best test accuracy of all runs, and the model, data and optimiser that it belongs to; "" without evaluations."""
+    """Return the best accuracy of all evaluations in training, with its run's model, data, batch and optimiser; "" if none."""
     figures = [(summary(record), record.name) for record in records]
     best, name = max(figures, key=lambda one: -1.0 if one[0].best_top1 is None else one[0].best_top1)
     if best.best_top1 is None:

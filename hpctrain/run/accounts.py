@@ -182,9 +182,9 @@ def decimals(seconds: float) -> int:
 def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedStep, *, from_samples: bool) -> str:
     """Return the reason for a prediction that is off by more than `ACCEPTED_ERROR`; "" for other predictions.
 
-    The reason is the part that differs most, in the direction of the error, from what the prediction assumed; the text says if it
-    is less than half of the error. Lost cores come first, because the other ranks wait for messages while one rank waits for its
-    core.
+    The reason is the part that differs most, in the direction of the error, from what the prediction assumed. The text states
+    whether this difference is less than half of the error. Lost cores come first, because the other ranks wait for messages while
+    one rank waits for its core.
 
     Args:
         sampled: parts of the first steps.

@@ -8,7 +8,7 @@ another grid would add numbers in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,14 +122,15 @@ def start_from_weights(session: Session, setup: TrainingSetup) -> None:
         put_weights(session.world, setup.replica, Path(init.weights), init.ignore, session.config.model.name)
 
 
-#: images whose patches whitening filters are computed from; more change the filters by less than the seed changes a training
+#: maximum number of training images from which whitening filters are computed; a larger number has less effect than the seed
 _WHITENED_IMAGES = 4096
+_READ_TOGETHER = 64
 
 
 def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
-    """Set the filters of the convolution `name` to whiten patches of evenly spaced training images. Collective.
+    """Set the filters of the convolution `name` so that they whiten patches of evenly spaced training images. Collective.
 
-    The first rank computes them, because eigenvectors differ in their last bits between processors.
+    The first rank computes the filters for all ranks, because eigenvectors differ in their last bits between processors.
     """
     network, file = setup.replica.network, setup.loader.file
     spec = whitened_convolution(network.graph(1), name)
@@ -137,19 +138,24 @@ def whiten(session: Session, setup: TrainingSetup, name: str) -> None:
     def filters() -> np.ndarray | None:
         if session.world.rank != 0:
             return None
-        sampler = setup.loader.sampler
-        count = min(sampler.samples, _WHITENED_IMAGES)
-        chosen = np.arange(count, dtype=np.int64) * sampler.samples // count
-        chosen = chosen if sampler.subset is None else sampler.subset[chosen]
-        pixels = file.pixels.take(chosen, np.empty((count, *file.shape), np.uint8))
         spread = np.array(setup.data.std) if session.config.data.normalise else np.ones(file.shape[2])
-        return whitening_filters(pixels / (255.0 * np.where(spread > 0, spread, 1.0)), spec)
+        return whitening_filters(_spaced_images(setup.loader, 255.0 * np.where(spread > 0, spread, 1.0)), spec)
 
     weight = session.world.broadcast_object(raise_on_all_ranks(session.world, filters))
     entry, entries = join(name, "weight"), declared_state(network.model)
     setup.replica.drain()
     _put(setup.replica, entries, {entry: network.parameter_specs[entry].interchange.export(weight)})
     setup.replica.parameters_written()
+
+
+def _spaced_images(loader: Loader, scale: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield evenly spaced images of a loader, divided by the scale of each channel, and read a few at a time to save memory."""
+    file, sampler = loader.file, loader.sampler
+    count = min(sampler.samples, _WHITENED_IMAGES)
+    chosen = np.arange(count, dtype=np.int64) * sampler.samples // count
+    chosen = chosen if sampler.subset is None else sampler.subset[chosen]
+    for some in np.array_split(chosen, -(-count // _READ_TOGETHER)):
+        yield from file.pixels.take(some, np.empty((len(some), *file.shape), np.uint8)) / scale
 
 
 def put_weights(
@@ -332,15 +338,15 @@ def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> t
     if not isinstance(chosen, str):
         if len(chosen) != classes:
             raise DataError(
-                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has {classes} classes; give "
-                "one weight per class, in their order."
+                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has {classes} classes; set "
+                "one weight per class, in the order of the classes."
             )
         return tuple(chosen)
     counts = np.bincount(labels, minlength=classes)
     if not counts.all():
         raise DataError(
             f"loss.class_weights is balanced, but {config.data.train} has no image of the class {names[int(counts.argmin())]!r}; "
-            "give the weights themselves."
+            "set it to a list with one weight per class, or to null."
         )
     return tuple((len(labels) / (classes * counts)).tolist())
 

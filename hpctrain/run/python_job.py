@@ -573,7 +573,9 @@ def _subset(file: ImageFile, validation: int | float | None, validation_of: Load
     if validation_of is not None:
         trained_on = validation_of.sampler.subset
         if validation is not None or trained_on is None:
-            raise ConfigError("validation_of needs a loader made with validation, and a call without it; such as validation=0.1.")
+            raise ConfigError(
+                "validation_of must be a loader made with validation, such as validation=0.1; leave validation out of this call."
+            )
         if validation_of.file.manifest["images"] != file.manifest["images"]:
             raise DataError(f"validation_of reads {validation_of.file.path}, not the images of {file.path}; give the same file.")
         return np.setdiff1d(np.arange(len(file)), trained_on)

@@ -1,6 +1,6 @@
 """Result of a training for a calling program: metrics of each epoch, the best checkpoint, and why the training ended.
 
-`EpochCallback` calls the program after each epoch, on rank 0, and gives its decision to all ranks.
+`EpochCallback` calls a function of the program after each epoch on rank 0, and broadcasts its decision to all ranks.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def history(records: Iterable[Mapping[str, Any]]) -> list[EpochValues]:
 
 
 class EpochCallback:
-    """Calls a function of the program after each epoch on rank 0. Its result, or its exception, ends the training on all ranks.
+    """Callback that calls a function of the program on rank 0. A true result or an exception ends the training on all ranks.
 
     Args:
         session: session of the run.
-        function: function from the values of an epoch to whether the training is to end.
+        function: function that receives the values of an epoch and returns whether to end the training.
 
     Attributes:
         ended: whether the function has requested the end of the training.
@@ -94,7 +94,7 @@ class EpochCallback:
         self.ended = False
 
     def __call__(self, values: EpochValues) -> bool:
-        """Return whether the training is to end after this epoch. Collective."""
+        """Return whether to end the training after this epoch. Collective."""
         if self._session.is_root:
             with self._session.progress.notes.meanwhile("on_epoch of the program"):
                 try:

@@ -371,7 +371,9 @@ def describe(position: Position, samples: int) -> str:
 
 
 def rate_words(start: Start, config: Config, samples: int) -> list[str]:
-    """Return words on a learning rate that changes at a resume, such as that of a finished cosine over more epochs; else none.
+    """Return parts of a line on a learning rate that differs from that of the checkpoint's configuration; empty if it does not.
+
+    An example is a cosine that was at its end, and is now resumed with more epochs.
 
     Args:
         samples: number of samples of an epoch.
@@ -382,7 +384,7 @@ def rate_words(start: Start, config: Config, samples: int) -> list[str]:
         return schedule.rate(start.position.in_steps(samples, values.batch), start.position.plateau)
 
     stored, before, after = stored_config(start.content, config), math.nan, rate(config)
-    with suppress(HpctrainError):  # a schedule that an earlier version had
+    with suppress(HpctrainError):  # the stored schedule may belong to user code that is not loaded
         before = after if stored is None else rate(stored)
     if math.isnan(before) or math.isclose(before, after, rel_tol=0.01):
         return []
@@ -392,7 +394,7 @@ def rate_words(start: Start, config: Config, samples: int) -> list[str]:
 
 
 def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
-    """Report and record the position at which the run resumes, each change, and a learning rate that changes."""
+    """Report and record the position at which the run resumes, each change, and its effect on the learning rate."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:

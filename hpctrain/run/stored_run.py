@@ -45,7 +45,7 @@ class StoredRun:
         source: path of the run directory or checkpoint, for `find_checkpoint`.
         config: text of its configuration.
         label: path of the file that contains the text, for messages.
-        note: sentence on the choice, if it was made among runs of several names; else empty.
+        note: sentence on the choice if there are runs of several names; otherwise empty.
     """
 
     source: str
@@ -111,7 +111,7 @@ def _best(directory: Path) -> StoredRun:
 
 
 def _choice(directory: Path, taken: Path) -> str:
-    """Return a sentence on the run that was taken and how to choose another, if there are runs of other names; else ""."""
+    """Return a sentence on the chosen run and how to choose another; "" if all runs have its name."""
     others = sorted({_name(run.path) for run in runs(directory, None)} - {_name(taken)})
     if not others:
         return ""

@@ -189,8 +189,8 @@ def run_training(
         schedule_from: run or checkpoint whose averaging is repeated (see `agree_schedules`); None: no repetition.
         state: state of a run that continues without lost ranks; None: no ranks were lost.
         complete: callback after the run, before its end is printed; may raise.
-        end_after: callback of a program, called after each epoch on all ranks; None: there is none.
-        in_program: whether a Python program called, not the command line; lines on how to resume differ.
+        end_after: callback of the program, called after each epoch on all ranks; None: there is none.
+        in_program: whether a Python program is the caller. Lines on how to resume then name arguments instead of options.
 
     Raises:
         CollectiveMismatchError: ranks have entered different phases.
@@ -210,6 +210,11 @@ class _Request:
     style: ProgressStyle | None
     end_after: EpochCallback | None = None
     in_program: bool = False
+
+    @property
+    def steps_name(self) -> str:
+        """Name of the argument `steps`, as the caller knows it."""
+        return "steps" if self.in_program else "--steps"
 
     def continuation(self, directory: Path) -> str:
         """Return the end of a sentence on how to resume the run."""
@@ -303,7 +308,7 @@ def _run_phases(
         outcome = _train(session, setup, trainer, checkpoints, position, nothing_left=steps < 0)
         enter(session, RunPhase.REPORT)
         run_accounts.finish(outcome, begun)
-        reason = _stop(session, watch, limit.reason, outcome, reporter)
+        reason = _stop(session, watch, limit.reason, asked, outcome, reporter)
     finally:
         session.progress.stop_thread()
         reporter.close()
@@ -567,7 +572,7 @@ def _introduce_start(
     directory: RunDirectory,
     state: ShrinkState,
 ) -> None:
-    """Report lost ranks, where the run resumes, if requested, its weights, and the path of its directory."""
+    """Report lost ranks, the position of a resume, initial weights, and the path of the run directory."""
     position = Position() if start is None else start.position
     state.tell(reporter, position, session.world.size)
     config = session.config
@@ -608,12 +613,14 @@ def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
     }
 
 
-def _stop(session: Session, watch: SignalWatch, limit: str | None, outcome: Outcome, reporter: Reporter) -> StopReason | None:
+def _stop(
+    session: Session, watch: SignalWatch, limit: str | None, asked: _Request, outcome: Outcome, reporter: Reporter
+) -> StopReason | None:
     """Return the signal or limit that ended the run, if any; record the position of an early end and its reason. Collective."""
     if not outcome.stopped:
         return None
     reason = None if outcome.steps_reached else stop_reason(session.world, watch, limit)
-    requested = "--steps" if outcome.steps_reached else "on_epoch"
+    requested = asked.steps_name if outcome.steps_reached else "on_epoch"
     by, position = requested if reason is None else str(reason), outcome.position
     reporter.record("stop", {"epoch": position.epoch + 1, "step": position.global_step, "by": by})
     return reason
@@ -632,7 +639,7 @@ def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpo
         code = "" if asked.in_program else f" (exit code {STOPPED})"
         print("\n".join(stop_lines(end.reason, outcome, epochs, f"{continuation}{code}", written)))
     elif outcome.steps_reached:
-        print(_steps_reached(outcome, epochs, continuation))
+        print(_steps_reached(outcome, epochs, asked.steps_name, continuation))
     elif outcome.stopped:
         print(f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch\ncontinue with {continuation}")
     if outcome.position.skipped:
@@ -656,12 +663,12 @@ def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
         yield f"{label} of the averaged weights {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
 
 
-def _steps_reached(outcome: Outcome, epochs: int, continuation: str) -> str:
-    """Return lines on the end of a run with --steps and on how to resume it, with a remark if no evaluation was made."""
+def _steps_reached(outcome: Outcome, epochs: int, by: str, continuation: str) -> str:
+    """Return lines on the end of a run by its number of steps and on how to resume it, with a remark if it had no evaluation."""
     position = outcome.position
     end = "" if outcome.evaluation is not None else "\nno evaluation was made; evaluations are made only at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as requested by --steps{end}\ncontinue with {continuation}"
+    return f"ended {where}, as requested by {by}{end}\ncontinue with {continuation}"
 
 
 def _skipped(position: Position) -> str:

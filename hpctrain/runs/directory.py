@@ -172,7 +172,7 @@ class RunDirectory:
         """Return an existing run.
 
         Raises:
-            CheckpointError: `path` is not a run directory, or one of another version of the format.
+            CheckpointError: `path` is not a run directory, or has another version of the format.
         """
         run = cls(Path(path))
         if (version := format_version(run.path)) not in (None, FORMAT_VERSION):

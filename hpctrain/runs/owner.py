@@ -100,7 +100,7 @@ def is_run(path: Path) -> bool:
 
 
 def format_version(path: Path) -> object:
-    """Return the version of the format of the run directory `path`, which may be another than this one; None without a marker."""
+    """Return the version of the format of the run directory `path`, which this program may not read; None without a marker."""
     content = _json_object(path / MARKER)
     return content.get("format_version") if content.get("format") == _FORMAT else None
 

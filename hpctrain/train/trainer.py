@@ -81,8 +81,9 @@ class Trainer:
         saver: saver to which `save` hands checkpoints that are written in the background; None: there is none.
         early_stop: rule that ends the training early; None: there is none.
         observers: observers, called in this order; the same on every rank.
-        end_after: function from the values of an epoch (see `epoch_values`) to whether training ends after it, called after the
-            evaluation and checkpoint of each epoch. It is collective, with the same result on every rank. None: there is none.
+        end_after: function that receives the values of an epoch (see `epoch_values`) and returns whether to end the training,
+            called after the evaluation and checkpoint of each epoch. Collective, with the same result on every rank. None: there
+            is none.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Trainer:
         stagnation, plateau = position.stagnation, self._schedule.observed(position.plateau, position.epoch, means)
         if self._early_stop is not None:
             stagnation = self._early_stop.after(stagnation, position.epoch, means)
-        if self._early_stop is None and plateau is None:
+        if self._early_stop is None and plateau is position.plateau:
             return
         # All ranks have these means. Rank 0's decision counts, in case their last bits differ.
         before = self._rate_at(position)

@@ -269,7 +269,7 @@ def test_names_come_with_a_sentence_each_and_fit_80_columns(kind: str) -> None:
 
 @pytest.mark.slow
 def test_models_come_with_their_sizes_and_families_with_a_sentence_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name without a row, a row of the wrong model, or a table that is cut off."""
+    """Each name has a row with the figures of its model, and no table is cut off."""
     monkeypatch.setattr(sizes, "size_of_model", functools.cache(sizes.size_of_model))
     result = CliRunner().invoke(cli, ["list", "models"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output

@@ -461,7 +461,7 @@ def test_a_line_of_json_for_each_picture(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_row_of_csv_for_each_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Alone finds names with commas that break rows, and pictures without a prediction that have none."""
+    """Names with commas must not break rows, and pictures without a prediction must have a row."""
     assert write_predictions(_predictions(), path=tmp_path / "found.csv", visible=True) == [ODD]
     first, *_, last = csv.DictReader((tmp_path / "found.csv").read_text().splitlines())
     names = {"image": str(LONG), "class": NAMES[1], "class_2": NAMES[2]}
@@ -469,6 +469,14 @@ def test_a_row_of_csv_for_each_picture(capsys: pytest.CaptureFixture[str], tmp_p
     assert last["image"] == "odd-\ufffd.png"
     assert (last["class"], last["error"]) == ("", "The image cannot be decoded: it is cut off.")
     assert capsys.readouterr().out == f"runs/a/checkpoints/checkpoint-00000001.h5: 4 images in {tmp_path / 'found.csv'}\n"
+
+
+def test_a_narrow_table_of_predictions_is_complete(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    print_table(_predictions(), visible=True)
+    output = capsys.readouterr().out
+    assert "75.00%" in output
+    assert "probability" in output
 
 
 @pytest.mark.parametrize("show", [print_lines, print_table])

@@ -140,9 +140,9 @@ def test_counters_may_be_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["resnet50", "resnext50_32x4d", "vgg11_bn"])
 def test_files_of_timm_are_imported(name: str, dtype: str, tmp_path: Path) -> None:
-    """Names, convolutions in place of linear layers, 16 bits and missing counters, in one file as timm publishes them.
+    """Import a file with timm's names, convolutions in place of linear layers, 16-bit numbers and without counters.
 
-    The numbers are multiples of 1/16 below 8, which all three dtypes hold.
+    The numbers are multiples of 1/16 below 8, which all three dtypes represent exactly.
     """
     state = {
         key: (np.round(np.clip(array, -7, 7) * 16) / 16).astype(np.float32)

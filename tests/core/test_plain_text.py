@@ -59,8 +59,8 @@ def test_a_shell_reads_a_word_as_it_was(text: str) -> None:
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(1, 30))
-def test_folded_lines_hold_all_pieces_in_the_room(pieces: list[str], room: int) -> None:
-    """Would find a line of several pieces that its separator makes longer than the room, and a lost piece."""
+def test_folded_lines_have_all_pieces_and_fit_the_width(pieces: list[str], room: int) -> None:
+    """No piece is lost, and no separator makes a line of several pieces too long."""
     lines = folded(pieces, room)
     assert " ".join(line.strip() for line in lines) == "; ".join(pieces)
     assert all(len(line) <= room for line in lines if "; " in line)

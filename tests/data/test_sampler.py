@@ -77,7 +77,7 @@ def test_held_out_samples_are_stratified_and_each_class_is_trained_on(sizes, fra
 
 
 def test_held_out_samples_follow_from_labels_and_seed_alone():
-    """Would find a change that gives a resumed run other validation samples, on which it was trained."""
+    """Would find a change that evaluates a resumed run on samples on which it was trained."""
     labels, golden = np.arange(40) % 4, [4, 5, 7, 9, 10, 14, 15, 28]
     split = hold_out(labels, 0.2, 7, "train.h5")
     assert split.validation.tolist() == golden

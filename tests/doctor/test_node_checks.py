@@ -148,7 +148,7 @@ def test_the_variables_that_are_too_large_are_named() -> None:
 
 
 def test_the_busiest_node_is_named() -> None:
-    """A training on a login node was a hundred times slower without a word."""
+    """A busy node can make a training a hundred times slower."""
     facts = [NodeLoad(1, 2, 2, 4), None, NodeLoad(3, 2, 2, 4), None]
     [found] = node_checks.judge_load(view(2, 2), facts)
     assert (found.key, found.severity) == ("busy", Severity.REMARK)

@@ -423,7 +423,7 @@ def test_a_start_that_fails_leaves_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [None, 0, 85])
 def test_one_that_finishes_leaves_nothing(tmp_path: Path, code: int | None) -> None:
-    """A training that a signal had stopped, with a checkpoint and code 85, was reported as one that failed."""
+    """Exit code 85, with which a training ends after a request to stop, is not a failure."""
     path = place_of_start({"TMPDIR": str(tmp_path)}, _RANK_1)
     try:
         with recorded(path, _RANK_1):

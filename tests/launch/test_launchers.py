@@ -364,7 +364,7 @@ def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch, req
 
 
 def test_one_rule_for_the_key_and_for_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key was refused where the variable was accepted: two ranks of two threads each on two cores."""
+    """The key `threads` and the variable OMP_NUM_THREADS have the same range, also if ranks share cores."""
     _cpus(monkeypatch, 2, 2)
     two = Launcher("MPICH hydra mpiexec", 2, 0, 2, 0, "PMI_RANK")
     turns = "2 threads per rank, which take turns on 1 core"
@@ -389,7 +389,7 @@ def test_one_rule_for_the_key_and_for_the_variable(monkeypatch: pytest.MonkeyPat
 def test_the_load_of_other_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, average: str, running: int, threads: int, others: int | None, busy: bool
 ) -> None:
-    """A load average alone would blame the training that ended a minute ago, a count alone the ranks that start next to it."""
+    """The load average includes a training that has just ended, and the count includes ranks that are starting."""
     monkeypatch.setattr("hpctrain.launch.threads.physical_cores", lambda cpus: 2)
     (tmp_path / "loadavg").write_text(f"{average} 1.00 1.00 {running}/80 11\n")
     load = node_load(ALONE, threads, tmp_path)

@@ -124,7 +124,7 @@ def test_sgd_and_lars_equal_their_definitions(dtype: str, tolerance: float, trus
 
 
 def test_biases_of_batch_norms_have_a_rate_of_their_own() -> None:
-    """The factor reaches neither other parameters nor only the gradient: decay and momentum belong to the rate, too."""
+    """The factor applies to gradient, decay and momentum of these biases, and to no other parameters."""
     options: Any = {"momentum": 0.85, "nesterov": True, "weight_decay": 0.05, "decay_exclude": "none"}
     group, slow, fast = make_group(), make_group(), make_group()
     ours = run(Sgd(**options, norm_bias_rate=64.0), group, gradients(group, 5), [0.1, 0.2, 0.05, 0.0, 0.3])

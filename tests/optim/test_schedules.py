@@ -131,10 +131,8 @@ VALUES = st.lists(st.one_of(st.integers(0, 8).map(float), st.just(math.nan)), mi
 
 
 @given(VALUES, st.integers(1, 3), st.sampled_from([0.0, 1.5]), st.booleans())
-def test_a_plateau_reduces_the_rate_where_the_definition_does(
-    values: list[float], patience: int, min_delta: float, of_loss: bool
-) -> None:
-    """Alone finds a count that goes on after a reduction, or that a second evaluation of an epoch or a checkpoint changes."""
+def test_a_plateau_reduces_the_rate_as_defined(values: list[float], patience: int, min_delta: float, of_loss: bool) -> None:
+    """A reduction resets the count; a second evaluation of an epoch, or a checkpoint, does not change it."""
     metric, sign = ("ema_loss", -1) if of_loss else ("top1", 1)
     schedule = Plateau(**COMMON, factor=0.5, patience=patience, metric=metric, min_delta=min_delta, min_lr=0.06)
     state, best, waited, expected = None, -math.inf, 0, 0.4
@@ -148,10 +146,11 @@ def test_a_plateau_reduces_the_rate_where_the_definition_does(
             state = PlateauState.from_meta(json.loads(json.dumps(asdict(state))))
         assert schedule.rate(3, state) == pytest.approx(expected)
     assert schedule.rate(3, None) == schedule.lr(3) == 0.4
+    assert Constant(**COMMON).observed(state, len(values) + 1, {metric: 0.0}) is state  # for a plateau after another resume
 
 
 @pytest.mark.torch
-def test_a_plateau_is_torchs() -> None:
+def test_a_plateau_equals_torchs() -> None:
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
     kind = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -188,7 +187,7 @@ def test_equal_to_torch():
 
 @pytest.mark.parametrize("anneal", ["cosine", "linear"])
 def test_one_cycle_boundary_values(anneal):
-    """Finds a peak that is not at its share of all steps, and ends that are not the factors."""
+    """The peak is at its share of all steps, and the first and last rates are the factors of the base rate."""
     schedule = OneCycle(**COMMON, peak=1 / 3, warmup_start=0.1, final_factor=0.01, anneal=anneal)
     assert schedule.lr(0) == pytest.approx(0.04)
     assert schedule.lr(21) == 0.4

@@ -57,8 +57,8 @@ def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
     assert [line.differs for line in parts["settings"].tables[1].lines] == [True, False]
 
 
-def test_a_page_begins_with_the_accuracy_and_what_reached_it(tmp_path: Path) -> None:
-    """A reader had to search for the result; several runs were named by directories, which broke the columns of a table."""
+def test_a_page_begins_with_the_best_accuracy_and_its_run(tmp_path: Path) -> None:
+    """Several runs have their configured names, because names of directories are too wide for columns."""
     config = "name: {}\nmodel: {{name: small}}\nbatch: 100\noptimizer: {{name: sgd, lr: 0.1}}\n"
     first, second = (
         write_run(tmp_path, config=config.format("first"), epochs=1),
@@ -74,8 +74,8 @@ def test_a_page_begins_with_the_accuracy_and_what_reached_it(tmp_path: Path) -> 
     assert report_page(read_runs([second.path])).headline == ""
 
 
-def test_what_is_lacking_has_no_part(tmp_path: Path) -> None:
-    """A page had parts of a single sentence about traces and events that did not exist."""
+def test_a_part_without_content_is_left_out(tmp_path: Path) -> None:
+    """Runs without traces and events have no parts on them."""
     first, second = write_run(tmp_path), write_run(tmp_path)
     first.metrics_path.write_text("")
     parts = {part.key: part for part in report_page(read_runs([first.path, second.path])).parts}

@@ -221,7 +221,7 @@ def test_printed_parts_add_up_and_fit_80_columns(seconds: float, shares: list[fl
     ],
 )
 def test_a_prediction_that_is_off_has_a_reason(measured: StepParts, predicted: float, words: str) -> None:
-    """Would find a wrong number without words, or a reason that explains another direction or a small part of the error."""
+    """The reason has the direction of the error, and its text states whether it explains less than half of the error."""
     sampled = _parts_of(8.0, 6.0, 1.3, 0.0, 0.5, 0.1, 0.1)
     reason = accounts.error_reason(measured, sampled, PredictedStep(predicted, 0.5, 1.0, "", ""), from_samples=True)
     assert reason.startswith(words)

@@ -20,7 +20,7 @@ BALANCED = [21 / (3 * count) for count in COUNTS]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A configuration in float64, with exact sums; its last batch has one sample, so that a rank has none."""
+    """Write a configuration in float64 with exact sums. Its last batch has one sample, so one of two ranks has none."""
     random = np.random.default_rng(0)
     labels = np.repeat(np.arange(4), (*COUNTS, 0))
     images = random.integers(0, 256, (len(labels), 8, 8, 3), np.uint8)
@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def trained(ranks: int, file: Path, weights: object) -> tuple[dict[str, bytes], list[float]]:
-    """The parameters and the training losses of a run."""
+    """Return the parameters and the training losses of a run."""
     output = file.parent / f"runs-{len(list(file.parent.iterdir()))}"
     train_virtual(ranks, file, f"loss.class_weights={json.dumps(weights)}", f"output={output}")
     (run,) = output.iterdir()
@@ -53,7 +53,7 @@ def trained(ranks: int, file: Path, weights: object) -> tuple[dict[str, bytes], 
 
 
 def test_balanced_weights_are_those_of_the_labels_on_any_ranks(file: Path) -> None:
-    """Alone finds a divisor of one rank's samples, and weights that training steps do not receive."""
+    """The divisor is the sum of weights over the samples of all ranks, and training steps use the weights."""
     alone = trained(1, file, "balanced")
     assert trained(2, file, BALANCED) == alone
     assert trained(2, file, None)[0] != alone[0]

@@ -570,7 +570,7 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
 
 
 def test_a_run_whitens_patches_of_its_training_images(folder: Path) -> None:
-    """The filters are computed in the network's units, stay as they are if frozen, and a resume keeps those of the checkpoint."""
+    """The filters whiten normalised images, do not change if frozen, and are restored from the checkpoint at a resume."""
     words = ("init.whiten=stage1.conv", "init.freeze=[stage1.*]", "model.channels=[18, 2]")
     run_in_process.train(folder, *words)
     whole = newest(folder)
@@ -602,6 +602,15 @@ def test_each_grid_starts_with_the_same_filters(folder: Path, grid: str, monkeyp
     run_in_process.train_virtual(ranks, folder / "tiny.yaml", *words, *of_grid, steps=1)
     assert len(computed) == 1
     np.testing.assert_array_equal(newest(folder)[parameter_key("stage1.conv.weight")], expected)
+
+
+def test_patches_of_a_dilated_convolution_are_dilated() -> None:
+    """Would find filters of neighbouring pixels, which the convolution does not read together."""
+    spec = Conv2dSpec(2, 8, Window((2, 2), (1, 1), (0, 0, 0, 0), dilation=(2, 3)))
+    images = np.random.default_rng(0).standard_normal((5, 9, 8, 2)).cumsum(1).cumsum(2)
+    corners = [images[:, row : row + 7, column : column + 5] for row in (0, 2) for column in (0, 3)]
+    outputs = np.concatenate(corners, 3).reshape(-1, 8) @ whitening_filters(images, spec).reshape(8, 8).T
+    np.testing.assert_allclose(np.cov(outputs, rowvar=False, bias=True), np.eye(8), atol=0.01)
 
 
 def test_what_cannot_be_whitened_is_refused() -> None:

@@ -81,7 +81,7 @@ def test_create_and_open(tmp_path):
 
 
 def test_a_run_of_another_version_is_refused_and_not_listed(tmp_path):
-    """Alone finds a later release's run that this one would resume, and cut, as if it were its own."""
+    """A run of a later release must not be resumed, which would cut its records."""
     run = create(tmp_path)
     marker = run.path / "run.json"
     marker.write_text(marker.read_text().replace('"format_version": 1', '"format_version": 2'))

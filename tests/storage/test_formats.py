@@ -407,7 +407,7 @@ STEPS_PER_EPOCH = 5
 
 
 def written(epochs: int) -> list[Record]:
-    """What a run of 5 steps per epoch records: its start, each step, each epoch's end and its evaluation."""
+    """Return the records of a run of 5 steps per epoch: its start, each step, each epoch's end and its evaluation."""
     found: list[Record] = [{"kind": "progress", "mode": "test"}]
     for epoch in range(epochs):
         found.append({"kind": "image_size", "epoch": epoch + 1, "step": epoch * STEPS_PER_EPOCH, "size": 24})

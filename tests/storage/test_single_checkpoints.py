@@ -1,4 +1,4 @@
-"""Checkpoints of one file: whole or not there; converted to the other layout; those of earlier programs."""
+"""Checkpoints of one file: complete or absent, converted to the other layout, and written by earlier programs."""
 
 import hashlib
 import json
@@ -500,7 +500,7 @@ def _newest(run: Path) -> CheckpointContent:
 
 
 def _schedules(content: CheckpointContent) -> dict[str, str]:
-    """By name."""
+    """Return the schedules of a checkpoint by name."""
     schedules: Any = content.meta["schedules"]
     return dict(schedules)
 

@@ -363,7 +363,7 @@ def test_rounded_parameters_and_what_rounding_took_away_are_put_and_taken_again(
         assert np.array_equal(exact.tensors[key], value) if key in exact.tensors else not value.any()
 
 
-def test_a_position_in_which_nothing_happened_is_short() -> None:
+def test_a_position_stores_no_empty_optional_fields() -> None:
     assert POSITION.to_meta() == {"epoch": 2, "samples": 6, "global_step": 17, "sums": asdict(POSITION.sums)}
     assert Position.from_meta({"position": POSITION.to_meta()}) == POSITION
     eventful = replace(POSITION, skipped=3, skipped_in_a_row=1, reorderings=(Reordering(0, 5, 1), Reordering(2, 0, 2)))

@@ -59,7 +59,7 @@ template <class T> __device__ __forceinline__ void cross_entropy(
   shifted = smoothing != 0 ? over_block(shifted, shared.sums, Sum2()) : 0;
   const double total = others + double(exponential(own - top)), uniform = smoothing / classes;
 
-  // The parts of the target: of the label, and of all classes together.
+  // The label's part of the target, and the sum of the target over all classes.
   const double part = weights.of ? (1 - smoothing) * weights(label) : 1 - smoothing;
   const double target = weights.of ? part + smoothing * weights.mean : 1;
 
@@ -71,8 +71,8 @@ template <class T> __device__ __forceinline__ void cross_entropy(
   }
   if (!dx) return;
   const S probability = S(scale * target / total), share = S(scale * uniform);
-  const double all = weights.of ? smoothing * weights.mean - uniform * weights(label) : smoothing - uniform;
-  const S at_label = S(scale * (all - target * (others / total)));
+  const double rest = weights.of ? smoothing * weights.mean - uniform * weights(label) : smoothing - uniform;  // of the other classes
+  const S at_label = S(scale * (rest - target * (others / total)));
   for (int32_t c = threadIdx.x; c < classes; c += blockDim.x) {
     const S other = weights.of ? S(scale * uniform * weights(c)) : share;
     const S d = c == label ? at_label : exponential(value(x[c]) - top) * probability - other;

@@ -78,9 +78,9 @@ class SoftmaxCrossEntropy(LossOperator):
             shifted -= shifted.max(axis=1, keepdims=True)
             soft = np.exp(shifted)
             total = soft.sum(axis=1, keepdims=True)
-            uniform = self.spec.smoothing / classes
-            # The parts of each sample's target, which add up to 1 without weights of classes.
-            parts = [((1.0 - self.spec.smoothing) * share * _of(weights, indices), indices) for share, indices in shares]
+            uniform, sure = self.spec.smoothing / classes, 1.0 - self.spec.smoothing
+            # The target of each sample: a part for each of its labels, and the uniform part of label smoothing.
+            parts = [(sure * share * _label_weights(weights, indices), indices) for share, indices in shares]
             target = 1.0 if weights is None else sum(part for part, _ in parts) + uniform * weights.sum()
             aim = sum(part * shifted[rows, indices] for part, indices in parts)
             if uniform:
@@ -105,8 +105,8 @@ def _class_weights(spec: SoftmaxCrossEntropySpec, class_scale: float | None) -> 
     return np.array(spec.class_weights) * class_scale if spec.class_weights and class_scale is not None else None
 
 
-def _of(weights: np.ndarray | None, labels: np.ndarray) -> np.ndarray | float:
-    """Return the weights of labels; 1 without weights."""
+def _label_weights(weights: np.ndarray | None, labels: np.ndarray) -> np.ndarray | float:
+    """Return the weight of each label; 1 if weights are not applied."""
     return 1.0 if weights is None else weights[labels]
 
 

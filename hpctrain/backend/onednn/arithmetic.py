@@ -214,7 +214,7 @@ class OnednnMomentDescent:
     ) -> None:
         self._longest = min(CHUNK * threads, max(1, data.size))
         self._rule = rule
-        # The last array holds the decayed gradient, if there is one, until the moments are updated, then the denominator.
+        # The last array holds the gradient with its decay until the moments are updated, and then the denominator.
         self._arrays = data, gradient, first, second, allocate(4 * self._longest)
         self._w, self._g, self._m, self._v, self._denominator = (array.ctypes.data for array in self._arrays)
         names = ("gradient_scale", "scale", "first_weight", "second_weight", "root_squared", "epsilon", "step", "decay")
@@ -253,7 +253,7 @@ class OnednnMomentDescent:
     def _moments(self, run: UpdateRun, corrections: Corrections) -> Iterator[tuple[int, int, int]]:
         """Update m and v and compute the denominator root * sqrt(v) + epsilon, chunk by chunk; yield each chunk as `_chunks`.
 
-        Without a decoupled decay, the number `decay` is that of the run.
+        The caller sets the number `decay`, which is that of the run if the decay is not decoupled.
         """
         rule, decays = self._rule, bool(run.decay) and not self._rule.decoupled
         scale = 1.0 if decays else run.gradient_scale

@@ -46,7 +46,7 @@ class Augmentation(ABC):
 
     @property
     def alternates(self) -> bool:
-        """Whether odd epochs use the random numbers of even ones plus 1/2, modulo 1, and all even epochs the same ones."""
+        """Whether all even epochs use the same random numbers, and odd epochs these numbers plus 1/2, modulo 1."""
         return False
 
     def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Arrays of images and labels: `.npz` and `.npy` files, and what `hdf5` shares with them.
+"""Arrays of images and labels: `.npz` and `.npy` files, and the functions that `hdf5` shares.
 
 Labels are integers or one-hot rows. Images are integers of 8 bits, or deeper integers or floating-point numbers, which are scaled
 to 8 bits from a range that is given or measured over all images.
@@ -121,7 +121,7 @@ def _key(file: Path, arrays: Any, key: str | None, usual: Sequence[str], option:
     """Return the name of an array.
 
     Raises:
-        DataError: there is no such array. The message lists all arrays with their shapes.
+        DataError: there is no such array. The message lists the first 20 arrays.
     """
     found = next((name for name in (usual if key is None else (key,)) if name in arrays.files), None)
     if found is None:
@@ -151,8 +151,8 @@ def convert(
     """Write images and labels as one data file.
 
     Args:
-        value_range: values that become 0 and 255; values beyond them are clipped. None: bytes are kept, other values are scaled
-            from the range that is measured over all images.
+        value_range: values that become 0 and 255; values beyond them are clipped. None: integers are kept if none is above 255,
+            and other values are scaled from the range that is measured over all images.
 
     Raises:
         DataError: the values have no known range, a label has no class name, a part is unreadable, the disk has too little space,
@@ -169,15 +169,17 @@ def convert(
             f"The images in {source.path} need {needed:,} bytes, but the disk of {out} has {free:,} free; write to another disk."
         )
     value_range = _measured(source) if value_range is None else value_range
-    stored = value_range if source.images.dtype.kind in "iu" else None  # pictures have no floating-point numbers
+    # Predictions apply the stored range to pictures of 16 bits, which a range of bytes or of floating-point numbers does not fit.
+    stored = value_range if source.images.dtype.kind in "iu" and source.images.dtype.itemsize > 1 else None
     write_data_file(out, count, source.shape, names, _chunks(source, value_range, advance), value_range=stored)
 
 
 def _measured(source: ForeignImages) -> ValueRange | None:
-    """Return the range of the values of all images; None if they are bytes.
+    """Return the range of the values of all images; None if they are integers up to 255.
 
     Raises:
-        DataError: some values are negative, or floating-point numbers above 255, so that their range is unknown.
+        DataError: some values are negative, floating-point numbers above 255 or integers of more than 16 bits, so that their
+            range is unknown.
     """
     dtype = source.images.dtype
     if dtype == np.uint8:

@@ -290,9 +290,20 @@ def range_up_to(most: float) -> ValueRange | None:
 def measured_range(
     read: Callable[[Item], Path | bytes], items: Iterable[Item], threads: int, max_pixels: int | None = None
 ) -> ValueRange | None:
-    """Return the range of the values of pictures that declare 16 bits per value, but use fewer; None if there are none."""
-    most = max(in_order(lambda item: deep_maximum(read(item), max_pixels), items, threads), default=0)
-    return range_up_to(most) if most else None
+    """Return the range of the values of pictures that declare 16 bits per value, but use fewer; None if there are none.
+
+    Raises:
+        DataError: there are such pictures, but also some of floating-point numbers or wider integers.
+    """
+    maxima = list(in_order(lambda item: deep_maximum(read(item), max_pixels), items, threads))
+    most = max(maxima, default=0)
+    measured = range_up_to(most) if most > 0 else None
+    if measured is not None and min(maxima) < 0:
+        raise DataError(
+            f"Some pictures have floating-point numbers or integers of 32 bits, and others 16 bits with values up to {most}, so "
+            f"that their range is unknown; give the values of black and white, such as --range 0 {measured[1]:g}."
+        )
+    return measured
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.text import choices
+from hpctrain.core.text import choices, counted
 from hpctrain.data.convert.common import listed, numbered_names
 from hpctrain.data.convert.folder import Tree
 from hpctrain.data.files import read_regular, require_file, system_errors_as
@@ -95,7 +95,7 @@ def _lines(
                 continue
             line = reader.line_num
             if len(row) != len(header):
-                faults.append((line, f"{len(row)} values instead of {len(header)}"))
+                faults.append((line, f"{counted(len(row), 'value')} instead of {len(header)}"))
                 continue
             name, label = (row[place].strip() for place in places)
             path = directory / f"{name}{columns.suffix}"

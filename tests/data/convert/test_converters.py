@@ -10,8 +10,10 @@ import struct
 import h5py
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from hpctrain.cli.data import data
 from hpctrain.core.errors import DataError
 from hpctrain.data.convert import arrays, cifar, common, folder, hdf5, idx, npz, table
 from hpctrain.data.image_file import ImageFile
@@ -354,8 +356,22 @@ def test_arrays_of_every_form_and_range(tmp_path, images, value_range, wanted, s
         assert file.value_range == stored
 
 
+def test_bytes_have_no_stored_range(tmp_path):
+    """Would find bytes that become nearly black as test set of 12-bit data, and a range of bytes that pictures would get."""
+    np.savez(tmp_path / "deep.npz", x=DEEP, y=LABELS)
+    np.savez(tmp_path / "bytes.npz", x=IMAGES, y=LABELS)
+    for name, words in (("deep", []), ("bytes", ["--class-names", str(tmp_path / "deep.h5")])):
+        files = str(tmp_path / f"{name}.npz"), str(tmp_path / f"{name}.h5")
+        result = CliRunner().invoke(data, ["convert", "arrays", *files, *words])
+        assert result.exit_code == 0, result.output
+    assert np.array_equal(ImageFile.open(tmp_path / "bytes.h5").images, IMAGES)
+    arrays.convert(arrays.opened(tmp_path / "bytes.npz"), tmp_path / "wide.h5", value_range=(0.0, 510.0))
+    wide = ImageFile.open(tmp_path / "wide.h5")
+    assert (wide.value_range, wide.images[:].max()) == (None, np.rint(IMAGES.max() / 2))
+
+
 def test_arrays_that_are_missing_are_named(tmp_path):
-    """Would find a traceback of NumPy in place of the names of the arrays that there are."""
+    """Would find a traceback of NumPy instead of the names of the arrays."""
     np.savez(tmp_path / "a.npz", train_x=IMAGES, train_y=LABELS)
     assert len(arrays.opened(tmp_path / "a.npz", "train_x", "train_y").labels) == 6
     with pytest.raises(DataError, match=r"has no array x or images or data \(it has train_x, train_y\); give --images\."):
@@ -416,7 +432,7 @@ WRONG = ["a.png,cat", "x.png,dog", "b.png", ",dog", "a.png,dog"]
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        (WRONG, {}, r"has 4 wrong lines \(line 3: there is no file .*x\.png, line 4: 1 values instead of 2, line 5: no file, "),
+        (WRONG, {}, r"has 4 wrong lines \(line 3: there is no file .*x\.png, line 4: 1 value instead of 2, line 5: no file, "),
         (WRONG, {}, r"line 6: a\.png is also in line 2\)"),
         (["a.png,cat", "b.png,"], {}, r"has 1 wrong line \(line 3: no label\)"),
         (["a.png,cat", "b.png,cow"], {"class_names": ["cat", "dog"]}, r"line 3: there is no class 'cow'"),
@@ -428,7 +444,7 @@ WRONG = ["a.png,cat", "x.png,dog", "b.png", ",dog", "a.png,dog"]
     ],
 )
 def test_faults_of_a_table_are_named_by_line(tmp_path, lines, options, message):
-    """Would find a table that is converted without some of its lines, or whose faults are told one at a time."""
+    """Would find a table that is converted without some of its lines, or whose faults are reported one at a time."""
     with pytest.raises(DataError, match=message):
         table.scan(write_table(tmp_path, lines), **options)
 

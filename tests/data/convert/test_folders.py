@@ -586,6 +586,17 @@ def test_twelve_bits_in_sixteen_are_scaled_by_their_range(tmp_path: Path, suffix
     assert ImageFile.open(tmp_path / "test.h5").images[:].max() <= 2
 
 
+def test_a_measured_range_is_not_that_of_floating_point_numbers(tmp_path: Path) -> None:
+    """Would find numbers from 0 to 1 that become black because other pictures have 12 bits."""
+    root = _deep_tree(tmp_path / "a", np.full((2, 3, 3), 4095, np.uint16), ".png")
+    Image.fromarray(np.full((3, 3), 0.5, np.float32)).save(root / "ant" / "f.tif")
+    options = {"size": (3, 3), "channels": 1, "threads": 1}
+    with pytest.raises(DataError, match=r"floating-point numbers .* values up to 4095, .* --range 0 4095\."):
+        folder.convert(folder.scan(root), tmp_path / "a.h5", **options)
+    folder.convert(folder.scan(root), tmp_path / "a.h5", value_range=(0.0, 1.0), **options)
+    assert sorted(ImageFile.open(tmp_path / "a.h5").images[:, 0, 0, 0].tolist()) == [128, 255, 255]
+
+
 def test_sixteen_bits_that_are_used_keep_their_upper_bits(tmp_path: Path) -> None:
     """Would find a range that follows the brightest picture of each set."""
     values = np.array([[[0, 255, 256], [32768, 65280, 20000]]], np.uint16)
