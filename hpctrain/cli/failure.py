@@ -54,7 +54,23 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         with user_errors_end_in_sentences():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except click.NoSuchOption as error:
+                raise _as_override(error) from None
+
+
+def _as_override(error: click.NoSuchOption) -> click.UsageError:
+    """Return the error with advice if the unknown option is a key of the configuration that the command accepts as OVERRIDE."""
+    from hpctrain.config.schema import Config
+
+    key = error.option_name.lstrip("-").replace("-", "_")
+    takes = error.ctx is not None and any(parameter.name == "overrides" for parameter in error.ctx.command.params)
+    if not takes or key.partition(".")[0] not in Config.model_fields:
+        return error
+    return click.UsageError(
+        f"No such option '{error.option_name}', but a key of the configuration; write {key}=VALUE.", error.ctx
+    )
 
 
 @contextlib.contextmanager

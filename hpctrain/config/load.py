@@ -336,11 +336,11 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
         return {"action": data}
     if data == SYNTHETIC and section is DataConfig:
         return DataConfig.of_synthetic()
+    if data is None and (near := nearest_sibling(path)):
+        raise ConfigError(f'{label}: Unknown key "{dotted(path)}"{near}.')
     if data is None:
-        raise ConfigError(
-            f'{label}: Cannot set item "{key}" of {dotted(path)}, which is not set{nearest_sibling(path)}; '
-            f"set {dotted(path)} as a whole."
-        )
+        whole = dotted(path)
+        raise ConfigError(f'{label}: Cannot set item "{key}" of {whole}, which is not set; set {whole} as a whole.')
     whole = dotted(path)
     hint = f"; set {whole} itself" if whole else ""
     raise ConfigError(f'{label}: {whole or "The configuration"} is a single value and has no "{key}"{hint}.')

@@ -140,6 +140,9 @@ def _count_or_auto(value: Any) -> Any:
 Threads = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 
 
+_LIKE_A_NUMBER = re.compile(r"[-+\d.,\s]+%?")  # "0,1" or "10%", which are no names of files
+
+
 def _validation(value: Any) -> Any:
     if isinstance(value, str) and DECIMAL.fullmatch(value):
         value = float(value) if set(value) & set(".eE") else int(value)
@@ -148,7 +151,7 @@ def _validation(value: Any) -> Any:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         if value is None or 0 < value < 1 or (isinstance(value, int) and value >= 1):
             return value
-    elif isinstance(value, str) and value:
+    elif isinstance(value, str) and value and not _LIKE_A_NUMBER.fullmatch(value):
         return expanded_path(one_line(value))
     raise PydanticCustomError(
         "validation_type",

@@ -108,6 +108,7 @@ plan simulate: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
 plan simulate: CONFIG --ranks 2 --machine xc40 --trace file/x => --trace file/x cannot be written
 plan simulate: CONFIG --ranks 1,500 --machine xc40 --mode strong => the smallest batch is 500
 plan schedule: nowhere.yaml --ranks 2 => nowhere.yaml: Cannot read the configuration
+train: CONFIG --epochs 3 => write epochs=VALUE
 bench data: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 bench data: CONFIG => There is no data file data/fashion-mnist/train.h5
 bench data: CONFIG 'data.augment=[cropp]' => There is no augmentation "cropp"

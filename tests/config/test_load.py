@@ -322,7 +322,7 @@ def test_overrides_alone_make_a_configuration():
         ("=3", ["key=value"]),
         ("data..train=3", ["key=value"]),
         ("batsh=3", ['Unknown key "batsh"', '"batch"']),
-        ("optimzer.lr=3", ["optimzer, which is not set", '"optimizer"']),
+        ("optimzer.lr=3", ['Unknown key "optimzer"', 'nearest known key is "optimizer"']),
         ("batch=many", ["batch is many", "integer"]),
         ("batch=[1", ["not valid YAML"]),
         ("data.augment.1={a: 1, a: 2}", ['"a"', "twice"]),

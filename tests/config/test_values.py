@@ -220,7 +220,7 @@ def test_faulty_class_weights_are_refused_with_one_sentence(written: str) -> Non
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("written", ["0", "1.5", "-3", "true", "[0.1]", "''", ".nan"])
+@pytest.mark.parametrize("written", ["0", "1.5", "-3", "true", "[0.1]", "''", ".nan", "0,1", "10%"])
 def test_what_is_no_validation_is_refused(written: str) -> None:
     with pytest.raises(ConfigError, match=r"data.validation .*must be a fraction above 0 and below 1, such as 0.1, a number of"):
         parse(_REST, overrides=[f"data.validation={written}"])
