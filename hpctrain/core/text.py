@@ -224,7 +224,7 @@ def colours(descriptor: int, environ: Mapping[str, str]) -> bool:
 _CUTOFF = 0.5  # minimum of difflib's similarity: one wrong letter in three still finds a word
 
 
-_MOST_LISTED = 40
+_MOST_LISTED = 30
 
 
 _MOST_COMPARED = 200

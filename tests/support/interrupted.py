@@ -227,7 +227,17 @@ class PartOfRun:
             "constant", {}, base_lr=task.lr, epochs=config.epochs, steps_per_epoch=len(loader), warmup_epochs=0.0
         )
         backend = Backend("numpy", task.dtype, task.kernels, "virtual")
-        return TrainingSetup(backend, replica, cast(Loader, disturbed), None, schedule, DataFacts.of(file), (), task.image_sizes)
+        return TrainingSetup(
+            backend,
+            replica,
+            cast(Loader, disturbed),
+            evaluation_loader=None,
+            test_loader=None,
+            schedule=schedule,
+            data=DataFacts.of(file),
+            notes=(),
+            sizes=task.image_sizes,
+        )
 
 
 class _Disturbed:
