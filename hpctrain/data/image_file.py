@@ -333,7 +333,7 @@ class ImageFile:
         mean: (C,) float64, in units of 0..1.
         std: (C,) float64, in units of 0..1.
         fit: method by which pictures were resized to one size ("crop", "squash"); None: unknown.
-        sums: (N,) crc32 of each sample's stored bytes; None if missing.
+        sums: (N,) crc32 of each sample's stored bytes; None for generated images.
         value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 

@@ -190,7 +190,7 @@ def _measured(source: ForeignImages) -> ValueRange | None:
     if least < 0 or most >= 1 << 16 or (dtype.kind == "f" and most > _LARGEST_BYTE):
         raise DataError(
             f"The images in {source.path} have values from {least:g} to {most:g} ({dtype}), whose range is unknown; give the "
-            f"values of black and white, such as --range {least:g} {most:g}."
+            f"values of black and white, such as --range {min(0.0, least):g} {max(0.0, most):g}."
         )
     if dtype.kind == "f":
         return (0.0, 1.0) if most <= 1 else (0.0, float(_LARGEST_BYTE))

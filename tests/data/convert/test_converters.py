@@ -259,6 +259,7 @@ def test_grey_images_and_names_in_groups(tmp_path):
     [
         ({"images": IMAGES / 255 * 300}, r"values from 0 to 300 \(float64\), whose range is unknown; .* --range 0 300\."),
         ({"images": IMAGES.astype(np.int16) - 1}, r"values from -1 to 254 \(int16\), whose range is unknown"),
+        ({"images": np.full_like(IMAGES, 9, np.int32) << 14}, r"such as --range 0 147456\."),
         ({"images": np.where(IMAGES > 9, IMAGES / 255, np.nan)}, r"a value that is not finite in image 0"),
         ({"images": IMAGES > 9}, r"holds values of type bool, but images must be numbers"),
         ({"images": IMAGES[0, 0]}, r"holds an array of \(9, 3\); images must be"),
