@@ -68,9 +68,7 @@ def _as_override(error: click.NoSuchOption) -> click.UsageError:
     takes = error.ctx is not None and any(parameter.name == "overrides" for parameter in error.ctx.command.params)
     if not takes or key.partition(".")[0] not in Config.model_fields:
         return error
-    return click.UsageError(
-        f"No such option '{error.option_name}', but a key of the configuration; write {key}=VALUE.", error.ctx
-    )
+    return click.UsageError(f"{error.option_name} is no option, but a key of the configuration; write {key}=VALUE.", error.ctx)
 
 
 @contextlib.contextmanager

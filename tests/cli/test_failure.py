@@ -108,7 +108,6 @@ plan simulate: CONFIG --ranks 2 --machine file => file:1: This is not valid YAML
 plan simulate: CONFIG --ranks 2 --machine xc40 --trace file/x => --trace file/x cannot be written
 plan simulate: CONFIG --ranks 1,500 --machine xc40 --mode strong => the smallest batch is 500
 plan schedule: nowhere.yaml --ranks 2 => nowhere.yaml: Cannot read the configuration
-train: CONFIG --epochs 3 => write epochs=VALUE
 bench data: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 bench data: CONFIG => There is no data file data/fashion-mnist/train.h5
 bench data: CONFIG 'data.augment=[cropp]' => There is no augmentation "cropp"
@@ -204,6 +203,16 @@ def test_a_users_mistake_is_a_sentence(folder: Path, command: str) -> None:
         assert all(line.startswith("hpctrain: ") and line.endswith(".") for line in said), (arguments, errors)
         assert "Traceback" not in output + errors, arguments
         assert not (folder / "out.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [("--epochs", "write epochs=VALUE."), ("--optimizer.lr", "write optimizer.lr=VALUE.")]
+)
+def test_a_key_as_an_option_is_answered_by_its_override(option: str, words: str) -> None:
+    """Would find the advice to use an option with a similar name, such as --steps, for a key of the configuration."""
+    result = CliRunner().invoke(cli, ["train", "file.yaml", option, "3"])
+    assert result.exit_code == 2
+    assert words in result.output
 
 
 @pytest.mark.parametrize(
