@@ -231,12 +231,23 @@ _MOST_COMPARED = 200
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the most similar of `names`; None if no name is similar."""
+    """Return the most similar of `names`; None if no name is similar.
+
+    Of names that are equally similar, it is the one with the longest common beginning, then the first in alphabetical order.
+    """
     if len(name) > _MOST_COMPARED:  # no name is similar, and the comparison would be slow
         return None
     import difflib  # here, as few processes need it
 
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=_CUTOFF)), None)
+    known = sorted(names)
+    close = set(difflib.get_close_matches(name, known, n=max(1, len(known)), cutoff=_CUTOFF))
+    matcher = difflib.SequenceMatcher(b=name)
+
+    def similarity(candidate: str) -> tuple[float, int]:
+        matcher.set_seq1(candidate)
+        return matcher.ratio(), len(os.path.commonprefix([candidate, name]))  # noqa: RUF071  characters are meant
+
+    return max((candidate for candidate in known if candidate in close), key=similarity, default=None)
 
 
 def choices(name: str, names: Iterable[str]) -> str:

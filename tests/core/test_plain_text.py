@@ -24,6 +24,7 @@ from hpctrain.core.text import (
     escaped,
     folded,
     forbidden,
+    nearest,
     place,
     ranks_of,
     sentence,
@@ -56,6 +57,12 @@ def test_what_is_escaped_holds_none_and_others_stay(text: str) -> None:
 def test_a_shell_reads_a_word_as_it_was(text: str) -> None:
     assert shlex.split(shell_word(text)) == [text]
     assert not shell_word(text).startswith(("=", "~", "#"))
+
+
+@pytest.mark.parametrize(("name", "near"), [("resnet21", "resnet20"), ("resnet51", "resnet50"), ("vgg", "vgg11"), ("yolo", None)])
+def test_the_nearest_name_begins_like_the_unknown_one(name: str, near: str | None) -> None:
+    """Would find a name that is as similar by its letters, such as resnet32 for resnet21."""
+    assert nearest(name, ["resnet56", "resnet32", "resnet18", "resnet50", "resnet20", "vgg13", "vgg11"]) == near
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(1, 30))
