@@ -62,8 +62,8 @@ def make_network(
 ) -> Network:
     """Return hpctrain's network without dropout. Weights are rounded to float32, so they are equal in both precisions.
 
-    Each weight differs at random from its usual value. Otherwise some gradients are zero but for rounding, as that of a batch norm
-    whose output passes an identity on its way to the next batch norm.
+    Each weight differs at random from its usual value. Otherwise some gradients are zero but for rounding, for example that of a
+    batch norm whose output passes an identity on its way to the next batch norm.
     """
     off = {"dropout": 0.0} if "dropout" in catalogue.options(name) else {}
     model = catalogue.build(name, {**options, **off})

@@ -310,6 +310,6 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
     if family == "resnet" and depth % 6 == 2:
         return resnet_small(depth, classes or 10, width), 3, classes or 10
     raise ValueError(
-        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, vgg_small, resnet9, resnet18 to resnet152, resnet20 to "
-        f"resnet110, or one of {', '.join([*_BOTTLENECKS, *_PREACTIVATION])}."
+        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, vgg_small, resnet9, resnet18 to resnet152, resnet20 "
+        f"to resnet110, or one of {', '.join([*_BOTTLENECKS, *_PREACTIVATION])}."
     )
