@@ -540,6 +540,23 @@ def test_options_that_a_device_takes_are_no_faults(override: str) -> None:
     check_device(config, LateKernelSet())
 
 
+@pytest.mark.parametrize(
+    ("causes", "words"),
+    [
+        ({"data.validation": (None, 0.1)}, "data.validation: not set -> 0.1 (may not change: samples that the model"),
+        ({"seed": (0, 1), "data.validation": (0.1, 0.2)}, "seed: 0 -> 1, data.validation: 0.1 -> 0.2 (may not change: samples"),
+        ({}, "validation samples: a -> b (may not change: samples"),
+    ],
+)
+def test_other_validation_samples_are_refused_by_the_keys_that_they_depend_on(causes: dict[str, Any], words: str) -> None:
+    """Would find a name in a message that is no key of a configuration."""
+    differences = [Change("held_out", "a", "b"), *(Change(key, *values) for key, values in causes.items())]
+    with pytest.raises(CheckpointError) as caught:
+        check(differences, between_epochs=True, begun_epochs=0, place="there")
+    assert words in str(caught.value)
+    assert "held_out" not in str(caught.value)
+
+
 def test_words_of_the_field_mean_keys_options_and_commands_that_exist() -> None:
     """Would find a suggestion that is refused in turn, after a key or an option has been renamed."""
     known = {".".join(map(str, path)) for path in known_paths()}
