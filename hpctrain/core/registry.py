@@ -14,7 +14,6 @@ import importlib
 import inspect
 import json
 import math
-import numbers
 import pkgutil
 import re
 import sys
@@ -267,10 +266,10 @@ def check_counts(**counts: tuple[Any, int]) -> None:
         ConfigError: one is not; the message has the name, the value and the nearest legal value.
     """
     for name, (value, least) in counts.items():
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-        if isinstance(value, numbers.Integral) and is_number and value >= least:
+        if not isinstance(value, bool) and hasattr(value, "__index__") and value.__index__() >= least:
             continue
-        near = max(least, round(float(value))) if is_number else least
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        near = max(least, round(value)) if is_number else least
         raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}; the nearest legal value is {near}.")
 
 

@@ -458,9 +458,15 @@ class Job(StartedRank):
             sampler = Sampler(samples, batch or self.batch, seed, shuffle, subset)
             if validation_of is not None:  # the other loader's cache fills its memory with the same file
                 levels = levels.model_copy(update={"fill": "first_epoch"})
-            how = {"prefetch": prefetch, "mixing": mixed, "sizes": by_epoch, "holds_out": validation is not None}
-            weights = replica.network.loss_spec.class_weights
-            loader = Loader(file, sampler, pipeline, **replica.place, **how, class_weights=weights)
+            loader = Loader(
+                *(file, sampler, pipeline),
+                **replica.place,
+                prefetch=prefetch,
+                mixing=mixed,
+                sizes=by_epoch,
+                class_weights=replica.network.loss_spec.class_weights,
+                holds_out=validation is not None,
+            )
             return loader, levels
 
         loader, levels = raise_on_all_ranks(self.world, make)
