@@ -175,7 +175,7 @@ def _say(sentence: str, rank: Callable[[], int] | None) -> None:
 
 def _out_of_memory(error: MemoryError, rank: int) -> str:
     """Return one sentence: where memory ran out, the size of the request, and the planned memory."""
-    from hpctrain.train.passes import planned
+    from hpctrain.training.passes import planned
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]

@@ -38,7 +38,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.weights_file import SUFFIXES
-from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
+from hpctrain.training.passes import backend_fault, split_fault, statistics_fault
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
 

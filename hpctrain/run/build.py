@@ -54,15 +54,15 @@ from hpctrain.run.messages import choose_transport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import weights_file
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.train.accounts import ImageSizeReport, Observer
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.passes import check_memory
-from hpctrain.train.replica import Replica
-from hpctrain.train.saving import Saver
-from hpctrain.train.snapshot import Position
-from hpctrain.train.stopping import EarlyStop, TimeLimit
-from hpctrain.train.trainer import Cadence, Trainer
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.accounts import ImageSizeReport, Observer
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.passes import check_memory
+from hpctrain.training.replica import Replica
+from hpctrain.training.saving import Saver
+from hpctrain.training.snapshot import Position
+from hpctrain.training.stopping import EarlyStop, TimeLimit
+from hpctrain.training.trainer import Cadence, Trainer
+from hpctrain.training.weight_watch import CheckCadence
 
 
 def resolve(config: Config, started: StartedJob, resume: str | None = None, repeated: str | None = None) -> Resolved:

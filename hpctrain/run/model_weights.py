@@ -34,7 +34,7 @@ from hpctrain.storage import checkpoint, weights_file
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.storage.checkpoint import CheckpointContent, parameter_key, statistic_key
 from hpctrain.storage.weights_file import WeightsFile
-from hpctrain.train.snapshot import Position, averaged_keys
+from hpctrain.training.snapshot import Position, averaged_keys
 
 ONNX = ".onnx"
 #: suffixes of the files that can be written

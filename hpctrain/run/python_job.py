@@ -49,10 +49,10 @@ from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import read_together
 from hpctrain.storage import checkpoint
 from hpctrain.storage.hdf5_store import ShardedTensors
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.replica import BETWEEN, LoopState, Replica
-from hpctrain.train.saving import Saver
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.replica import BETWEEN, LoopState, Replica
+from hpctrain.training.saving import Saver
+from hpctrain.training.weight_watch import CheckCadence
 
 
 def check_shape(shape: tuple[int, ...], replica: Replica) -> None:

@@ -13,7 +13,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.optim.schedules import Cosine
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
-from hpctrain.train.step import TrainingStep
+from hpctrain.training.step import TrainingStep
 from tests.support.here import virtual_rank
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import (

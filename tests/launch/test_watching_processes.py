@@ -263,7 +263,7 @@ _LEAVES = """
 import os, runpy, sys
 how, rank = sys.argv.pop(1), int(sys.argv.pop(1))
 def patched(*arguments):
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
     run = TrainingStep.run
     def leaving(self, batch, global_step, lr):
         here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)

@@ -54,8 +54,8 @@ from hpctrain.storage.checkpoint import (
     write,
 )
 from hpctrain.storage.weights_file import WeightsFile
-from hpctrain.train.evaluation import ConfusionCounts, log_softmax
-from hpctrain.train.replica import Replica
+from hpctrain.training.evaluation import ConfusionCounts, log_softmax
+from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, network_state, run_in_process
