@@ -420,7 +420,10 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:
-        """Return the elements in a NumPy array, bfloat16 as float32. It may be `array` itself; the caller must not modify it. Waits."""
+        """Return the elements in a NumPy array, bfloat16 as float32. Waits.
+
+        The array may be `array` itself, so the caller must not modify it.
+        """
 
     @abstractmethod
     def from_host(self, target: Array, source: np.ndarray) -> None:

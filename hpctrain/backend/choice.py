@@ -309,8 +309,9 @@ def _with_bfloat16(kernels: OnednnKernelSet) -> OnednnKernelSet:
     """
     if not kernels.multiplies_bfloat16:
         raise BackendError(
-            "precision is bfloat16, which oneDNN cannot multiply on this processor: it needs the instructions AVX512_BF16 or AMX, "
-            "and ONEDNN_MAX_CPU_ISA must not forbid them; set precision to float32, or backend to numpy for a slow reference."
+            "precision is bfloat16, which oneDNN cannot multiply on this processor: it needs the instructions AVX512_BF16 or "
+            "AMX, and ONEDNN_MAX_CPU_ISA must not forbid them; set precision to float32, or backend to numpy for a slow "
+            "reference."
         )
     return kernels
 

@@ -325,8 +325,7 @@ class HostArithmetic(Arithmetic):
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
         if target.dtype.kind == _ROUNDED:
-            sums = np.sum(source, axis=(1, 2), keepdims=True, dtype=np.float32)
-            np.copyto(target, np.multiply(sums, scale, out=sums), casting="same_kind")
+            np.multiply(source.sum(axis=(1, 2), keepdims=True, dtype=np.float32), scale, out=target, casting="same_kind")
             return
         np.sum(source, axis=(1, 2), keepdims=True, out=target)
         np.multiply(target, scale, out=target)

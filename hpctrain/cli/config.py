@@ -6,7 +6,6 @@ Neither needs MPI or data.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -120,7 +120,9 @@ def arrays_of(spec: Spec, chance: np.random.Generator) -> dict[str, dict[str, np
         roles = ("batch_mean", "batch_var", "running_mean", "running_var")
         statistics = {role: np.abs(chance.standard_normal(inner.channels)) + 0.5 for role in roles}
     groups = {"parameters": parameters, "statistics": statistics}
-    return {name: {role: values.astype(np.float32).astype(np.float64) for role, values in of.items()} for name, of in groups.items()}
+    return {
+        name: {role: rounded(values, "float32").astype(np.float64) for role, values in of.items()} for name, of in groups.items()
+    }
 
 
 def assert_one_rounding(found: Result, exact: Result, float32: set[str], what: str) -> None:

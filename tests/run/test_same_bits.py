@@ -429,6 +429,18 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path
     _assert_same_bits(_last_checkpoint(sharded_file, "other"), _last_checkpoint(sharded_file, "alone"))
 
 
+@pytest.mark.job
+@pytest.mark.mpi_differs
+def test_activations_in_bfloat16_travel_between_real_ranks(job: Callable[..., Outcome], folder: Path) -> None:
+    """Would find a message that MPI cannot send, as it has no bfloat16, and one that is rounded or summed by MPI."""
+    split = ("precision=bfloat16", "grid.rows=2", "plan.stage*=domain", "plan.classifier.*=model", "epochs=1")
+    outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml", *split, f"output={folder}/real"], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    assert "numpy, bfloat16" in outcome.output
+    train_virtual(2, folder / "tiny.yaml", *split, f"output={folder}/virtual")
+    _assert_same(_run(folder, "real"), _run(folder, "virtual"))
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -231,8 +231,8 @@ def _check_same_bits(result: Result, first: Result, sentence: str) -> None:
 
 
 def _distance(found: Result, expected: Result, row: Row) -> float:
-    gradients, parameters = _wires(row)
-    exact = gradients is parameters is value_of(row, "precision") is None  # a sample between two classes may fall to either, where anything is rounded
+    # A sample between two classes may fall to either, where anything is rounded.
+    exact = all(rounding is None for rounding in (*_wires(row), value_of(row, "precision")))
     pairs = zip(found.totals, expected.totals, strict=True)
     losses = [abs(a.loss - b.loss) / (abs(b.loss) or 1.0) + (a.count != b.count) + (exact and a.top1 != b.top1) for a, b in pairs]
     # If messages are rounded, all values are compared together: the bias after a batch norm of few samples, and the running mean

@@ -141,6 +141,7 @@ class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
 
     def finish_output_grad(self) -> None:
         if not self._masked:
+            assert self.buffers.output_grad is not None
             with np.errstate(invalid="ignore"):  # a comparison with NaN warns in bfloat16 alone
                 np.less_equal(self.buffers.output, 0, out=self._inactive)
             np.copyto(self.buffers.output_grad, 0, where=self._inactive)

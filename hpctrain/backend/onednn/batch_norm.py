@@ -1,8 +1,8 @@
 """Batch normalisation (Ioffe and Szegedy 2015), alone, or followed by a ReLU or by a residual sum and a ReLU.
 
-oneDNN has no kernel for the residual sum, so it is a second primitive: y = bn(x), then y = max(y + r, 0) in place. In bfloat16 this
-would round twice, so the second primitive is y = max(scale * x + shift + r, 0), and the first one only measures. Backward writes
-dy, masked by y, to the gradient of r, from which batch norm's backward reads it.
+oneDNN has no kernel for the residual sum, so it is a second primitive: y = bn(x), then y = max(y + r, 0) in place. In bfloat16
+this would round twice, so the second primitive is y = max(scale * x + shift + r, 0), and the first one only measures. Backward
+writes dy, masked by y, to the gradient of r, from which batch norm's backward reads it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class ScaledSum:
         np.divide(gamma, scale, out=scale)
         np.multiply(mean, scale, out=shift)
         np.subtract(beta, shift, out=shift)
-        for values, vector in zip((self._scale, self._shift), self._vectors, strict=True):
-            np.copyto(values, vector.reshape(values.shape[0], 1, values.shape[2]), casting="same_kind")
+        for values, factors in zip((self._scale, self._shift), self._vectors, strict=True):
+            np.copyto(values, factors.reshape(values.shape[0], 1, values.shape[2]), casting="same_kind")
         self._call()
 
 

@@ -227,7 +227,7 @@ class Engine:
     @property
     def has_bfloat16(self) -> bool:
         """Whether kernels may use instructions that multiply bfloat16. `ONEDNN_MAX_CPU_ISA` may forbid them."""
-        return self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE_BF16 == c.ISA_AVX512_CORE_BF16
+        return bool(self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE_BF16 == c.ISA_AVX512_CORE_BF16)
 
     def create(self, function: str, label: str, *arguments: Any) -> c_void_p:
         """Call a C function that creates an object, and return the handle that it writes to its first argument."""

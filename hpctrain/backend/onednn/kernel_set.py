@@ -103,7 +103,9 @@ class OnednnKernelSet(KernelSet):
     def make(self, spec: Spec, inputs: _Inputs, *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:
             if x.dtype not in self.dtypes:
-                raise BackendError(f"Backend onednn computes in {' or '.join(self.dtypes)}, not in {x.dtype}; set backend to numpy.")
+                raise BackendError(
+                    f"Backend onednn computes in {' or '.join(self.dtypes)}, not in {x.dtype}; set backend to numpy."
+                )
         chosen = self._choose(spec, inputs, training, input_gradient)
         if isinstance(chosen, Operator):
             return chosen
@@ -152,9 +154,9 @@ class OnednnKernelSet(KernelSet):
             case LinearSpec():
                 return self._rounded(partial(LinearOperator, engine, spec, training=training), (x.plain(),), training)
             case WithRelu():
-                inner = self._make(spec.inner, inputs, training, input_gradient)
-                assert isinstance(inner, Operator)
-                return self._rectified(spec, inner)
+                made = self._make(spec.inner, inputs, training, input_gradient)
+                assert isinstance(made, Operator)
+                return self._rectified(spec, made)
             case BatchNormSpec(synchronised=True) if training:
                 return "its statistics are merged over ranks"
             case BatchNormSpec(fixed=True) if training:
