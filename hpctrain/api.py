@@ -262,7 +262,8 @@ def train(
             `TrainingResult.history`. If it returns a true value or raises an exception, the training ends after this epoch with
             a checkpoint. The exception is then raised on rank 0, and an HpctrainError on the other ranks. The function must
             return within `deadline_seconds`.
-        style: display of the progress: "bar", "lines" or "none"; default: a bar on a terminal, lines elsewhere.
+        style: display of the progress: "bar" or "lines"; "none" prints only warnings and errors. Default: a bar on a terminal,
+            lines elsewhere.
         overrides: values that replace keys of `config`; keys of sections have dots, as in `**{"optimizer.lr": 0.2}`.
 
     Raises:

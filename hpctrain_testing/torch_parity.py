@@ -21,7 +21,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from tests.support import network_state
 
-MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9", "resnext50_32x4d", "preact_resnet18", "wrn_16_8")
+MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9", "resnext50_32x4d", "preact_resnet18", "wrn_16_8", "vgg_small")
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,20 @@ def make_batch(samples: int, pixels: int, classes: int, seed: int) -> Batch:
 def make_network(
     name: str, pixels: int, options: Mapping[str, object], dtype: str, seed: int, kernels: KernelSet | None = None
 ) -> Network:
-    """Return hpctrain's network without dropout. Weights are drawn in float32, so they are equal in both precisions."""
+    """Return hpctrain's network without dropout. Weights are rounded to float32, so they are equal in both precisions.
+
+    Each weight differs at random from its usual value. Otherwise some gradients are zero but for rounding, for example that of a
+    batch norm whose output passes an identity on its way to the next batch norm.
+    """
     off = {"dropout": 0.0} if "dropout" in catalogue.options(name) else {}
     model = catalogue.build(name, {**options, **off})
-    return Network(model, (pixels, pixels, 3), kernels or NumpyKernelSet(), dtype=dtype, seed=seed)
+    network = Network(model, (pixels, pixels, 3), kernels or NumpyKernelSet(), dtype=dtype, seed=seed)
+    random = np.random.default_rng(seed)
+    for parameter in network.parameters.values():
+        usual = parameter.data.astype(np.float64)
+        noise = random.standard_normal(usual.shape) * (0.1 * (usual.std() or 1.0))
+        parameter.data[...] = (usual + noise).astype(np.float32)
+    return network
 
 
 def our_step(network: Network, batch: Batch) -> StepResult:

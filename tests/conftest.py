@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -46,6 +47,9 @@ for name in ("COLUMNS", "LINES"):
 
 # Every plan that a test makes is checked, also on virtual ranks and in the jobs that tests start.
 os.environ[validate.ENVIRONMENT_VARIABLE] = "1"
+
+# The first call starts a process, which a test that is not marked `job` may not.
+platform.processor()
 
 DEADLINE_SECONDS = float(os.environ.get("HPCTRAIN_TEST_DEADLINE_SECONDS", "30"))
 

@@ -156,6 +156,26 @@ def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
     assert last.history[-1]["lr"] == 0.001
 
 
+def test_without_progress_nothing_is_printed_but_warnings(config: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """Would find lines of the start, of epochs or of the end in a quiet training."""
+    config["schedule"] = PLATEAU
+    stopped = hpctrain.train(config, style="none", steps=2)
+    result = hpctrain.train(config, style="none", resume=stopped.directory)
+    assert capfd.readouterr() == ("", "")
+    assert result.epochs == 3
+    skipping = {"optimizer.lr": 1e38, "on_nonfinite": "skip", "model.dropout": 0.0}
+    hpctrain.train(config, style="none", steps=4, **skipping)
+    assert all("skipped" in line for line in capfd.readouterr().out.splitlines())
+
+
+def test_a_rate_that_no_step_uses_is_not_announced(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Would find a line on the learning rate after the last epoch."""
+    config["schedule"] = PLATEAU
+    hpctrain.train(config, style="lines")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
+    assert lines == ["learning rate 0.01 -> 0.005 after epoch 2"]
+
+
 def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
     """Checkpoints contain the state of the schedule, from which the rate follows."""
     config["schedule"] = PLATEAU

@@ -231,6 +231,23 @@ def resnet9(classes: int, width: float) -> nn.Module:
     return _named(*stages, ("avgpool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(inside, classes)))
 
 
+def vgg_small(classes: int, width: float) -> nn.Module:
+    """Build a VGG for images of 32 px whose first filters have 2x2 pixels (Jordan 2024), with average pooling at the end."""
+    filters = 2 * 2 * 2 * 3
+    layers: list[tuple[str, nn.Module]] = [("pad", nn.ZeroPad2d((0, 1, 0, 1))), ("whiten", nn.Conv2d(3, filters, 2, bias=False))]
+    layers.append(("relu", nn.ReLU(inplace=True)))
+    inside = filters
+    for number, published in enumerate((64, 256, 256), 1):
+        outside = scaled(published, width)
+        stage = [("conv1", nn.Conv2d(inside, outside, 3, padding=1, bias=False)), ("pool", nn.MaxPool2d(2))]
+        stage += [("bn1", nn.BatchNorm2d(outside)), ("relu1", nn.ReLU(inplace=True))]
+        stage.append(("conv2", nn.Conv2d(outside, outside, 3, padding=1, bias=False)))
+        stage += [("bn2", nn.BatchNorm2d(outside)), ("relu2", nn.ReLU(inplace=True))]
+        layers.append((f"layer{number}", _named(*stage)))
+        inside = outside
+    return _named(*layers, ("avgpool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(inside, classes)))
+
+
 def vgg(depth: int, classes: int, width: float, dropout: float) -> nn.Module:
     """Build a VGG without batch norm (Simonyan and Zisserman 2015, table 1)."""
     layers: list[nn.Module] = []
@@ -284,6 +301,8 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
         return small(classes or 10), 1, classes or 10
     if name == "resnet9":
         return resnet9(classes or 10, width), 3, classes or 10
+    if name == "vgg_small":
+        return vgg_small(classes or 10, width), 3, classes or 10
     if family == "vgg" and depth in _VGG:
         return vgg(depth, classes or 1000, width, dropout), 3, classes or 1000
     if family == "resnet" and depth in _RESNET:
@@ -291,6 +310,6 @@ def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout:
     if family == "resnet" and depth % 6 == 2:
         return resnet_small(depth, classes or 10, width), 3, classes or 10
     raise ValueError(
-        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, resnet9, resnet18 to resnet152, resnet20 to "
-        f"resnet110, or one of {', '.join([*_BOTTLENECKS, *_PREACTIVATION])}."
+        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, vgg_small, resnet9, resnet18 to resnet152, resnet20 "
+        f"to resnet110, or one of {', '.join([*_BOTTLENECKS, *_PREACTIVATION])}."
     )

@@ -23,7 +23,7 @@ import click
 
 from hpctrain.core import log
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.core.text import colours
+from hpctrain.core.text import choices, colours, synonyms
 from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
@@ -59,16 +59,25 @@ class Commands(click.Group):
             except click.NoSuchOption as error:
                 raise _as_override(error) from None
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command as click does; an unknown one is a fault with the nearest command."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
+            raise click.UsageError(f'There is no command "{name}"; {choices(name, self.list_commands(ctx))}.', ctx)
+        return super().resolve_command(ctx, args)
+
 
 def _as_override(error: click.NoSuchOption) -> click.UsageError:
-    """Return the error with advice if the unknown option is a key of the configuration that the command accepts as OVERRIDE."""
+    """Return the error with advice if the unknown option means a key that the command accepts as OVERRIDE."""
     from hpctrain.config.schema import Config
 
     key = error.option_name.lstrip("-").replace("-", "_")
     takes = error.ctx is not None and any(parameter.name == "overrides" for parameter in error.ctx.command.params)
-    if not takes or key.partition(".")[0] not in Config.model_fields:
+    meant = (known for known in [key, *synonyms(key)] if known.partition(".")[0] in Config.model_fields)
+    known = next(meant, None) if takes else None
+    if known is None:
         return error
-    return click.UsageError(f"{error.option_name} is no option, but a key of the configuration; write {key}=VALUE.", error.ctx)
+    return click.UsageError(f"{error.option_name} is no option, but a key of the configuration; write {known}=VALUE.", error.ctx)
 
 
 @contextlib.contextmanager

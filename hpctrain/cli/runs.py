@@ -249,7 +249,8 @@ _MOST_PICTURES = 24
     "--test",
     "judges",
     is_flag=True,
-    help="Add the test results of a single RUN's newest checkpoint: confusion matrix, and rightly and wrongly classified images.",
+    help="Evaluate a single RUN's newest checkpoint on the test set or, if data.test is not set, on the validation set, and add "
+    "the confusion matrix and rightly and wrongly classified images.",
 )
 def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: bool) -> None:
     """Write an HTML report of one or more runs.
@@ -276,7 +277,7 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
 
 
 def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
-    """Return the results on a run's test set. Collective over all ranks."""
+    """Return the results on a run's test or validation set. Collective over all ranks."""
 
     def read() -> tuple[Config, Source]:
         set_threads(detect(os.environ), None)  # before NumPy is loaded

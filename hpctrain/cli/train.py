@@ -69,7 +69,8 @@ _PRINTED = "-"  # value of --confusion without a file name
     "--progress",
     "style",
     type=click.Choice(["bar", "lines", "none"]),
-    help="Show the progress as a bar, as a line per interval, or not at all; default: a bar on a terminal, lines elsewhere.",
+    help="Show the progress as a bar or as a line per interval, or print only warnings and errors (none); default: a bar on a "
+    "terminal, lines elsewhere.",
 )
 @click.option(
     "--schedule-from",
@@ -137,7 +138,7 @@ def train(
             stopped = job.train(partial(load_config, file, overrides), work, resume, schedule_from)
         job.finish()
     if smoke and not stopped:
-        _remove_trial(job)
+        _remove_trial(job, quiet=style == "none")
     if stopped and stopped_file is not None:
         if job.rank() == 0:
             stopped_file.touch()
@@ -162,12 +163,14 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
         raise click.UsageError(f"--smoke runs a short training from its first step; leave {option} out.")
 
 
-def _remove_trial(job: ConfiguredProcess) -> None:
-    """Remove the run directory of a successful trial on rank 0, and print a message. No rank writes to it any more."""
+def _remove_trial(job: ConfiguredProcess, *, quiet: bool) -> None:
+    """Remove the run directory of a successful trial on rank 0, and say so unless `quiet`. No rank writes to it any more."""
     if job.rank() == 0 and job.shrink_state.directory is not None:
         from hpctrain.run.smoke import remove_run
 
-        print(remove_run(job.shrink_state.directory), flush=True)
+        message = remove_run(job.shrink_state.directory)
+        if not quiet:
+            print(message, flush=True)
 
 
 @click.command()

@@ -20,10 +20,12 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
 from hpctrain.config.images import size_faults
+from hpctrain.config.load import nearest_key
 from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
+from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import KeyPath, Source
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import check_order
@@ -399,7 +401,8 @@ def _faults_of(path: KeyPath, section: Named, make: Callable[[str, Mapping[str, 
         except OptionError as error:
             if removed and error.option not in options:  # it has no default, or a faulty key stands for it
                 return
-            yield (*path, error.option if error.option in options else "name"), str(error)
+            at = (*path, error.option if error.option in options else "name")
+            yield at, str(error).replace(choices(error.option, error.known), nearest_key(at, error.known))
             if error.option not in options:
                 return
             removed.add(error.option)

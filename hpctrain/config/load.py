@@ -17,7 +17,7 @@ from hpctrain.config.values import AUTO, Named, OpenSection
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
-from hpctrain.core.text import escaped, nearest, rule
+from hpctrain.core.text import MISSPELT, choices, escaped, nearest, rule, synonyms
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 
@@ -121,7 +121,7 @@ def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
     path: KeyPath = tuple(item["loc"])
     context = item.get("ctx", {})
     if item["type"] == "extra_forbidden":
-        return path, f'Unknown key "{dotted(path)}"; {_nearest_key(path)}.'
+        return path, f'Unknown key "{dotted(path)}"; {nearest_key(path)}.'
     if item["type"] == "missing" and isinstance(path[-1], int):
         return path[:-1], f"{dotted(path[:-1])} is {show(item['input'])}, but must be a list of {_items(path[:-1])} items."
     if item["type"] == "missing":
@@ -165,25 +165,38 @@ def _meaning(path: KeyPath) -> str:
     return f": {description}" if description else "."
 
 
-def _meant(path: KeyPath) -> KeyPath | None:
-    """Return the most similar key of the same mapping; None if there is none."""
-    section = section_at(path[:-1])
-    near = nearest(str(path[-1]), section.model_fields if section is not None else ())
-    return None if near is None else (*path[:-1], near)
+def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
+    """Return the key that an unknown one means; None if no key is similar.
+
+    It is, in this order, a very similar key of the same mapping or the one that a word of the field such as batch_size means, a
+    key of another section that the word means, a key of the same name in another section, a similar key of the same mapping.
+
+    Args:
+        options: names of the options in the mapping.
+    """
+    section, name = section_at(path[:-1]), str(path[-1])
+    keys = (*(section.model_fields if section is not None else ()), *options)
+    here = [(*path[:-1], near) for near in (nearest(name, keys, MISSPELT), nearest(name, keys)) if near is not None]
+    usual = [tuple(key.split(".")) for key in synonyms(name) if key.partition(".")[0] in Config.model_fields]
+    # `name` has another meaning in each section, and options have names of their own.
+    same = [known for known in known_paths() if known[-1] == name != "name"] if not options else []
+    top = usual if len(path) == 1 else []  # the word for data.threads does not mean the key threads
+    meant: list[KeyPath] = [*top, *here[:-1], *usual, *same, *here]
+    return next((key for key in meant if key != path), None)
 
 
-def _nearest_key(path: KeyPath) -> str:
-    """Return the most similar key of the same mapping, else a key of that name elsewhere, else all keys of the mapping."""
+def nearest_key(path: KeyPath, options: Collection[str] = ()) -> str:
+    """Return the end of a sentence about an unknown key: the key that it means, else all keys of the mapping.
+
+    Args:
+        options: names of the options in the mapping, for the section of a name.
+    """
     section = section_at(path[:-1])
-    keys = tuple(section.model_fields) if section is not None else ()
-    near = _meant(path)
-    if near is not None:
-        return f'the nearest known key is "{dotted(near)}"'
-    # `name` is excluded, as it has another meaning in each section.
-    elsewhere = next((known for known in known_paths() if known[-1] == path[-1] != "name"), None)
-    if elsewhere is not None:
-        return f'the nearest known key is "{dotted(elsewhere)}"'
-    return f"known keys are {', '.join(keys)}"
+    keys = (*(key for key in (section.model_fields if section is not None else ()) if key != "name" or not options), *options)
+    near = _meant(path, options)
+    if options and (near is None or near[:-1] == path[:-1]):
+        return choices(str(path[-1]), keys)
+    return f"known keys are {', '.join(keys)}" if near is None else f'the nearest known key is "{dotted(near)}"'
 
 
 def _digits(text: str) -> list[str]:

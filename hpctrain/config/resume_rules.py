@@ -96,7 +96,19 @@ class Change:
 
     def __str__(self) -> str:
         old, new = ("not set" if value is None else flow(value) for value in (self.old, self.new))
-        return f"{self.key}: {old} -> {new}"
+        return f"{_NAMES.get(self.key, self.key)}: {old} -> {new}"
+
+
+# Values that are compared in addition to the keys of a configuration -> their names in messages.
+_NAMES = {
+    "classes": "classes of data.train",
+    "code": "your own code",
+    "held_out": "validation samples",
+    "images": "images of data.train",
+    "labels": "labels of data.train",
+}
+# Keys that the samples held out for validation depend on.
+_HELD_OUT_BY = ("data.validation", "seed", "data.train", "labels")
 
 
 def rule_for(key: str) -> Rule:
@@ -173,12 +185,16 @@ def check_model(differences: Iterable[Change], place: str) -> None:
 
 
 def _refusals(differences: Iterable[Change], between_epochs: bool, begun_epochs: int) -> Iterator[str]:
+    differences = tuple(differences)
     for change in differences:
         rule = rule_for(change.key)
         if change.key == "epochs" and change.new < begun_epochs:
             yield f"{change} (the smallest value is {begun_epochs}, the number of epochs that are done or begun)"
         elif change.key == "optimizer.momentum" and 0 in (change.old, change.new):
             yield f"{change} (may not change from or to 0, because velocities exist only for other values)"
+        elif change.key == "held_out":
+            causes = [str(other) for other in differences if other.key in _HELD_OUT_BY]
+            yield f"{', '.join(causes) or change} (may not change: {rule.reason})"
         elif rule.when is When.NEVER:
             yield f"{change} (may not change: {rule.reason})"
         elif rule.when is When.BETWEEN_EPOCHS and not between_epochs:

@@ -43,11 +43,13 @@ class OptionError(ConfigError):
 
     Attributes:
         option: name of the option; empty if the error was raised on another rank.
+        known: names of the options that exist, if there is no option of this name.
     """
 
-    def __init__(self, sentence: str, option: str = "", *, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, sentence: str, option: str = "", *, known: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
         super().__init__(sentence, ranks=ranks)
         self.option = option
+        self.known = tuple(known)
 
 
 class DataError(HpctrainError):

@@ -230,24 +230,111 @@ _MOST_LISTED = 30
 _MOST_COMPARED = 200
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the most similar of `names`; None if no name is similar.
+#: key of a configuration, option, value or command -> words of the field for it; keys have their whole path, which tells a user
+#: where the key is if the unknown one is in another section
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "averager": ("allreduce", "ddp", "strategy"),
+    "backend": ("accelerator", "cuda", "device", "devices", "gpu", "gpus", "use_cuda", "use_gpu"),
+    "batch": ("batch", "batch_size", "bs", "global_batch", "global_batch_size", "mini_batch", "minibatch", "train_batch_size"),
+    "batch_norm.statistics": ("sync_batchnorm", "sync_bn"),
+    "checkpoint.every_epochs": ("checkpoint_every", "checkpoint_interval", "save_every", "save_freq", "save_interval"),
+    "data.augment": ("augmentation", "augmentations", "transform", "transforms"),
+    "data.mixing.cutmix": ("cutmix", "cutmix_alpha"),
+    "data.mixing.mixup": ("mixup", "mixup_alpha"),
+    "data.normalise": ("normalise", "normalize"),
+    "data.prefetch": ("prefetch_factor",),
+    "data.test": ("test", "test_data", "test_file"),
+    "data.threads": ("data_workers", "dataloader_workers", "n_workers", "num_workers", "workers"),
+    "data.train": ("data_dir", "data_path", "dataset", "path", "root", "train", "train_data", "train_dir", "train_file"),
+    "data.validation": ("dev", "val", "val_data", "val_split", "valid", "validation", "validation_split"),
+    "early_stop.patience": ("early_stopping_patience", "patience"),
+    "ema.decay": ("ema_decay", "model_ema"),
+    "epochs": ("epoch", "epochs", "iterations", "max_epochs", "max_iter", "n_epochs", "nepochs", "num_epochs", "total_epochs"),
+    "evaluate.batch": ("eval_batch_size", "test_batch_size", "val_batch_size"),
+    "evaluate.every_epochs": ("eval_every", "eval_freq", "eval_interval", "val_every", "val_freq", "val_interval"),
+    "init.weights": ("pretrained", "pretrained_weights"),
+    "loss.class_weights": ("class_weight", "class_weights"),
+    "loss.label_smoothing": ("label_smoothing", "smoothing"),
+    "max_time": ("time_limit", "walltime"),
+    "micro_batches": ("accumulate_grad_batches", "accumulation_steps", "grad_accum", "gradient_accumulation_steps"),
+    "model": ("arch", "architecture", "backbone", "net", "network"),
+    "model.classes": ("classes", "n_classes", "num_classes"),
+    "name": ("exp_name", "experiment", "experiment_name", "run_name"),
+    "optimizer.beta1": ("betas",),
+    "optimizer.clip_norm": ("clip", "clip_grad_norm", "clip_norm", "grad_clip", "gradient_clip", "max_grad_norm", "max_norm"),
+    "optimizer.epsilon": ("eps",),
+    "optimizer.lr": ("base_lr", "eta", "init_lr", "initial_lr", "learning_rate", "lr", "max_lr"),
+    "optimizer.momentum": ("momentum",),
+    "optimizer.nesterov": ("nesterov",),
+    "optimizer.weight_decay": ("l2", "wd", "weight_decay"),
+    "output": ("log_dir", "logdir", "out_dir", "output_dir", "save_dir"),
+    "precision": ("amp", "fp16", "half", "mixed_precision", "use_amp"),
+    "schedule": ("lr_policy", "lr_schedule", "lr_scheduler", "sched", "scheduler"),
+    "schedule.milestones_epochs": ("milestones", "step_size"),
+    "schedule.warmup_epochs": ("warm_up", "warmup", "warmup_epochs", "warmup_steps"),
+    "seed": ("manual_seed", "random_seed", "random_state"),
+    "threads": ("n_threads", "num_threads"),
+    "trace": ("profile", "profiler"),
+    "bfloat16": ("bf16", "fp16", "half"),
+    "cuda": ("gpu", "nvidia"),
+    "flip": ("hflip", "horizontal_flip", "random_horizontal_flip"),
+    "onednn": ("cpu", "mkldnn"),
+    "pad_crop": ("random_crop",),
+    "plateau": ("reduce_lr_on_plateau", "reduce_on_plateau"),
+    "step": ("multi_step", "multistep"),
+    "bench": ("benchmark",),
+    "eval": ("evaluate", "test", "validate"),
+    "predict": ("classify", "infer", "inference"),
+    "train": ("fit",),
+}
+#: minimum similarity of a misspelt word if several words may be meant
+MISSPELT = 0.8
+
+
+def synonyms(name: str) -> list[str]:
+    """Return the keys, options, values and commands that a word of the field means, such as "optimizer.lr" for learning_rate.
+
+    They are in the order of the table; keys have their whole path. The list is empty if the table has no such word.
+    """
+    if len(name) > _MOST_COMPARED:
+        return []
+    import difflib
+
+    word = name.lower().replace("-", "_")
+    words = {synonym for of_key in SYNONYMS.values() for synonym in of_key}
+    if word not in words:
+        word = next(iter(difflib.get_close_matches(word, sorted(words), n=1, cutoff=MISSPELT)), "")
+    return [key for key, of_key in SYNONYMS.items() if word in of_key]
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | None:
+    """Return the name among `names` that a word of the field means, else the most similar one; None if no name is similar.
 
     Of names that are equally similar, it is the one with the longest common beginning, then the first in alphabetical order.
+
+    Args:
+        cutoff: minimum similarity, from 0 to 1, unless the name is a word of the field.
     """
     if len(name) > _MOST_COMPARED:  # no name is similar, and the comparison would be slow
         return None
     import difflib  # here, as few processes need it
 
     known = sorted(names)
-    close = set(difflib.get_close_matches(name, known, n=max(1, len(known)), cutoff=_CUTOFF))
-    matcher = difflib.SequenceMatcher(b=name)
+    if name in known:
+        return name
+    word = name.lower()
+    matcher = difflib.SequenceMatcher(b=word)
 
     def similarity(candidate: str) -> tuple[float, int]:
-        matcher.set_seq1(candidate)
+        matcher.set_seq1(candidate.lower())
         return matcher.ratio(), len(os.path.commonprefix([candidate, name]))  # noqa: RUF071  characters are meant
 
-    return max((candidate for candidate in known if candidate in close), key=similarity, default=None)
+    close = set(difflib.get_close_matches(word, {candidate.lower() for candidate in known}, n=max(1, len(known)), cutoff=cutoff))
+    similar = max((candidate for candidate in known if candidate.lower() in close), key=similarity, default=None)
+    if similar is not None and similarity(similar)[0] >= MISSPELT:
+        return similar
+    last = [key.rpartition(".")[2] for key in synonyms(name)]
+    return next((key for key in last if key in known), similar)
 
 
 def choices(name: str, names: Iterable[str]) -> str:

@@ -81,7 +81,7 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
     sentence = _kept(session, flight, directory, target, shrunk=shrunk) if flight is not None and wanted else None
     tell = missing_on(session.world, sentence)
     if tell is not None:
-        reporter.say(tell)
+        reporter.warn(tell)
 
 
 def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path, *, shrunk: bool) -> str | None:

@@ -197,7 +197,7 @@ class ShrinkState:
         at = f"step {position.global_step}" if position.global_step else "the beginning"
         loss = self.loss()
         going = f"continuing with {ranks} {'rank' if ranks == 1 else 'ranks'} from {at}"
-        reporter.say(f"{loss[0].lower()}{loss[1:]}; {going}")
+        reporter.warn(f"{loss[0].lower()}{loss[1:]}; {going}")
         place = {"epoch": position.epoch + 1, "step": position.global_step, "from_step": self.step}
         reporter.record("shrink", {**place, "lost": list(self.lost), "ranks": ranks})
         self.lost, self._numbers, self.step = (), (), 0

@@ -1,8 +1,8 @@
 """Figures drawn with matplotlib: as SVG with the colours of a page, or as PNG files on white.
 
 Colours are names, for which a page defines values in light and dark. Figures of curves distinguish runs by colour; training is a
-thin line, and evaluations are a thick line with marks. Figures of traced runs show the time of a step by layer, and the last step
-of every rank on one time line.
+thin line, and evaluations are a thick line with marks that differ between sets. Figures of traced runs show the time of a step by
+layer, and the last step of every rank on one time line.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
     TRAINING: {"linewidth": 0.9, "alpha": 0.75},
     VALIDATION: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
     f"{VALIDATION}{AVERAGED}": {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
-    TEST: {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
-    f"{TEST}{AVERAGED}": {"linewidth": 1.4, "linestyle": "--", "marker": "s", "markersize": 2.6},
+    TEST: {"linewidth": 1.8, "linestyle": ":", "marker": "D", "markersize": 3.6},
+    f"{TEST}{AVERAGED}": {"linewidth": 1.4, "linestyle": "-.", "marker": "^", "markersize": 3.2},
 }
 #: maximum number of evaluations for which curves have marks
 _MOST_MARKS = 40

@@ -1,6 +1,6 @@
 """A report on runs as one self-contained HTML file: tables, figures, styles and a small script.
 
-`report_page` builds the content of each part, `result_of` converts the evaluation of a test set into a table of confusions and
+`report_page` builds the content of each part, `result_of` converts the evaluation of a set into a table of confusions and
 pictures, and `html` renders the page.
 """
 
@@ -101,14 +101,16 @@ class Pictures:
 
 @dataclass(frozen=True)
 class JudgedSet:
-    """The result of one run on its test set.
+    """The result of one run on its test or validation set.
 
     Attributes:
+        split: name of the set.
         headings: titles of the columns of `confusion`.
         confusion: rows of the confusion matrix; empty for too many classes.
     """
 
     name: str
+    split: str
     words: str
     headings: tuple[str, ...]
     confusion: tuple[ConfusionLine, ...]
@@ -125,7 +127,7 @@ def result_of(name: str, judgement: Judgement) -> JudgedSet:
         Pictures("Most confident correct predictions, by class", tuple(_picture(image, names) for image in judgement.right)),
     )
     lines = tuple(_lines(judgement)) if whole else ()
-    return JudgedSet(name, _words(judgement, whole=whole), names, lines, tuple(_classes(judgement)), groups)
+    return JudgedSet(name, judgement.split, _words(judgement, whole=whole), names, lines, tuple(_classes(judgement)), groups)
 
 
 def _words(judgement: Judgement, *, whole: bool) -> str:
@@ -133,7 +135,7 @@ def _words(judgement: Judgement, *, whole: bool) -> str:
     scores = confusion.scores()
     samples, hits = sum(score.samples for score in scores), sum(score.hits for score in scores)
     accuracy = f"{hits / samples:.2%}" if samples else "-"
-    words = f"{judgement.checkpoint.name}: {samples:,} images, top-1 {accuracy}."
+    words = f"{judgement.checkpoint.name}: {samples:,} {judgement.split} images, top-1 {accuracy}."
     if confusion.undecided:
         words += f" The outputs for {confusion.undecided:,} images are not finite."
     if whole:
@@ -315,16 +317,17 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
     """Return the report on runs.
 
     Args:
-        results: results on test sets, if they were computed.
+        results: results on test or validation sets, if they were computed.
     """
     records = _with_short_names(records)
     names = tuple(record.name for record in records)
+    judged = results[0].split if results else "test"
     title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     parts = (
         _summary(records),
         _curves(records, names),
         _time(records),
-        PagePart("test", "Test images", results=tuple(results)),
+        PagePart("test", f"{judged.capitalize()} images", results=tuple(results)),
         _events(records),
         _checkpoints(records),
         _settings(records),

@@ -260,7 +260,7 @@ class BestCheckpoint:
                 return
             del self._evaluations[best.step]
             what = f"the best checkpoint, of step {best.step} ({self._text(best)} after epoch {best.epoch}),"
-            self._reporter.say(f"warning: {what} {lost}; the best of the remaining checkpoints is kept")
+            self._reporter.warn(f"warning: {what} {lost}; the best of the remaining checkpoints is kept")
 
     def _fault(self, step: int, start: Path) -> str | None:
         """Return why the checkpoint of a step cannot be used, as the end of a sentence; None if it can."""
@@ -578,7 +578,7 @@ class Rollback:
         epoch, step = target.epoch + 1, target.global_step
         record = {"epoch": epoch, "step": step, "from_step": from_step, "samples": target.samples, "order": number}
         self._reporter.record("rollback", {**record, "error": str(error)})
-        self._reporter.say(
+        self._reporter.warn(
             f"went back from step {from_step} to step {step}, continuing with order {number} of the samples: {error}"
         )
 

@@ -135,9 +135,10 @@ def evaluated_split(config: Config, on: Split | None = None) -> Split:
         ConfigError: the set is not configured.
     """
     configured = config.data.evaluated_splits
-    if not configured or (on is not None and on not in configured):
-        key = f"data.{on or 'test'}"
-        raise ConfigError(f"{key} is not set, so there is no {on or 'test'} set; set it to the path of an HDF5 file.")
+    if not configured and on is None:
+        raise ConfigError("Neither data.test nor data.validation is set, so there is no set to evaluate on; set one of them.")
+    if on is not None and on not in configured:
+        raise ConfigError(f"data.{on} is not set, so there is no {on} set; set it to the path of an HDF5 file.")
     return on or configured[-1]
 
 
@@ -249,7 +250,7 @@ def with_loaders(session: Session, images: Images, replica: Replica, batch: int,
 
 @dataclass(frozen=True)
 class JudgedImage:
-    """One image of a test set.
+    """One image of an evaluated set.
 
     Attributes:
         number: number of the image in the file.
@@ -267,10 +268,11 @@ class JudgedImage:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Judgement of a checkpoint by a test set.
+    """Judgement of a checkpoint by the test or the validation set.
 
     Attributes:
         checkpoint: path of the checkpoint.
+        split: set of the images.
         class_names: names of the classes by label.
         confusion: confusion matrix.
         right: per class, the correctly classified image with the highest probability; in descending order.
@@ -278,6 +280,7 @@ class Judgement:
     """
 
     checkpoint: Path
+    split: Split
     class_names: tuple[str, ...]
     confusion: ConfusionMatrix
     right: tuple[JudgedImage, ...]
@@ -285,7 +288,7 @@ class Judgement:
 
 
 def judge(session: Session, source: str, most: int) -> Judgement:
-    """Judge a checkpoint by the configured test set. Collective; every rank has the result.
+    """Judge a checkpoint by the test set or, without one, by the validation set. Collective; every rank has the result.
 
     Args:
         source: run directory, checkpoint or keyword, see `find_checkpoint`.
@@ -294,13 +297,13 @@ def judge(session: Session, source: str, most: int) -> Judgement:
     Raises:
         ConfigError, CheckpointError, DataError, ShapeError: as for `run_evaluation`.
     """
-    split = evaluated_split(session.config, "test")
+    split = evaluated_split(session.config)
     path, content = existing_checkpoint(session, source)
     setup = build_setup(session, path, content, split)
     replica = setup.replica
     batches = predict(replica.network, setup.loader, replica.groups.all_ranks, session.progress, 1)
     predictions, probabilities = _joined(batches)
-    return raise_on_all_ranks(session.world, lambda: _judgement(path, setup, predictions, probabilities, most))
+    return raise_on_all_ranks(session.world, lambda: _judgement(path, split, setup, predictions, probabilities, most))
 
 
 def _joined(batches: Iterable[TopClasses]) -> tuple[np.ndarray, np.ndarray]:
@@ -309,9 +312,12 @@ def _joined(batches: Iterable[TopClasses]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([labels for labels, _ in pairs]), np.concatenate([values for _, values in pairs])
 
 
-def _judgement(path: Path, setup: EvaluationSetup, predictions: np.ndarray, probabilities: np.ndarray, most: int) -> Judgement:
-    file = setup.images.file
-    labels, classes = file.labels, len(file.class_names)
+def _judgement(
+    path: Path, split: Split, setup: EvaluationSetup, predictions: np.ndarray, probabilities: np.ndarray, most: int
+) -> Judgement:
+    file, subset = setup.images.file, setup.images.subset
+    of_file = np.arange(len(file)) if subset is None else subset  # numbers of the evaluated images in the file
+    labels, classes = file.labels[of_file], len(file.class_names)
     decided = ~np.isnan(probabilities)
     width = classes + 1  # the last column counts images without a finite prediction
     cells, counts = np.unique(labels * width + np.where(decided, predictions, classes), return_counts=True)
@@ -323,11 +329,17 @@ def _judgement(path: Path, setup: EvaluationSetup, predictions: np.ndarray, prob
 
     def images(numbers: list[int]) -> tuple[JudgedImage, ...]:
         return tuple(
-            JudgedImage(number, file.pixels[number], int(labels[number]), int(predictions[number]), float(probabilities[number]))
+            JudgedImage(
+                int(of_file[number]),
+                file.pixels[int(of_file[number])],
+                int(labels[number]),
+                int(predictions[number]),
+                float(probabilities[number]),
+            )
             for number in numbers[:most]
         )
 
-    return Judgement(path, file.class_names, confusion, images(right), images(wrong))
+    return Judgement(path, split, file.class_names, confusion, images(right), images(wrong))
 
 
 #: default maximum number of pictures per rank and batch, as a configured batch may be meant for many more ranks

@@ -97,7 +97,7 @@ class UnreadableReport:
                 ranks = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[number]]
                 where = f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
                 others = f"other samples replace {'it' if len(new) == 1 else 'them'}"
-                self._reporter.say(f"warning: {_samples(new)} of {file.path} cannot be read on {where}; {others}")
+                self._reporter.warn(f"warning: {_samples(new)} of {file.path} cannot be read on {where}; {others}")
             reported |= new
             if new:
                 values = {"file": str(file.path), "samples": list(new), "instead": list(new.values()), "count": len(reported)}
@@ -108,7 +108,7 @@ class UnreadableReport:
         self.tell(position)
         for file, reported in zip(self._files, self._reported, strict=True):
             if reported:
-                self._reporter.say(
+                self._reporter.warn(
                     f"{len(reported)} of {len(file)} samples of {file.path} could not be read; other samples replaced them"
                 )
 

@@ -178,7 +178,7 @@ def run_training(
     end_after: EpochCallback | None = None,
     in_program: bool = False,
 ) -> RunEnd:
-    """Train; print the last test accuracy and the path of the run's files. Collective.
+    """Train; print the last accuracies and the path of the run's files. Collective.
 
     From the search for a checkpoint or the creation of the run until this call returns, this job owns the run by
     `state.ownership`, held on rank 0. No other job writes to the run meanwhile.
@@ -187,6 +187,7 @@ def run_training(
         resume: source of the checkpoint, see `find_start`; None: start a new run.
         steps: number of steps to train; 0: no limit.
         schedule_from: run or checkpoint whose averaging is repeated (see `agree_schedules`); None: no repetition.
+        style: display of the progress, see `ConsoleReporter`; "none" prints only warnings and errors.
         state: state of a run that continues without lost ranks; None: no ranks were lost.
         complete: callback after the run, before its end is printed; may raise.
         end_after: callback of the program, called after each epoch on all ranks; None: there is none.
@@ -443,7 +444,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
     finally:
         reporter.close()
         ownership.release()
-    if alone.is_root:
+    if alone.is_root and style != "none":
         print(f"files of this run: {directory.path}", flush=True)
 
 
@@ -627,10 +628,10 @@ def _stop(
 
 
 def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpoints, complete: Callable[[], None]) -> RunEnd:
-    """End the run on all ranks, print how it ended on rank 0, and return the end. Collective."""
+    """End the run on all ranks, print how it ended on rank 0 unless the style is "none", and return the end. Collective."""
     enter(session, RunPhase.END)
     complete()
-    if not session.is_root:
+    if not session.is_root or asked.style == "none":
         return end
     directory, outcome, continuation = end.directory, end.outcome, asked.continuation(end.directory.path)
     epochs = session.config.epochs

@@ -209,8 +209,9 @@ def summary(record: RunRecord) -> Summary:
     latest = {set_of(entry): entry for entry in (*evaluations, *record.state.of_kind("test"))}
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
-    epochs = record.state.of_kind("epoch")
-    step, memory = record.state.latest("steps"), record.state.latest("memory")
+    epochs, measured = record.state.of_kind("epoch"), _of_latest_start(records)
+    step = next((entry for entry in reversed(measured) if entry.get("kind") == "steps"), {})
+    memory = record.state.latest("memory")
     return Summary(
         end=record.state.end or "running, or unknown",
         epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
@@ -223,7 +224,7 @@ def summary(record: RunRecord) -> Summary:
         top5={split: _number(entry, "top5") for split, entry in latest.items()},
         best_top1=None if best is None else float(best["top1"]),
         best_epoch=None if best is None else _whole(best, "epoch"),
-        images_per_second=_rate(epochs) or _rate(record.state.of_kind("interval")),
+        images_per_second=_rate(measured, "epoch") or _rate(measured, "interval"),
         seconds=_seconds(records),
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
@@ -319,8 +320,16 @@ def _seconds(records: Sequence[Record]) -> float:
     return float(sum(gap for gap in gaps if 0.0 < gap <= LONGEST_STEP_SECONDS))
 
 
-def _rate(entries: Sequence[Record]) -> float | None:
-    rates = [rate for entry in entries if (rate := _number(entry, "images_per_second"))]
+def _of_latest_start(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records of the latest start that trained, from which speeds come; a resume may be faster or slower."""
+    starts = [number for number, entry in enumerate(records) if entry.get("kind") == "start"]
+    ends = [*starts[1:], len(records)]
+    sessions = [records[: starts[0]] if starts else records, *(records[a:b] for a, b in zip(starts, ends, strict=False))]
+    return next((session for session in reversed(sessions) if _rate(session, "epoch") or _rate(session, "interval")), ())
+
+
+def _rate(entries: Sequence[Record], kind: str) -> float | None:
+    rates = [rate for entry in entries if entry.get("kind") == kind and (rate := _number(entry, "images_per_second"))]
     return median(rates) if rates else None
 
 

@@ -266,6 +266,10 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print one line."""
 
+    def warn(self, text: str) -> None:
+        """Print one line that the user must see, even if nothing else is printed."""
+        self.say(text)
+
     def close(self) -> None:
         """Release all resources at the end of the run, whether or not it succeeded."""
 

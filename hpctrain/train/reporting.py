@@ -45,7 +45,7 @@ class ConsoleReporter(Reporter):
             step are always recorded.
         others: reporters that receive the same events; closed together with this one.
         console: console to print to; None: stdout.
-        style: style of the progress display; None: a bar on a terminal, lines elsewhere.
+        style: style of the progress display; None: a bar on a terminal, lines elsewhere; "none": only warnings are printed.
         clock: function that returns seconds.
     """
 
@@ -145,7 +145,14 @@ class ConsoleReporter(Reporter):
         self._pass_on(lambda reporter: reporter.record(kind, values))
 
     def say(self, text: str) -> None:
-        """Print one line above the bar."""
+        """Print one line above the bar, unless the style is "none"."""
+        if self._style == "none":
+            self._pass_on(lambda reporter: reporter.say(text))
+        else:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Print one line above the bar in every style."""
         self._bookkeeping.attempt("output", lambda: self._console.print(text, markup=False))
         self._pass_on(lambda reporter: reporter.say(text))
 

@@ -373,7 +373,7 @@ class Saver:
         self._warn(writing.step, f"The checkpoint of step {writing.step} {slow}; the run continues.")
 
     def _warn(self, step: int, sentence: str) -> None:
-        self._reporter.say(f"warning: {sentence}")
+        self._reporter.warn(f"warning: {sentence}")
         with contextlib.suppress(OSError):  # the metrics may be on the same full disk
             self._reporter.record("checkpoint", {"step": step, "warning": sentence})
 

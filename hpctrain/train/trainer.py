@@ -219,7 +219,7 @@ class Trainer:
         # All ranks have these means. Rank 0's decision counts, in case their last bits differ.
         before = self._rate_at(position)
         position.stagnation, position.plateau = self._replica.groups.all_ranks.broadcast_object((stagnation, plateau))
-        if self._rate_at(position) < before:
+        if self._rate_at(position) < before and not self._is_over(position):
             self._reporter.say(f"learning rate {before:.3g} -> {self._rate_at(position):.3g} after epoch {position.epoch}")
 
     def _run_epoch(self, position: Position) -> bool:
@@ -267,7 +267,7 @@ class Trainer:
         position.samples += batch.global_count
         if cause is not None:
             self._reporter.record("skip", {"epoch": batch.epoch + 1, "step": cause.step, **cause.facts()})
-            self._reporter.say(f"step {cause.step} skipped: {cause}")
+            self._reporter.warn(f"step {cause.step} skipped: {cause}")
         exchanged = self._state.end(cause, replica.lr, replica.drain)
         position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
         if exchanged and self._saver is not None and self._saver.last_seconds:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.torch
     [
         *("small", "vgg11", "vgg19", "resnet9", "resnet18", "resnet34", "resnet50", "resnet101", "resnet20", "resnet56"),
         *("wide_resnet50_2", "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
-        *("preact_resnet18", "wrn_16_8", "wrn_28_10"),
+        *("preact_resnet18", "wrn_16_8", "wrn_28_10", "vgg_small"),
     ],
 )
 def test_a_network_has_the_parameters_of_ours(name: str, width: float) -> None:

@@ -329,3 +329,32 @@ def test_an_error_of_all_ranks_is_left_to_the_one_that_says_it(
         raise error if reported_by is None else error.of_all_ranks(reported_by)
     assert slept == [silent]
     assert capsys.readouterr().err == f"hpctrain: {place(rank) if rank else ''}One.\n"
+
+
+def _groups(command: click.Command | None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Group]]:
+    """Yield each group of commands with its words on the command line."""
+    if isinstance(command, click.Group):
+        yield path, command
+        for name in command.list_commands(click.Context(command)):
+            yield from _groups(command.get_command(click.Context(command), name), (*path, name))
+
+
+def test_a_mistyped_command_is_answered_by_the_nearest_one() -> None:
+    """Would find a group whose commands click does not know when it looks for the nearest."""
+    groups = list(_groups(cli))
+    assert {path for path, _ in groups} >= {(), ("data",), ("data", "convert"), ("plan",), ("list",)}
+    for path, group in groups:
+        for name in group.list_commands(click.Context(group)):
+            typed = f"{name[:-2]}{name[:-3:-1]}"  # the last two letters are swapped
+            outcome = CliRunner().invoke(cli, [*path, typed])
+            assert outcome.exit_code == USER_ERROR, typed
+            assert name == typed or f'There is no command "{typed}"; the nearest is "{name}"' in outcome.stderr
+    assert 'There is no command "evaluate"; the nearest is "eval"' in CliRunner().invoke(cli, ["evaluate"]).stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "key"), [("--batch-size", "batch"), ("--learning-rate", "optimizer.lr"), ("--lr", "optimizer.lr")]
+)
+def test_an_option_named_by_a_usual_word_is_answered_by_its_override(option: str, key: str) -> None:
+    outcome = CliRunner().invoke(cli, ["train", CONFIG, option, "1"])
+    assert f"{option} is no option, but a key of the configuration; write {key}=VALUE." in outcome.stderr

@@ -29,8 +29,8 @@ from tests.support import network_state
 pytestmark = pytest.mark.torch
 
 PIXELS = {"vgg16": 45, "resnet18": 65, "resnet50": 63, "resnet20": 17, "resnet9": 19, "resnext50_32x4d": 33}
-PIXELS |= {"preact_resnet18": 15, "wrn_16_8": 9}
-WIDTHS = {"vgg16": 0.25, "resnext50_32x4d": 0.125, "preact_resnet18": 0.25, "wrn_16_8": 0.25}
+PIXELS |= {"preact_resnet18": 15, "wrn_16_8": 9, "vgg_small": 19}
+WIDTHS = {"vgg16": 0.25, "resnext50_32x4d": 0.125, "preact_resnet18": 0.25, "wrn_16_8": 0.25, "vgg_small": 0.25}
 CLASSES, LAST, SEED, STEP = 7, 0.6, 3, 5
 IDS = np.array([4, 0, 17, 3, 9, 2])
 
@@ -127,7 +127,7 @@ def test_frozen_layers_train_as_in_torch() -> None:
 def test_updates_of_lamb_are_timms(decay: float, foreach: bool) -> None:
     """Without timm's clipping of the whole gradient, which is its default, and without that of ratios, which is not."""
     if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
-        pytest.skip("timm is not installed (pip install --no-deps timm, beside torch and torchvision)")
+        pytest.skip("timm is not installed (pip install --no-deps timm, next to torch and torchvision)")
     from hpctrain_testing import torchvision_models
 
     assert torchvision_models.models  # timm imports torchvision, whose operators have to be known first

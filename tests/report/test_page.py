@@ -135,7 +135,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     write_trace(runs[0])
     confusion = confusion_of([[5, 1], [0, 4]])
     image = JudgedImage(3, np.zeros((4, 5, 1), np.uint8), 0, 1, 0.75)
-    judgement = Judgement(Path("checkpoint-00000001.h5"), (EVIL, "dog & cat"), confusion, (), (image,))
+    judgement = Judgement(Path("checkpoint-00000001.h5"), "test", (EVIL, "dog & cat"), confusion, (), (image,))
     return html(report_page(read_runs([run.path for run in runs]), [result_of("quick", judgement)]))
 
 
@@ -253,6 +253,14 @@ def test_each_curve_is_a_part_of_its_run_and_of_the_values() -> None:
     ]
     assert not page.values["percent"]
     assert ">test, averaged weights<" in page.svg
+
+
+def test_validation_and_test_are_drawn_in_different_ways() -> None:
+    """Would find two sets with one marker and one kind of line, which a legend cannot tell apart."""
+    from hpctrain.report import figures
+
+    marks = [(style.get("marker"), style.get("linestyle")) for part, style in figures._STYLES.items() if part != TRAINING]
+    assert len(set(marks)) == len({mark for mark, _ in marks}) == 4
 
 
 def test_runs_are_named_where_no_buttons_are(tmp_path: Path) -> None:

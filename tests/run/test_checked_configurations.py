@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from hypothesis import given
@@ -13,13 +14,15 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.config.checks import check_device, check_names, device_faults, exact_faults
-from hpctrain.config.load import dump, load, parse
+from hpctrain.cli.main import cli
+from hpctrain.config.checks import check_device, check_names, device_faults, exact_faults, refusal
+from hpctrain.config.load import dump, known_paths, load, parse
 from hpctrain.config.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
 from hpctrain.config.resume_rules import RULES, Change, When, changes, check, flat, rule_for
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.text import SYNONYMS, synonyms
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from tests.support.late_kernels import LateKernelSet
@@ -535,3 +538,74 @@ def test_options_that_a_device_takes_are_no_faults(override: str) -> None:
     config, _ = parse(CUDA_CONFIG, overrides=(override, "backend=cuda"))
     assert list(device_faults(config)) == []
     check_device(config, LateKernelSet())
+
+
+@pytest.mark.parametrize(
+    ("causes", "words"),
+    [
+        ({"data.validation": (None, 0.1)}, "data.validation: not set -> 0.1 (may not change: samples that the model"),
+        ({"seed": (0, 1), "data.validation": (0.1, 0.2)}, "seed: 0 -> 1, data.validation: 0.1 -> 0.2 (may not change: samples"),
+        ({}, "validation samples: a -> b (may not change: samples"),
+    ],
+)
+def test_other_validation_samples_are_refused_by_the_keys_that_they_depend_on(causes: dict[str, Any], words: str) -> None:
+    """Would find a name in a message that is no key of a configuration."""
+    differences = [Change("held_out", "a", "b"), *(Change(key, *values) for key, values in causes.items())]
+    with pytest.raises(CheckpointError) as caught:
+        check(differences, between_epochs=True, begun_epochs=0, place="there")
+    assert words in str(caught.value)
+    assert "held_out" not in str(caught.value)
+
+
+def test_words_of_the_field_mean_keys_options_and_commands_that_exist() -> None:
+    """Would find a suggestion that is refused in turn, after a key or an option has been renamed."""
+    known = {".".join(map(str, path)) for path in known_paths()}
+    known |= {
+        f"{section}.{option}" for section, kind in SECTIONS.items() for one in choices(kind) for option in _option_names(one)
+    }
+    known |= {f"model.{option}" for option in FOLLOWING} | {name for kind in KINDS for name in names(kind)}
+    known |= set(cli.list_commands(click.Context(cli))) | {"bfloat16", "cuda", "onednn"}
+    assert set(SYNONYMS) <= known
+    assert all(synonyms(word) and synonyms(word.upper().replace("_", "-")) for of_key in SYNONYMS.values() for word in of_key)
+
+
+def _option_names(described: Choice) -> set[str]:
+    return {option.name for option in described.options}
+
+
+@pytest.mark.parametrize(
+    ("override", "end"),
+    [
+        ("optimizer.learning_rate=1", 'the nearest is "lr" (of "lr", "momentum", "nesterov", '),
+        ("optimizer.learnig_rate=1", 'the nearest is "lr" (of "lr", "momentum", "nesterov", '),
+        ("optimizer.wd=1", 'the nearest is "weight_decay" (of '),
+        ("optimizer.warmup_epochs=1", 'the nearest known key is "schedule.warmup_epochs".'),
+        ("optimizer.momentun=1", 'the nearest is "momentum" (of '),
+        ("schedule.warmup=1", 'the nearest is "warmup_epochs" (of "warmup_epochs", "warmup_start"'),
+        ("model.num_classes=3", 'the nearest is "classes" (of '),
+        ("data.batch_size=3", 'the nearest known key is "batch".'),
+        ("data.epochs=3", 'the nearest known key is "epochs".'),
+        ("data.dataset=x", 'the nearest known key is "data.train".'),
+        ("learning_rate=1", 'the nearest known key is "optimizer.lr".'),
+        ("num_workers=1", 'the nearest known key is "data.threads".'),
+        ("max_epochs=1", 'the nearest known key is "epochs".'),
+        ("lr_scheduler=cosine", 'the nearest known key is "schedule".'),
+        ("gpu=0", 'the nearest known key is "backend".'),
+        ("ema.warmup=true", 'the nearest known key is "ema.warm_up".'),
+        ("threds=3", 'the nearest known key is "threads".'),
+        ("backend=gpu", "the nearest is 'cuda'."),
+    ],
+)
+def test_an_unknown_key_is_answered_by_the_key_that_the_word_means(override: str, end: str) -> None:
+    """Would find keys that are suggested for the letters they share with a usual word, such as norm_bias_rate."""
+    with pytest.raises(ConfigError) as caught:
+        check_names(*load(CONFIGS / "quickstart.yaml", [override], refusal))
+    assert f"; {end}" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_usual_word_for_a_needed_key_is_one_fault() -> None:
+    """Would find that the key is reported as missing, too."""
+    text = (CONFIGS / "quickstart.yaml").read_text().replace("\nbatch:", "\nbatch_size:")
+    with pytest.raises(ConfigError, match=r'Unknown key "batch_size"; the nearest known key is "batch"\.$'):
+        parse(text)

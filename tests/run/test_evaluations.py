@@ -19,6 +19,7 @@ from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.data.image_file import ImageFile
+from hpctrain.data.sampler import hold_out
 from hpctrain.job.session import Session
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
@@ -162,6 +163,22 @@ def test_every_rank_has_the_counts_of_the_evaluation(trained32: TrainedRun, grid
     for judgement in work_virtual(ranks, trained32.file, overrides, partial(judge, source=source, most=3)):
         assert np.array_equal(_matrix(judgement), _matrix(evaluation))
         assert sum(score.hits for score in judgement.confusion.scores()) == evaluation.sums.top1
+
+
+def test_without_a_test_set_the_validation_samples_are_judged(tmp_path: Path) -> None:
+    """Would find images or labels of training samples, as validation samples are numbered within the training file."""
+    held_out = ("data.test=null", "data.validation=0.4")
+    trained = train(tmp_path, *held_out, dtype="float32")
+    work = partial(judge, source=str(trained.run.path), most=1000)
+    (judgement,) = work_virtual(1, trained.file, held_out, work)
+    file = ImageFile.open(trained.folder / "train.h5")
+    split = hold_out(file.labels, 0.4, 7, "")
+    assert judgement.split == "validation"
+    assert sum(score.samples for score in judgement.confusion.scores()) == len(split.validation)
+    for image in (*judgement.right, *judgement.wrong):
+        assert image.number in split.validation
+        assert image.label == file.labels[image.number]
+        np.testing.assert_array_equal(image.pixels, file.images[image.number])
 
 
 def test_pictures_are_those_of_the_file_and_the_surest_come_first(trained32: TrainedRun) -> None:

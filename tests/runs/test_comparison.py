@@ -80,6 +80,18 @@ def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None
     assert (figures.images_per_second, figures.seconds, figures.end) == (100.0, 30.0, "finished")
 
 
+def test_speeds_are_those_of_the_latest_start_that_trained(tmp_path: Path) -> None:
+    """Would find images/s and the time of a step of different starts next to each other."""
+    run = write_run(tmp_path)
+    trained = {"kind": "epoch", "time": 41.0, "epoch": 4, "step": 40, "images": 100, "loss": 1.0, "images_per_second": 7.0}
+    starts = [{"kind": "start", "time": time, "epochs": 4, "samples": 100} for time in (31.0, 40.0, 50.0)]
+    steps = [{"kind": "steps", "time": time, "step": 40, "measured_step_seconds": time / 1000} for time in (30.0, 41.0)]
+    for entry in (steps[0], *starts[:2], trained, steps[1], starts[2]):
+        run.append_metrics(entry)
+    figures = summary(read_runs([run.path])[0])
+    assert (figures.images_per_second, figures.step_seconds) == (7.0, 0.041)
+
+
 def test_figures_begin_with_what_was_trained(tmp_path: Path) -> None:
     config = "model: {name: small}\ndata: {train: a.h5}\nbatch: 8\noptimizer: {name: sgd, lr: 0.1}\nschedule: {name: cosine}\n"
     written = summary_texts([summary(read_runs([write_run(tmp_path, config=config).path])[0])])
@@ -378,14 +390,14 @@ def test_thinned_curves_keep_their_ends_and_extremes(ys: list[float], most: int)
 def _judgement(matrix: list[list[int]], undecided: int = 0, *images: JudgedImage) -> Judgement:
     """The undecided samples are of the first class."""
     names = tuple(f"class {k}" for k in range(len(matrix)))
-    return Judgement(Path("checkpoint-00000007.h5"), names, confusion_of(matrix, undecided), (), images)
+    return Judgement(Path("checkpoint-00000007.h5"), "test", names, confusion_of(matrix, undecided), (), images)
 
 
 def test_cells_are_coloured_by_their_share_of_the_class() -> None:
     result = result_of("run", _judgement([[9, 1], [0, 0]]))
     assert result.confusion[0].cells == (Cell(9, 63, True), Cell(1, 7, False))
     assert result.confusion[1].cells == (Cell(0, 0, False), Cell(0, 0, True))
-    assert result.words == "checkpoint-00000007.h5: 10 images, top-1 90.00%."
+    assert result.words == "checkpoint-00000007.h5: 10 test images, top-1 90.00%."
 
 
 def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.MonkeyPatch) -> None:

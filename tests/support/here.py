@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import sys
 import tempfile
 import threading
@@ -33,7 +32,6 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.jobs import Outcome, clean_environment
 
-platform.processor()  # its first call starts a process, which a test that is not marked `job` may not
 _PROGRAM = ["-m", "hpctrain"]
 _RANK = threading.local()
 

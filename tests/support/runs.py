@@ -101,7 +101,7 @@ def work_virtual(
 
 def _rank(comm: ThreadCommunicator, file: Path, overrides: tuple[str, ...], resume: str | None, steps: int) -> None:
     session = _session(comm, file, overrides)
-    run_training(session, SignalWatch(), resume=resume, steps=steps, style="none")
+    run_training(session, SignalWatch(), resume=resume, steps=steps, style="lines")
 
 
 def _session(comm: ThreadCommunicator, file: Path, overrides: Sequence[str]) -> Session:
