@@ -90,6 +90,11 @@ class RoundedOperator(InPlace, Accumulating, Operator):
             *gradients,
         ]
         self.scratch_bytes = total_bytes(self._requests)
+        self._load: list[Copying] = []
+        self._load_backward: list[Copying] = []
+        self._round_weight: list[Copying] = []
+        self._store: Copying | None = None
+        self._targets: list[tuple[Array, Array | None, Copying]] = []
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
@@ -100,7 +105,6 @@ class RoundedOperator(InPlace, Accumulating, Operator):
         dy = next(gradients) if self._training and self.needs_output else y
         self._load = [self._convert(x, values) for x, values in zip(buffers.inputs, xs, strict=True)]
         parameters = dict(buffers.parameters)
-        self._round_weight: list[Copying] = []
         if weight.size:
             self._round_weight = [self._convert(parameters["weight"], half), self._convert(half, weight)]
             parameters["weight"] = weight
@@ -133,6 +137,7 @@ class RoundedOperator(InPlace, Accumulating, Operator):
         for copy in (*self._load, *self._round_weight):
             copy()
         self._inner.forward(context)
+        assert self._store is not None, "the operator is not bound"
         self._store()
 
     def backward_parameters(self) -> None:

@@ -124,6 +124,7 @@ class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
         self.saved_bytes, self._own_bytes = inner.saved_bytes, aligned(inner.scratch_bytes)
         self.scratch_bytes = self._own_bytes + self.output.size
         self._masked = False
+        self._inactive = np.empty(0, bool)
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)

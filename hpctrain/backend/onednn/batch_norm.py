@@ -51,6 +51,12 @@ class ScaledSum:
         values, factor = self._values, self._factor
         self.primitive = Primitive(engine, "binary", f"{label}, sum", c.BINARY_MUL, values, factor, values, attributes)
         assert self.primitive.scratchpad_bytes == 0, label
+        self._scale: Array = None
+        self._shift: Array = None
+        self._vectors: Array = None
+        self._statistics: tuple[Array, Array] = (None, None)
+        self._parameters: tuple[Array, Array] = (None, None)
+        self._call: Call | None = None
 
     def bind(self, buffers: Buffers, factors: Array, mean: Array, var: Array) -> None:
         """Prepare the call.
@@ -90,6 +96,7 @@ class ScaledSum:
         np.subtract(beta, shift, out=shift)
         for values, factors in zip((self._scale, self._shift), self._vectors, strict=True):
             np.copyto(values, factors.reshape(values.shape[0], 1, values.shape[2]), casting="same_kind")
+        assert self._call is not None, "the sum is not bound"
         self._call()
 
 
