@@ -46,6 +46,7 @@ from hpctrain.core.errors import (
 )
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
+from hpctrain.core.registry import check_counts
 from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
@@ -159,6 +160,8 @@ class _Asked:
         """
         if self.progress not in _PROGRESS:
             raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
+        counts = {"batch": (self.batch, 1), "rows": (self.rows, 1), "cols": (self.cols, 1), "threads": (self.threads, 1)}
+        check_counts(**{name: pair for name, pair in counts.items() if pair[0] is not None or name in ("batch", "rows")})
         if self.deadline_seconds <= 0:
             raise ConfigError(
                 f"deadline_seconds is {self.deadline_seconds:g}, but must be above 0; the default is {_DEADLINE_SECONDS:g}."
@@ -176,19 +179,19 @@ def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> J
     if world.size > 1:
         check_same_program(world, asked.facts(), _program(), leads_node=not launcher.local_rank)
     asked.check(watch)
-    plan = raise_on_all_ranks(world, lambda: set_threads(launcher, asked.threads))
-    best, rows, cols = None, asked.rows, asked.cols
+    plan = raise_on_all_ranks(world, lambda: set_threads(launcher, None if asked.threads is None else int(asked.threads)))
+    best, rows, cols = None, int(asked.rows), asked.cols
     if asked.automatic is not None:
         best = asked.automatic.best(StartedJob(world, plan.threads, asked.deadline_seconds), asked.batch)
         rows, cols = best.candidate.plan.rows, best.candidate.plan.cols
-    cols = max(1, world.size // max(1, rows)) if cols is None else cols
+    cols = max(1, world.size // rows) if cols is None else int(cols)
     grid, engine = on_grid(world, rows, cols, batch=asked.batch, deadline_seconds=asked.deadline_seconds, flight=process.flight)
     process.started(engine)
     _keep(process.flight, asked.flight, world)
     engine.notes.phase(BETWEEN)
     checkpoints = LoopCheckpoints(world, engine.notes, asked.deadline_seconds)
     groups = GridGroups(grid)
-    return Job(launcher, plan, world, grid, groups, engine, asked.batch, asked.progress, checkpoints, watch, best)
+    return Job(launcher, plan, world, grid, groups, engine, int(asked.batch), asked.progress, checkpoints, watch, best)
 
 
 @contextlib.contextmanager
@@ -272,6 +275,7 @@ def train(
     """
 
     def read() -> tuple[Config, Source]:
+        check_counts(steps=(steps, 0))
         given = [f"{key}={flow(value)}" for key, value in overrides.items()]
         if isinstance(config, Mapping):
             loaded = from_mapping(config, given, refusal)
@@ -279,8 +283,6 @@ def train(
             loaded = load_config(path_of(config), tuple(given))
         if loaded[0].on_lost_rank.shrinks:
             raise ConfigError("on_lost_rank.action is shrink, which needs the command `hpctrain train`; set it to stop.")
-        if steps < 0:
-            raise ConfigError(f"steps is {steps}, but must be at least 0, which trains all epochs.")
         if style not in (None, *get_args(ProgressStyle)):
             raise ConfigError(f'There is no style "{style}"; {choices(str(style), get_args(ProgressStyle))}.')
         return loaded
@@ -420,8 +422,9 @@ def schedule(
     """Return a learning-rate schedule, such as "cosine"; its `lr(step)` returns the learning rate of a step.
 
     Raises:
-        ConfigError: the name is unknown, or an option is wrong.
+        ConfigError: the name is unknown, an option is wrong, or a count is not an integer of at least 1.
     """
+    check_counts(epochs=(epochs, 1), steps_per_epoch=(steps_per_epoch, 1))
     return SCHEDULES.create(
         name, options, base_lr=base_lr, epochs=epochs, steps_per_epoch=steps_per_epoch, warmup_epochs=warmup_epochs
     )

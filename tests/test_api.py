@@ -166,8 +166,11 @@ def alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "sentence"),
     [
         ({"rows": 2, "cols": 2}, "A grid of 2 x 2 has 4 places, but the number of ranks is 1"),
-        ({"rows": 0}, "A grid of 0 x 1 has 0 places"),
-        ({"batch": 0}, "the smallest batch is 1"),
+        ({"rows": 0}, "rows is 0, but must be an integer of at least 1; the nearest legal value is 1"),
+        ({"batch": 0}, "batch is 0, but must be an integer of at least 1; the nearest legal value is 1."),
+        ({"batch": 7.5}, "batch is 7.5, but must be an integer of at least 1; the nearest legal value is 8."),
+        ({"cols": "2"}, "cols is '2', but must be an integer of at least 1; the nearest legal value is 1."),
+        ({"threads": 1.5}, "threads is 1.5, but must be an integer of at least 1; the nearest legal value is 2."),
         ({"progress": "tread"}, 'There is no progress mode "tread"; the nearest is "thread"'),
         ({"deadline_seconds": 0}, "deadline_seconds is 0, but must be above 0; the default is 300."),
         ({"threads": 1000}, "threads is 1000, but a rank here may run on"),
@@ -216,7 +219,16 @@ def test_held_out_samples_are_read_by_the_loader_of_validation_alone(tmp_path: P
         plain = job.loader(replica, tmp_path / "a.h5")
         for sentence, attempt in {
             "validation is 1.5, but must be a fraction": lambda: job.loader(replica, tmp_path / "a.h5", validation=1.5),
-            "must be a loader made with validation": lambda: job.loader(replica, tmp_path / "a.h5", validation_of=plain),
+            "must be the loader of the training samples, made": lambda: job.loader(
+                replica, tmp_path / "a.h5", validation_of=plain
+            ),
+            "must be the loader of the training samples": lambda: job.loader(
+                replica, tmp_path / "a.h5", validation_of=validation
+            ),
+            "prefetch is 1.5, but must be an integer": lambda: job.loader(replica, tmp_path / "a.h5", prefetch=1.5),
+            "batch is 2.5, but must be an integer": lambda: job.loader(replica, tmp_path / "a.h5", batch=2.5),
+            "micro_batches is 2.0, but must be an integer": lambda: job.replica(nets.plain(), (9, 7, 3), micro_batches=2.0),
+            "steps_per_epoch is 2.5, but": lambda: hpctrain.schedule("cosine", base_lr=1, epochs=2, steps_per_epoch=2.5),
             "those of .*grey.h5 have 1; convert both": lambda: job.loader(replica, tmp_path / "a.h5", like=tmp_path / "grey.h5"),
         }.items():
             with pytest.raises(hpctrain.HpctrainError, match=sentence):

@@ -169,8 +169,11 @@ Validation = Annotated[
 
 def _class_weights(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
-        return handler(value)
-    except ValidationError:  # its sentences name the alternatives in pydantic's terms
+        weights = handler(value)
+        if weights == ():
+            raise ValueError
+        return weights
+    except (ValidationError, ValueError):  # pydantic's sentences name the alternatives in its terms
         raise PydanticCustomError(
             "class_weights_type", "must be balanced, a list of numbers above 0, one per class, or null"
         ) from None

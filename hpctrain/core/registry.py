@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import pkgutil
 import re
 import sys
@@ -253,6 +254,23 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
     except ValidationError as error:
         reasons = joined(rule(item) for item in error.errors(include_url=False))
         raise OptionError(f"{label} is {json.dumps(value)}, but {reasons}.", key) from None
+
+
+def check_counts(**counts: tuple[Any, int]) -> None:
+    """Raise unless each argument of a program is an integer of at least its minimum; NumPy's integers are integers, too.
+
+    Args:
+        counts: pairs (value, minimum) by the name of the argument.
+
+    Raises:
+        ConfigError: one is not; the message has the name, the value and the nearest legal value.
+    """
+    for name, (value, least) in counts.items():
+        if not isinstance(value, bool) and hasattr(value, "__index__") and value.__index__() >= least:
+            continue
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        near = max(least, round(value)) if is_number else least
+        raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}; the nearest legal value is {near}.")
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:

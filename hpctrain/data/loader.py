@@ -204,6 +204,7 @@ class Loader(_Batches):
         class_weights: weight of each class in the loss of the steps; empty: all are 1.
         leaves_pixels: whether batches hold uint8 pixels, to which a kernel set applies the last steps of the pipeline. Ignored if
             images are tiled or mixed, or if the pipeline does not support it.
+        holds_out: whether the file's samples that the loader does not read are held out for validation.
     """
 
     def __init__(
@@ -223,10 +224,11 @@ class Loader(_Batches):
         sizes: ImageSizes | None = None,
         class_weights: Sequence[float] = (),
         leaves_pixels: bool = False,
+        holds_out: bool = False,
     ) -> None:
         super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing, class_weights)
         assert sampler.samples <= len(file), f"{sampler.samples} samples of {len(file)}"
-        self.file = file
+        self.file, self.holds_out = file, holds_out
         self._any_size, self._sizes = pipeline, sizes
         self._pipeline = pipeline if sizes is None else pipeline.resized(sizes.at(0))
         self.image_shape = self._pipeline.output_shape(*file.shape)

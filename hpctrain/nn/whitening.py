@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.specs import Conv2dSpec
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, ShapeError
 
 #: added to the variances of normalised pixels, so that directions with hardly any variance are not enlarged to noise
 EPSILON = 5e-4
@@ -48,11 +48,20 @@ def whitening_filters(images: Iterable[NDArray[np.float64]], spec: Conv2dSpec) -
     Args:
         images: images (H, W, C) in the units of the network's input, at least one.
         spec: convolution, see `whitened_convolution`.
+
+    Raises:
+        ShapeError: an image is smaller than a filter.
     """
+    height, width = spec.window.extent
     count, *patch = spec.weight_shape
     size, (rows, columns) = int(np.prod(patch)), spec.window.dilation
     total, products, samples = np.zeros(size), np.zeros((size, size)), 0
     for image in images:  # all patches of all images at once would need many times the memory of the images
+        if image.shape[0] < height or image.shape[1] < width:
+            raise ShapeError(
+                f"The images have {image.shape[0]} x {image.shape[1]} pixels, but the filters that init.whiten computes from "
+                f"them cover {height} x {width}; set init.whiten to null, or use images of at least {height} x {width} pixels."
+            )
         windows = np.lib.stride_tricks.sliding_window_view(image, spec.window.extent, (0, 1))[..., ::rows, ::columns]
         patches = np.moveaxis(windows, 2, -1).reshape(-1, size)
         total += patches.sum(0)

@@ -25,7 +25,7 @@ from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
-from hpctrain.core.registry import check_options
+from hpctrain.core.registry import check_counts, check_options
 from hpctrain.data.image_file import ImageFile, with_class_order
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -296,6 +296,8 @@ class Job(StartedRank):
 
         def make() -> Replica:
             answer = _answer(on_nonfinite, checks_every_steps)
+            shards = {} if exact_shards is None else {"exact_shards": (exact_shards, 1)}
+            check_counts(micro_batches=(micro_batches, 1), checks_every_steps=(checks_every_steps, 0), **shards)
             chosen = make_backend(backend, dtype, precision, self.place)
             loss = {"smoothing": label_smoothing, "class_weights": tuple(class_weights)}
             return Replica(
@@ -432,6 +434,8 @@ class Job(StartedRank):
         files = self._open(path, like, arguments)
 
         def make() -> tuple[Loader, CacheConfig]:
+            batches = {} if batch is None else {"batch": (batch, 1)}
+            check_counts(prefetch=(prefetch, 0), threads=(threads, 1), **batches)
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
             file = reference = files[_FILE]
             if like is not None:
@@ -454,10 +458,14 @@ class Job(StartedRank):
             sampler = Sampler(samples, batch or self.batch, seed, shuffle, subset)
             if validation_of is not None:  # the other loader's cache fills its memory with the same file
                 levels = levels.model_copy(update={"fill": "first_epoch"})
-            weights = replica.network.loss_spec.class_weights
-            place = replica.place
             loader = Loader(
-                *(file, sampler, pipeline), **place, prefetch=prefetch, mixing=mixed, sizes=by_epoch, class_weights=weights
+                *(file, sampler, pipeline),
+                **replica.place,
+                prefetch=prefetch,
+                mixing=mixed,
+                sizes=by_epoch,
+                class_weights=replica.network.loss_spec.class_weights,
+                holds_out=validation is not None,
             )
             return loader, levels
 
@@ -491,6 +499,7 @@ class Job(StartedRank):
         arguments = dict(locals())
 
         def make() -> tuple[ArrayLoader, Subject]:
+            check_counts(**({} if batch is None else {"batch": (batch, 1)}))
             samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
             check_shape(samples.images.shape[1:], replica)
             sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)
@@ -572,9 +581,10 @@ def _subset(file: ImageFile, validation: int | float | None, validation_of: Load
     """
     if validation_of is not None:
         trained_on = validation_of.sampler.subset
-        if validation is not None or trained_on is None:
+        if validation is not None or trained_on is None or not validation_of.holds_out:
             raise ConfigError(
-                "validation_of must be a loader made with validation, such as validation=0.1; leave validation out of this call."
+                "validation_of must be the loader of the training samples, made with validation, such as validation=0.1; leave "
+                "validation out of this call."
             )
         if validation_of.file.manifest["images"] != file.manifest["images"]:
             raise DataError(f"validation_of reads {validation_of.file.path}, not the images of {file.path}; give the same file.")

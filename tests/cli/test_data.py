@@ -282,6 +282,27 @@ def test_a_limit_of_pixels_holds_for_a_data_file_too(tmp_path, keep, monkeypatch
     run("check", tmp_path / "out.h5")
 
 
+def test_arrays_have_the_range_of_the_data_file_of_their_class_names(tmp_path):
+    """Would find a test set that is scaled by its own largest value, unlike the training set."""
+    bright, dark = np.full((4, 5, 5, 1), 200, np.uint16), np.full((4, 5, 5, 1), 3000, np.uint16)
+    np.savez(tmp_path / "train.npz", images=bright, labels=[0, 1, 0, 1])
+    np.savez(tmp_path / "test.npz", images=dark, labels=[0, 1, 0, 1])
+    run("convert", "arrays", tmp_path / "train.npz", tmp_path / "train.h5")
+    convert = ("convert", "arrays", tmp_path / "test.npz", tmp_path / "test.h5", "--class-names", tmp_path / "train.h5")
+    run(*convert, fails_with="have values above 255, but the data file of the class names has no range .* such as --range 0 4095")
+    run(*convert, "--range", 0, 4095)
+    assert (ImageFile.open(tmp_path / "test.h5").pixels[0] == 187).all()
+
+
+@pytest.mark.parametrize("label", [2**63 + 5, 2**64 - 1, 2**31])
+def test_a_label_of_64_bits_is_named_as_it_is(tmp_path, label):
+    """Would find a label that wraps to a negative number."""
+    labels = np.array([0, 1, label], np.uint64)
+    np.savez(tmp_path / "a.npz", images=np.zeros((3, 5, 5, 1), np.uint8), labels=labels)
+    convert = ("convert", "arrays", tmp_path / "a.npz", tmp_path / "a.h5")
+    run(*convert, fails_with=f"has label {label} for image 2; labels must be whole numbers between")
+
+
 def test_splits_are_not_taken_for_classes(tmp_path):
     for split in ("train", "validation", "test"):
         (tmp_path / "photos" / split / "ant").mkdir(parents=True)

@@ -210,7 +210,7 @@ def test_validation_is_a_fraction_a_number_or_a_path(written: str, value: Any) -
     assert ("validation" in data.files) == isinstance(value, str)
 
 
-@pytest.mark.parametrize("written", ["balenced", "2", "[1, 0]", "[1, .nan]", "{a: 1}", "true"])
+@pytest.mark.parametrize("written", ["balenced", "2", "[]", "[1, 0]", "[1, .nan]", "{a: 1}", "true"])
 def test_faulty_class_weights_are_refused_with_one_sentence(written: str) -> None:
     """Would find a sentence for each alternative, which names validators instead of the key."""
     with pytest.raises(

@@ -17,7 +17,7 @@ from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import Conv2dSpec, TensorSpec, Window
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.core.errors import CheckpointError, ConfigError, DataError
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError, ShapeError
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.sampler import hold_out
 from hpctrain.job.session import Session
@@ -584,6 +584,15 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
     assert {key.rpartition("/")[2] for key in whole if key.startswith("optimizer/")} == {
         f"classifier.{layer}.{role}" for layer in ("fc1", "fc2") for role in ("weight", "bias")
     }
+
+
+def test_an_image_without_a_whole_patch_is_refused_with_one_sentence() -> None:
+    """Would find NumPy's ValueError of a window that is larger than the array."""
+    spec = Conv2dSpec(1, 8, Window((3, 2), (1, 1), (0, 0, 0, 0)))
+    with pytest.raises(
+        ShapeError, match=r"^The images have 2 x 4 pixels, but the filters .* cover 3 x 2; .* at least 3 x 2 pixels\.$"
+    ):
+        whitening_filters([np.zeros((2, 4, 1))], spec)
 
 
 def test_a_run_whitens_patches_of_its_training_images(folder: Path) -> None:

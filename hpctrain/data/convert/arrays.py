@@ -145,6 +145,7 @@ def convert(
     class_names: Sequence[str] | None = None,
     *,
     value_range: ValueRange | None = None,
+    measures: bool = True,
     overwrite: bool = False,
     advance: Advance = no_progress,
 ) -> None:
@@ -153,6 +154,7 @@ def convert(
     Args:
         value_range: values that become 0 and 255; values beyond them are clipped. None: integers are kept if none is above 255,
             and other values are scaled from the range that is measured over all images.
+        measures: whether integers of more than 8 bits have a range of their own; False: those above 255 are refused.
 
     Raises:
         DataError: the values have no known range, a label has no class name, a part is unreadable, the disk has too little space,
@@ -168,7 +170,13 @@ def convert(
         raise DataError(
             f"The images in {source.path} need {needed:,} bytes, but the disk of {out} has {free:,} free; write to another disk."
         )
-    value_range = _measured(source) if value_range is None else value_range
+    measured = _measured(source) if value_range is None else None
+    if measured is not None and not measures and source.images.dtype.kind in "iu":
+        raise DataError(
+            f"The images in {source.path} have values above 255, but the data file of the class names has no range for them; "
+            f"give the values of black and white, such as --range {measured[0]:g} {measured[1]:g}."
+        )
+    value_range = measured if value_range is None else value_range
     # Predictions apply the stored range to pictures of 16 bits, which a range of bytes or of floating-point numbers does not fit.
     stored = value_range if source.images.dtype.kind in "iu" and source.images.dtype.itemsize > 1 else None
     write_data_file(out, count, source.shape, names, _chunks(source, value_range, advance), value_range=stored)
@@ -241,13 +249,22 @@ def class_labels(name: str, labels: Any, count: int) -> tuple[np.ndarray, int]:
         if wrong.size:
             raise DataError(f"{name} is not one-hot: row {int(wrong[0])} of {shape} does not have a single 1 among zeros.")
         return values.argmax(1).astype(np.int64), shape[1]
-    values = values.reshape(-1)
-    if values.dtype.kind == "f":
-        wrong = np.flatnonzero(~(np.isfinite(values) & (values == np.floor(values)) & (np.abs(values) < 1 << 31)))
+    return whole_labels(name, values.reshape(-1)), 1
+
+
+def whole_labels(name: str, values: np.ndarray) -> np.ndarray:
+    """Return labels (N,) of any numeric type as int64.
+
+    Raises:
+        DataError: a label is not a whole number between -2^31 and 2^31.
+    """
+    if values.dtype.kind == "f" or values.dtype.itemsize > 4:
+        wide = values.astype(np.longdouble)  # holds 64 bits of both signs
+        wrong = np.flatnonzero(~((np.abs(wide) < 1 << 31) & (wide == np.floor(wide))))
         if wrong.size:
             label = f"{name} has label {values[wrong[0]]} for image {int(wrong[0])}"
             raise DataError(f"{label}; labels must be whole numbers between -2^31 and 2^31.")
-    return values.astype(np.int64), 1
+    return values.astype(np.int64)
 
 
 def _chunks(source: ForeignImages, value_range: ValueRange | None, advance: Advance) -> Iterator[tuple[np.ndarray, np.ndarray]]:

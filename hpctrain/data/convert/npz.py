@@ -13,6 +13,7 @@ from typing import IO
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.data.convert.arrays import whole_labels
 from hpctrain.data.convert.common import (
     Advance,
     DecodedPicture,
@@ -73,7 +74,7 @@ def load(path: Path) -> PackedFiles:
             f"In {path} blob is {blob.dtype} of {blob.shape}, offsets are {offsets.dtype} of {offsets.shape}, labels "
             f"{labels.dtype} of {labels.shape}; blob must be uint8, the other two lists of integers."
         )
-    blob, offsets, labels = blob.reshape(-1), offsets.astype(np.int64), labels.astype(np.int64)
+    blob, offsets, labels = blob.reshape(-1), offsets.astype(np.int64), whole_labels(f"labels in {path}", labels)
     rising = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
     if not rising or offsets[-1] != blob.size or len(labels) != len(offsets) - 1:
         raise DataError(

@@ -704,7 +704,7 @@ def outcome(convert, path):
         ({"labels": np.array([[0], [1]])}, r"labels int64 of \(2, 1\)"),
         ({"offsets": np.array([0.0, np.nan, 1.0])}, "offsets are float64"),
         ({"blob": np.zeros(4)}, "blob is float64"),
-        ({"labels": np.array([0, 10**12])}, "largest label is 1000000000000"),
+        ({"labels": np.array([0, 10**12])}, "has label 1000000000000 for image 1"),
         ({"labels": np.array([-1, -1])}, "label -1"),
     ],
 )
