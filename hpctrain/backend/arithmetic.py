@@ -413,11 +413,17 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:
-        """Fetch the elements after all work enqueued so far. The array must not be written to before the result is read."""
+        """Fetch the elements after all work enqueued so far, bfloat16 as float32.
+
+        The array must not be written to before the result is read.
+        """
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:
-        """Return the elements in a NumPy array, possibly `array` itself, which the caller must not modify. Waits."""
+        """Return the elements in a NumPy array, bfloat16 as float32. Waits.
+
+        The array may be `array` itself, so the caller must not modify it.
+        """
 
     @abstractmethod
     def from_host(self, target: Array, source: np.ndarray) -> None:

@@ -11,12 +11,16 @@ import importlib.util
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hpctrain.backend.cuda import libraries
 from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.operators import KernelSet
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.core.log import get_logger
+
+if TYPE_CHECKING:
+    from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 
 #: environment variable for developers: MODULE or MODULE:ARGUMENT, whose `make_device` returns the device to use instead of a GPU
 DEVICE_VARIABLE = "HPCTRAIN_CUDA_DEVICE"
@@ -72,6 +76,24 @@ def missing(place: NodePlace) -> str | None:
         _gpu(place)
     except BackendError as error:
         return str(error)
+    return None
+
+
+def machine_fault(name: str, precision: str) -> str | None:
+    """Return the reason why this machine cannot compute with this backend and precision, as a sentence; None if it can.
+
+    `DEVICE_VARIABLE` names a device that can compute everything.
+    """
+    if name in ("cuda", "auto") and DEVICE_VARIABLE in os.environ:
+        return None
+    no_gpu = missing(NodePlace()) if name in ("cuda", "auto") else None
+    if no_gpu is not None and (name == "cuda" or precision == "tf32"):
+        return f"The training needs a GPU, and none can be used here. {no_gpu}"
+    if precision == "bfloat16" and (name == "onednn" or no_gpu is not None):
+        try:
+            _with_bfloat16(_onednn())
+        except BackendError as error:
+            return f"The training cannot run here: {error}"
     return None
 
 
@@ -188,13 +210,13 @@ def make_backend(
 ) -> Backend:
     """Return the backend of that name.
 
-    "auto" selects a GPU if one can be used, otherwise oneDNN for float32 if its library loads, otherwise NumPy, and logs the
-    choice.
+    "auto" selects a GPU if one can be used, otherwise oneDNN for float32 and bfloat16 if its library loads, otherwise NumPy, and
+    logs the choice.
 
     Args:
         dtype: dtype of parameters, and of activations at precision "float32": "float32" or "float64".
         precision: precision of products, for dtype "float32". "tf32" rounds their factors; "bfloat16" rounds all activations.
-            Both require cuda.
+            "tf32" requires cuda; "bfloat16" with onednn requires a processor that multiplies it.
         place: position of this rank on its node, which selects its GPU; default: a single rank.
 
     Raises:
@@ -206,15 +228,16 @@ def make_backend(
         name = _choose(dtype, precision, place)
     if name == "cuda":
         return _cuda(dtype, precision, place)
+    wanted = "bfloat16" if precision == "bfloat16" else dtype
     if name == "numpy":
         from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 
         kernels: KernelSet = NumpyKernelSet()
     else:
-        kernels = _onednn()
-    if dtype not in kernels.dtypes:
-        raise BackendError(f"Backend {name} computes in {' or '.join(kernels.dtypes)}, not in {dtype}; set backend to numpy.")
-    return Backend(name, dtype, kernels, f"{name}, {dtype}")
+        kernels = _with_bfloat16(_onednn()) if wanted == "bfloat16" else _onednn()
+    if wanted not in kernels.dtypes:
+        raise BackendError(f"Backend {name} computes in {' or '.join(kernels.dtypes)}, not in {wanted}; set backend to numpy.")
+    return Backend(name, wanted, kernels, f"{name}, {wanted}")
 
 
 def _check(name: str, dtype: str, precision: str) -> None:
@@ -235,8 +258,8 @@ def precision_fault(name: str, dtype: str, precision: str) -> str | None:
         return None
     if dtype != "float32":
         return f"precision is {precision}, which requires dtype float32; for dtype {dtype}, set precision to float32."
-    if name not in ("cuda", "auto"):
-        return f"precision is {precision}, which only backend cuda supports; set precision to float32, or backend to cuda."
+    if precision == "tf32" and name not in ("cuda", "auto"):
+        return "precision is tf32, which only backend cuda supports; set precision to float32, or backend to cuda."
     return None
 
 
@@ -248,11 +271,10 @@ def _choose(dtype: str, precision: str, place: NodePlace) -> str:
     if no_gpu is None:
         _log.debug("Backend cuda.")
         return "cuda"
-    if precision != "float32":
-        raise BackendError(
-            f"precision is {precision}, which only backend cuda supports; set it to float32, or use a GPU. {no_gpu}"
-        )
-    reason = _onednn_missing()
+    if precision == "tf32":
+        raise BackendError(f"precision is tf32, which only backend cuda supports; set it to float32, or use a GPU. {no_gpu}")
+    # NumPy is never chosen for bfloat16, in which it is slower than in float32.
+    reason = None if precision == "bfloat16" else _onednn_missing()
     name, remarks = ("onednn", []) if reason is None else ("numpy", [reason])
     if cupy_is_installed():
         remarks.append(no_gpu)
@@ -270,13 +292,28 @@ def _onednn_missing() -> str | None:
     return available()
 
 
-def _onednn() -> KernelSet:
+def _onednn() -> OnednnKernelSet:
     from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 
     reason = _onednn_missing()
     if reason is not None:
         raise BackendError(f"Backend onednn cannot be used: {reason} Set backend to numpy, which runs everywhere.")
     return OnednnKernelSet()
+
+
+def _with_bfloat16(kernels: OnednnKernelSet) -> OnednnKernelSet:
+    """Return the kernel set, after checking that the processor multiplies bfloat16.
+
+    Raises:
+        BackendError: it does not.
+    """
+    if not kernels.multiplies_bfloat16:
+        raise BackendError(
+            "precision is bfloat16, which oneDNN cannot multiply on this processor: it needs the instructions AVX512_BF16 or "
+            "AMX, and ONEDNN_MAX_CPU_ISA must not forbid them; set precision to float32, or backend to numpy for a slow "
+            "reference."
+        )
+    return kernels
 
 
 def _cuda(dtype: str, precision: str, place: NodePlace) -> Backend:

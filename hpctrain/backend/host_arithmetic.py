@@ -143,6 +143,14 @@ _SQUARES_BLOCK = 1 << 16  # number of elements that are converted to float64 and
 _FINITE_BLOCK = 1 << 19  # number of elements that are tested by one call of `all_finite`
 
 
+_ROUNDED = "V"  # kind of bfloat16, a dtype that `ml_dtypes` adds to NumPy
+
+
+def to_float32(array: np.ndarray) -> np.ndarray:
+    """Return an array of bfloat16 as float32, and any other array itself."""
+    return array.astype(np.float32) if array.dtype.kind == _ROUNDED else array
+
+
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
     np.copyto(target, source, casting="same_kind")
 
@@ -316,11 +324,14 @@ class HostArithmetic(Arithmetic):
         _by_rows(self, _add if accumulate else _copy, target[slices(target_box)], source[slices(source_box)])
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
+        if target.dtype.kind == _ROUNDED:
+            np.multiply(source.sum(axis=(1, 2), keepdims=True, dtype=np.float32), scale, out=target, casting="same_kind")
+            return
         np.sum(source, axis=(1, 2), keepdims=True, out=target)
         np.multiply(target, scale, out=target)
 
     def spread_pixels(self, target: Array, source: Array, scale: float) -> None:
-        np.multiply(source, scale, out=target)
+        np.multiply(to_float32(source), scale, out=target, casting="same_kind")
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
         blocks = [(number, low) for number, array in enumerate(arrays) for low in range(0, array.size, _SQUARES_BLOCK)]
@@ -352,11 +363,10 @@ class HostArithmetic(Arithmetic):
         return HostWatchedArrays(tuple(arrays))
 
     def fetch(self, array: Array) -> Fetch:
-        return HostFetch(array)
+        return HostFetch(to_float32(array))
 
     def to_host(self, array: Array) -> np.ndarray:
-        host: np.ndarray = array
-        return host
+        return to_float32(array)
 
     def from_host(self, target: Array, source: np.ndarray) -> None:
         _by_rows(self, lambda part, values: np.copyto(part, values, casting="unsafe"), target, source)

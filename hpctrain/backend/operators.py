@@ -326,7 +326,8 @@ class LossOperator(ABC):
 class KernelSet(ABC):
     """A kernel set: makes operators and allocates their memory.
 
-    The sets are numpy, the reference, in float32 and float64; onednn, in float32, fast on CPUs; and cuda, for GPUs.
+    The sets are numpy, the reference, in float32, float64 and bfloat16; onednn, in float32 and bfloat16, fast on CPUs; and cuda,
+    for GPUs.
 
     Attributes:
         arithmetic: arithmetic service for the arrays of this set.

@@ -3,7 +3,7 @@
 A spec does not state how an operation is computed; a kernel set turns it into an operator. Letters: N batch, H W image, C
 channels in, K channels out, R S kernel, Ho Wo output. All shapes are logical NHWC, weights KRSC, linear weights (in, out).
 
-Dtypes are strings, since NumPy does not have bfloat16. `WithRelu` is made only by fusion (`graph.py`).
+Dtypes are strings, since NumPy alone does not have bfloat16. `WithRelu` is made only by fusion (`graph.py`).
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def rates_table(rates: DataRates) -> list[str]:
     type=click.Choice(["float32", "tf32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Precision of matrix products and convolutions, on backend cuda.",
+    help="Precision of matrix products and convolutions; tf32 on backend cuda only.",
 )
 @click.option(
     "--steps",

@@ -6,7 +6,6 @@ Neither needs MPI or data.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -51,8 +50,8 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
     standard error; the exit code is then 2. If the training file exists, batch normalisation is also checked for the sizes of its
-    images. If the configuration needs a GPU that this machine lacks, the command only warns: the training may run on another
-    machine.
+    images. If the configuration needs a GPU, or a processor that multiplies bfloat16, and this machine lacks it, the command only
+    warns: the training may run on another machine.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import single_values_of
@@ -64,11 +63,11 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     if single.warning is not None:
         echo(f"warning: {single.warning}", err=True)
     if loaded.backend == "cuda" or loaded.precision != "float32":
-        from hpctrain.backend.choice import DEVICE_VARIABLE, NodePlace, missing
+        from hpctrain.backend.choice import machine_fault
 
-        no_gpu = None if DEVICE_VARIABLE in os.environ else missing(NodePlace())
-        if no_gpu is not None:
-            echo(f"warning: the training needs a GPU, and none can be used here. {no_gpu}", err=True)
+        fault = machine_fault(loaded.backend, loaded.precision)
+        if fault is not None:
+            echo(f"warning: {fault}", err=True)
     echo(f"ok: {file}")
     echo(
         f"  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "

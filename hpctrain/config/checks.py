@@ -190,7 +190,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             f"micro_batches is {config.micro_batches}, but a batch has {batch} samples; the largest value is {batch}.",
         )
     if config.dtype == "float64" and config.backend == "onednn":
-        yield ("backend",), 'backend is onednn, which computes in float32 only; for dtype float64 set it to "numpy" or "auto".'
+        yield ("backend",), 'backend is onednn, which does not compute in float64; for dtype float64 set it to "numpy" or "auto".'
     fault = precision_fault(config.backend, config.dtype, config.precision)
     if fault is not None:
         yield ("precision",), fault

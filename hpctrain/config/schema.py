@@ -618,8 +618,8 @@ class Config(Section):
     )
     precision: Literal["float32", "tf32", "bfloat16"] = Field(
         default="float32",
-        description="Precision of matrix products and convolutions on a GPU, with dtype float32: tf32 rounds their factors, "
-        "bfloat16 all activations; parameters stay float32.",
+        description="Precision of matrix products and convolutions, with dtype float32: tf32 rounds their factors, on GPUs only; "
+        "bfloat16 rounds all activations, on GPUs and on CPUs that multiply bfloat16; parameters stay float32.",
     )
     threads: Threads = Field(
         default="auto",

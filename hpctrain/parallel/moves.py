@@ -29,6 +29,7 @@ from hpctrain.backend.operators import (
     RecomputedOutput,
     StepContext,
 )
+from hpctrain.backend.rounded import BFLOAT16
 from hpctrain.backend.specs import Shape, TensorSpec, item_bytes
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine, Ticket
@@ -86,7 +87,12 @@ class SplitGroup:
         return int(self._buffer.size)
 
     def alltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str) -> Ticket:
-        """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; does not wait."""
+        """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; does not wait.
+
+        bfloat16 travels as its bits, since MPI has no such type.
+        """
+        if self._arithmetic.on_host and send.dtype == BFLOAT16:
+            send, recv = send.view("uint16"), recv.view("uint16")
         return self._queue.post(lambda: self._comm.ialltoall(send, recv, send_counts, recv_counts), purpose)
 
     def wait(self, ticket: Ticket) -> None:

@@ -279,7 +279,7 @@ class Job(StartedRank):
                 (docs/exact.md).
             backend: "auto", "numpy", "onednn" or "cuda".
             dtype: "float32" or "float64".
-            precision: "float32"; with backend cuda also "tf32" or "bfloat16".
+            precision: "float32" or "bfloat16"; with backend cuda also "tf32".
             seed: seed of the initial parameters.
             label_smoothing: label smoothing of the loss, in [0, 1).
             class_weights: weight of each class in the loss of steps with batches of loaders, above 0; empty: all are 1.

@@ -66,7 +66,7 @@ def test_unknown_names_and_dtypes_are_refused(name: str, dtype: str, message: st
 def test_onednn_refuses_float64() -> None:
     if module._onednn_missing() is not None:
         pytest.skip("oneDNN is not installed")
-    with pytest.raises(BackendError, match="float32, not in float64; set backend to numpy"):
+    with pytest.raises(BackendError, match="float32 or bfloat16, not in float64; set backend to numpy"):
         make_backend("onednn", "float64")
 
 

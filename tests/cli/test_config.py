@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from hpctrain.backend import choice
 from hpctrain.backend.choice import NAMES, PRECISIONS
 from hpctrain.backend.graph import Graph
 from hpctrain.cli.main import cli
@@ -95,7 +97,19 @@ def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
     path = next(path for path in CONFIGS if path.stem == "quickstart")
     result = CliRunner().invoke(cli, ["config", "check", str(path), "dtype=float64", "backend=onednn"])
     assert result.exit_code == 2
-    assert "float32 only" in result.output
+    assert "does not compute in float64" in result.output
+
+
+def test_a_machine_that_does_not_multiply_bfloat16_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would find a warning that asks for a GPU, which bfloat16 on CPUs does not need."""
+    path = next(path for path in CONFIGS if path.stem == "quickstart")
+    monkeypatch.setattr(choice, "missing", lambda place: "There is no GPU.")
+    for multiplies in (True, False):
+        monkeypatch.setattr(choice, "_onednn", lambda able=multiplies: SimpleNamespace(multiplies_bfloat16=able))
+        result = CliRunner().invoke(cli, ["config", "check", str(path), "precision=bfloat16"])
+        assert result.exit_code == 0
+        assert ("warning: The training cannot run here: precision is bfloat16, which" in result.stderr) != multiplies
+        assert "GPU" not in result.stderr
 
 
 @pytest.mark.job

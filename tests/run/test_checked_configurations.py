@@ -129,8 +129,8 @@ def passes(text, *overrides):
         ("cols: 3", "rows: 2\n  overlap: [conv1]\nplan:\n  default: domain", 26, ["conv1 reads its halo from the data file"]),
         ("cols: 3", 'rows: 4\n  tiles: [2, 2]\n  overlap: ["*.conv2"]\nplan:\n  default: domain', 27, ["split by columns too"]),
         ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
-        ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "float32 only", '"numpy"']),
-        ("batch: 9", "batch: 9\nprecision: bfloat16\nbackend: onednn", 14, ["precision is bfloat16, which only backend cuda"]),
+        ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "does not compute in float64", '"numpy"']),
+        ("batch: 9", "batch: 9\nprecision: tf32\nbackend: onednn", 14, ["precision is tf32, which only backend cuda"]),
         ("batch: 9", "batch: 9\nprecision: tf32\ndtype: float64", 14, ["precision is tf32, which requires dtype float32"]),
         (
             "    - flip",

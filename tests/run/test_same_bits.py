@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.backend.choice import machine_fault
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
@@ -409,10 +410,14 @@ def _assert_same_bits(found: CheckpointContent, expected: CheckpointContent) -> 
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
-def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path, backend: str) -> None:
+def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path, backend: str, precision: str) -> None:
+    if (fault := machine_fault(backend, precision)) is not None:
+        pytest.skip(fault)
+
     def train(name: str, ranks: int, *overrides: str, resume: str | None = None, steps: int = 0) -> None:
-        keys = (f"output={sharded_file.parent / name}", f"backend={backend}", *overrides)
+        keys = (f"output={sharded_file.parent / name}", f"backend={backend}", f"precision={precision}", *overrides)
         train_virtual(ranks, sharded_file, *keys, resume=resume, steps=steps)
 
     train("alone", 1)
@@ -422,6 +427,18 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path
     train("other", 2, "averager.bucket_bytes=100", "checkpoint.layout=sharded", resume="auto", steps=4)
     train("other", 1, "averager=blocking", "checkpoint.layout=single", resume="auto")
     _assert_same_bits(_last_checkpoint(sharded_file, "other"), _last_checkpoint(sharded_file, "alone"))
+
+
+@pytest.mark.job
+@pytest.mark.mpi_differs
+def test_activations_in_bfloat16_travel_between_real_ranks(job: Callable[..., Outcome], folder: Path) -> None:
+    """Would find a message that MPI cannot send, as it has no bfloat16, and one that is rounded or summed by MPI."""
+    split = ("precision=bfloat16", "grid.rows=2", "plan.stage*=domain", "plan.classifier.*=model", "epochs=1")
+    outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml", *split, f"output={folder}/real"], cwd=folder)
+    assert outcome.code == 0, outcome.output
+    assert "numpy, bfloat16" in outcome.output
+    train_virtual(2, folder / "tiny.yaml", *split, f"output={folder}/virtual")
+    _assert_same(_run(folder, "real"), _run(folder, "virtual"))
 
 
 @pytest.mark.parametrize(

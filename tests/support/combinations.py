@@ -109,7 +109,7 @@ def run(row: Row) -> float:
             _check_same_bits(first, alone.results[0], "is not that of one rank")
     if value_of(row, "averager") == "sparse" and averager_options(row)["density"] < 1.0:
         return _distance(first, _train({**row, **_HIDES_NOTHING}, course).results[0], row)
-    return _distance(first, _expected(row, replace(task, kernels=NumpyKernelSet()), found), row)
+    return _distance(first, _expected(row, replace(task, kernels=NumpyKernelSet(), dtype=Task.dtype), found), row)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], 
 
 def tolerance(row: Row) -> float:
     """The largest distance from one rank that a combination may have: that of float64, or what rounded messages explain."""
-    units = [_UNITS[value] for value in _wires(row) if value is not None]
+    units = [_UNITS[value] for value in (*_wires(row), value_of(row, "precision")) if value is not None]
     amplification = _AMPLIFICATION * (8 if value_of(row, "optimizer")["name"] in _DIVIDING else 1)
     return amplification * steps_of(row) * max(units) if units else TOLERANCE
 
@@ -231,8 +231,8 @@ def _check_same_bits(result: Result, first: Result, sentence: str) -> None:
 
 
 def _distance(found: Result, expected: Result, row: Row) -> float:
-    gradients, parameters = _wires(row)
-    exact = gradients is parameters is None  # a sample between two classes may fall to either, where anything is rounded
+    # A sample between two classes may fall to either, where anything is rounded.
+    exact = all(rounding is None for rounding in (*_wires(row), value_of(row, "precision")))
     pairs = zip(found.totals, expected.totals, strict=True)
     losses = [abs(a.loss - b.loss) / (abs(b.loss) or 1.0) + (a.count != b.count) + (exact and a.top1 != b.top1) for a, b in pairs]
     # If messages are rounded, all values are compared together: the bias after a batch norm of few samples, and the running mean
@@ -301,6 +301,7 @@ def predicted_seconds(row: Row) -> float:
     trainings = 1 + (ends_early(row) and value_of(row, "resume") is None) + (value_of(row, "exact") is not None)
     trainings += (row.get("averager"), row.get("sparse")) == ("sparse", "third")
     factor = 0.09 if row.get("net", "narrow") != "narrow" else 0.045
+    factor *= 1.0 if row.get("precision", "float64") == "float64" else 1.5
     factor *= 1.0 if row.get("device", "host") == "host" else 1.9
     factor *= 1.7 if row.get("averager") in ("lazy", "sparse") else 1.0
     ranks = math.prod(value_of(row, "grid")) if "grid" in row else 1

@@ -20,7 +20,7 @@ from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
-from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, TensorSpec
+from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, TensorSpec, parameter_dtype
 from hpctrain.comm.groups import coordinates
 from hpctrain.config.checks import host_choice_fault, mixing_fault, progress_fault, transport_fault, wire_fault
 from hpctrain.config.grid import check_batch, check_overlap
@@ -179,6 +179,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "end": {name: name for name in ("own", "request", "max_time", "steps", "kill")},  # and then the run goes on
     "resume": {name: None if name == "same" else name for name in ("same", "1x1", "1x3", "2x1", "2x2")},  # on which grid
     "frozen": {"none": None, "first": slice(0, 2), "last": slice(-1, None), "between": slice(1, None, 2)},  # of layers
+    "precision": {"float64": None, "bfloat16": "bfloat16"},  # of activations
     "device": {"host": None, "emulated": True, "emulated-without-graphs": False},  # whether programs are captured
     "transport": {name: name for name in ("staged", "mpi", "nccl")},  # of arrays of devices
 }
@@ -209,6 +210,11 @@ def value_of(row: Row, name: str) -> Any:
     return DIMENSIONS[name][row.get(name, VALUES[name][0])]
 
 
+def _dtype(row: Row) -> str:
+    """The dtype of activations."""
+    return value_of(row, "precision") or Task.dtype
+
+
 def averager_options(row: Row) -> dict[str, Any]:
     """The averager's options, as a configuration has them."""
     name = value_of(row, "averager")
@@ -236,7 +242,8 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
     return Config.model_validate(
         {
             "seed": Task.seed,
-            "dtype": Task.dtype,
+            "dtype": parameter_dtype(_dtype(row)),
+            "precision": value_of(row, "precision") or "float32",
             "model": "small",
             "data": {
                 "train": str(folder / "train.h5"),
@@ -322,7 +329,8 @@ def kernels_of(row: Row, rank: int = 0) -> KernelSet:
     if graphs is None:
         return NumpyKernelSet()
     device = EmulatedDevice(zlib.crc32(line(row).encode()) + rank)
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64", graphs=graphs))
+    precision = value_of(row, "precision") or "float64"
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
 
 
 def steps_of(row: Row) -> int:
@@ -371,6 +379,7 @@ def task_of(row: Row) -> Task:
         steps=steps_of(row),
         micro_batches=value_of(row, "micro_batches"),
         exact_shards=value_of(row, "exact"),
+        dtype=_dtype(row),
         smoothing=value_of(row, "smoothing")[0],
         weighted=value_of(row, "smoothing")[1],
         plan=parallel_plan(row),

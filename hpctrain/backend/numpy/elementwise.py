@@ -13,8 +13,18 @@ import numpy as np
 from hpctrain.backend.counter_random import Key, keep_mask, key
 from hpctrain.backend.numpy.operator import NumpyOperator, RowBlocks
 from hpctrain.backend.numpy.windows import split
-from hpctrain.backend.operators import Buffers, InPlace, Request, StepContext
-from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, Shape, TensorSpec
+from hpctrain.backend.operators import (
+    Accumulating,
+    Buffers,
+    InPlace,
+    Operator,
+    OutputReadOnce,
+    Request,
+    StepContext,
+    SufficientFactors,
+    aligned,
+)
+from hpctrain.backend.specs import AddSpec, DropoutSpec, ReluSpec, Shape, TensorSpec, WithRelu
 
 
 def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
@@ -93,6 +103,62 @@ class Add(InPlace, NumpyOperator):
                     np.add(views[i], passed, out=views[i])
                 else:
                     np.copyto(views[i], passed)
+
+
+class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
+    """An operator with a ReLU after it: y = max(inner(x), 0), in place, in plain memory.
+
+    Both halves of backward read the masked gradient, and either may come first, so each calls `finish_output_grad`, which masks
+    the output's gradient once per backward.
+
+    Args:
+        inner: operator of `spec.inner`, which accumulates if a program asks it to.
+    """
+
+    needs_output = True
+
+    def __init__(self, spec: WithRelu, inner: Operator) -> None:
+        self.spec, self._inner = spec, inner
+        self.inputs, self.output = inner.inputs, inner.output
+        self.needs_inputs = inner.needs_inputs
+        self.saved_bytes, self._own_bytes = inner.saved_bytes, aligned(inner.scratch_bytes)
+        self.scratch_bytes = self._own_bytes + self.output.size
+        self._masked = False
+        self._inactive = np.empty(0, bool)
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self._inner.bind(buffers)
+        self._bind_mask(buffers)
+
+    def _bind_mask(self, buffers: Buffers) -> None:
+        assert buffers.scratch is not None
+        self._inactive = buffers.scratch[self._own_bytes :].view("bool").reshape(buffers.output.shape)
+
+    def forward(self, context: StepContext) -> None:
+        self._inner.forward(context)
+        np.maximum(self.buffers.output, 0, out=self.buffers.output)
+        self._masked = False
+
+    def finish_output_grad(self) -> None:
+        if not self._masked:
+            assert self.buffers.output_grad is not None
+            with np.errstate(invalid="ignore"):  # a comparison with NaN warns in bfloat16 alone
+                np.less_equal(self.buffers.output, 0, out=self._inactive)
+            np.copyto(self.buffers.output_grad, 0, where=self._inactive)
+            self._masked = True
+
+    def backward_parameters(self) -> None:
+        self.finish_output_grad()
+        self._inner.backward_parameters()
+
+    def backward_input(self) -> None:
+        self.finish_output_grad()
+        self._inner.backward_input()
+
+
+class RectifiedLinear(RectifiedOperator, SufficientFactors):
+    """A rectified linear layer, whose sufficient factors are its input and the masked gradient."""
 
 
 def zero_row(views: list[np.ndarray], dtype: str) -> np.ndarray:

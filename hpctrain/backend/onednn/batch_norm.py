@@ -1,19 +1,103 @@
 """Batch normalisation (Ioffe and Szegedy 2015), alone, or followed by a ReLU or by a residual sum and a ReLU.
 
-oneDNN has no kernel for the residual sum, so it is a second primitive: y = bn(x), then y = max(y + r, 0) in place. Backward
+oneDNN has no kernel for the residual sum, so it is a second primitive: y = bn(x), then y = max(y + r, 0) in place. In bfloat16
+this would round twice, so the second primitive is y = max(scale * x + shift + r, 0), and the first one only measures. Backward
 writes dy, masked by y, to the gradient of r, from which batch norm's backward reads it.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.onednn.elementwise import Addition, ReluMask
-from hpctrain.backend.onednn.operator import BACKWARD, FORWARD, LibraryOperator, Regions, elements, images, part, rows, vector
+from hpctrain.backend.onednn.operator import (
+    BACKWARD,
+    BLOCKS,
+    FORWARD,
+    NCHW,
+    LibraryOperator,
+    Regions,
+    elements,
+    images,
+    part,
+    rows,
+    vector,
+)
 from hpctrain.backend.operators import Array, Buffers, InPlace, JointBackward, StepContext
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec
+
+
+class ScaledSum:
+    """Batch norm and the residual sum in one pass: y = max(scale * x + shift + r, 0), which rounds once.
+
+    Scale and shift are repeated to the size of one image, since the library has no kernel that broadcasts them over pixels of
+    blocked channels.
+
+    Attributes:
+        factors_bytes: size of both in bytes.
+    """
+
+    def __init__(self, engine: Engine, label: str, x: TensorSpec, epsilon: float) -> None:
+        self._spec, self._epsilon = x, epsilon
+        self._elements = x.size // x.shape[0]
+        self.factors_bytes = 2 * 4 * self._elements
+        self._values = Descriptor.tagged(engine, (x.shape[0], self._elements), "ab", x.dtype)
+        self._factor = Descriptor.tagged(engine, (1, self._elements), "ab")
+        attributes = Attributes(engine, then=[(c.BINARY_ADD, self._factor), (c.BINARY_ADD, self._values)], relu=True)
+        values, factor = self._values, self._factor
+        self.primitive = Primitive(engine, "binary", f"{label}, sum", c.BINARY_MUL, values, factor, values, attributes)
+        assert self.primitive.scratchpad_bytes == 0, label
+        self._scale: Array = None
+        self._shift: Array = None
+        self._vectors: Array = None
+        self._statistics: tuple[Array, Array] = (None, None)
+        self._parameters: tuple[Array, Array] = (None, None)
+        self._call: Call | None = None
+
+    def bind(self, buffers: Buffers, factors: Array, mean: Array, var: Array) -> None:
+        """Prepare the call.
+
+        Args:
+            factors: scratch for scale and shift.
+            mean, var: statistics (C,) that forward has written when this is called.
+        """
+        scale, shift = factors.view(np.float32).reshape(2, self._elements)
+        self._scale, self._shift = self._by_channel(scale), self._by_channel(shift)
+        self._statistics = mean, var
+        self._parameters = buffers.parameters["weight"], buffers.parameters["bias"]
+        self._vectors = np.zeros((2, math.prod(self._scale.shape[::2])))  # channels of padding stay 0
+        memories = {
+            c.ARG_SRC: (self._values, buffers.inputs[0]),
+            c.ARG_SRC_1: (self._factor, scale),
+            c.ARG_DST: (self._values, buffers.output),
+            c.post_operand(0): (self._factor, shift),
+            c.post_operand(1): (self._values, buffers.inputs[1]),
+        }
+        self._call = self.primitive.bind(memories)
+
+    def _by_channel(self, image: Array) -> Array:
+        """Return a view of one image's elements, (blocks of channels, pixels, channels of a block)."""
+        layout, channels = self._spec.layout, self._spec.shape[-1]
+        width = BLOCKS.get(layout, 1 if layout == NCHW else channels)
+        blocks = -(-channels // width)
+        return image.reshape(blocks, -1, width)
+
+    def __call__(self) -> None:
+        (mean, var), (gamma, beta) = self._statistics, self._parameters
+        scale, shift = (vector[: len(mean)] for vector in self._vectors)
+        np.add(var, self._epsilon, out=scale)
+        np.sqrt(scale, out=scale)
+        np.divide(gamma, scale, out=scale)
+        np.multiply(mean, scale, out=shift)
+        np.subtract(beta, shift, out=shift)
+        for values, factors in zip((self._scale, self._shift), self._vectors, strict=True):
+            np.copyto(values, factors.reshape(values.shape[0], 1, values.shape[2]), casting="same_kind")
+        assert self._call is not None, "the sum is not bound"
+        self._call()
 
 
 class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
@@ -35,7 +119,8 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self._values = images(engine, x) if len(x.shape) == 4 else rows(engine, x)
         self._channels = vector(engine, spec.channels)
         self._make_primitives(engine, label)
-        self._add = Addition(engine, label, elements(engine, x), relu=True) if spec.add else None
+        self._add = Addition(engine, label, elements(engine, x), relu=True) if spec.add and x.dtype == "float32" else None
+        self._scaled_sum = ScaledSum(engine, label, x, spec.epsilon) if spec.add and self._add is None else None
         self._mask = ReluMask(engine, f"{label} backward", elements(engine, x)) if spec.add and training else None
         saved = Regions()
         self._mean_part, self._var_part = saved.add(4 * spec.channels), saved.add(4 * spec.channels)
@@ -44,6 +129,9 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self.saved_bytes = saved.total_bytes if training else 0
         scratch = Regions()
         self._library_part = scratch.add(self._scratchpad_bytes)
+        if self._scaled_sum is not None:
+            self.primitives = {**self.primitives, "forward, sum": self._scaled_sum.primitive}
+            self._factors_part = scratch.add(self._scaled_sum.factors_bytes)
         self.scratch_bytes = scratch.total_bytes
 
     @property
@@ -97,6 +185,8 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self._forward = self._forward_primitive.bind(memories, library)
         if self._add is not None:
             self._forward_sum = self._add.bind(buffers.output, buffers.inputs[1], buffers.output)
+        if self._scaled_sum is not None:
+            self._scaled_sum.bind(buffers, part(buffers.scratch, self._factors_part), self._mean, self._var)
         if self._training and buffers.gradients:
             self._bind_backward(buffers, library)
 
@@ -129,9 +219,12 @@ class BatchNormOperator(InPlace, JointBackward, LibraryOperator):
         self._backward = self._backward_primitive.bind(memories, library)
 
     def forward(self, context: StepContext) -> None:
-        self._forward()
+        if self._training or self._scaled_sum is None:
+            self._forward()
         if self._add is not None:
             self._forward_sum()
+        if self._scaled_sum is not None:
+            self._scaled_sum()
         self._backward_done = False
         if self._training:
             statistics = self.buffers.statistics

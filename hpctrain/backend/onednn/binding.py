@@ -224,6 +224,11 @@ class Engine:
         """Channels per block of the layouts that this processor's kernels prefer: 16 with AVX-512, otherwise 8."""
         return 16 if self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE == c.ISA_AVX512_CORE else 8
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether kernels may use instructions that multiply bfloat16. `ONEDNN_MAX_CPU_ISA` may forbid them."""
+        return bool(self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE_BF16 == c.ISA_AVX512_CORE_BF16)
+
     def create(self, function: str, label: str, *arguments: Any) -> c_void_p:
         """Call a C function that creates an object, and return the handle that it writes to its first argument."""
         handle = c_void_p()
@@ -280,18 +285,18 @@ class Descriptor:
         self._extent_bytes: int | None = None
 
     @classmethod
-    def tagged(cls, engine: Engine, shape: Sequence[int], tag: str) -> Descriptor:
+    def tagged(cls, engine: Engine, shape: Sequence[int], tag: str, dtype: str = "float32") -> Descriptor:
         """Return a descriptor with a named format; "any" leaves the choice to the primitive."""
         label = f"a descriptor of {tuple(shape)} as {tag}"
         create = "dnnl_memory_desc_create_with_tag"
-        return cls(engine, engine.create(create, label, len(shape), dims(shape), c.F32, c.FORMAT_TAG[tag]))
+        return cls(engine, engine.create(create, label, len(shape), dims(shape), c.DATA_TYPE[dtype], c.FORMAT_TAG[tag]))
 
     @classmethod
     def strided(cls, engine: Engine, shape: Sequence[int], strides: Sequence[int]) -> Descriptor:
-        """Return a descriptor with strides in elements."""
+        """Return a descriptor of float32 memory with strides in elements."""
         label = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
         create = "dnnl_memory_desc_create_with_strides"
-        made = cls(engine, engine.create(create, label, len(shape), dims(shape), c.F32, dims(strides)))
+        made = cls(engine, engine.create(create, label, len(shape), dims(shape), c.DATA_TYPE["float32"], dims(strides)))
         made._extent_bytes = 4 * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
         return made
 

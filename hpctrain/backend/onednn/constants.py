@@ -22,8 +22,8 @@ CPU = 1
 STREAM_IN_ORDER = 1
 SCRATCHPAD_MODE_USER = 1
 
-# dnnl_data_type_t
-F32 = 3
+# dnnl_data_type_t, by the names of specs
+DATA_TYPE = {"bfloat16": 2, "float32": 3}
 
 # dnnl_format_tag_t; the letters are the dims in memory order, capitals and digits the blocks
 FORMAT_TAG = {"any": 1, "a": 2, "ab": 3, "ba": 14, "abcd": 5, "acdb": 22, "aBcd8b": 102, "aBcd16b": 78}
@@ -99,3 +99,4 @@ MAX_DIMS = 12
 
 # dnnl_cpu_isa_t
 ISA_AVX512_CORE = 0x27
+ISA_AVX512_CORE_BF16 = 0xE7

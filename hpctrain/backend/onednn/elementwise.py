@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from hpctrain.backend.numpy.elementwise import RectifiedOperator
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.onednn.operator import BACKWARD, FORWARD, Copy, LibraryOperator, elements
@@ -15,7 +14,6 @@ from hpctrain.backend.operators import (
     Buffers,
     InPlace,
     Operator,
-    OutputReadOnce,
     StepContext,
     SufficientFactors,
 )
@@ -181,43 +179,24 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
             call()
 
 
-class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
-    """An operator with a ReLU after it: y = max(inner(x), 0), in place, in plain memory.
-
-    Args:
-        inner: operator of `spec.inner`.
-    """
-
-    needs_output = True
+class MaskedByLibrary(RectifiedOperator):
+    """A `RectifiedOperator` whose mask is computed by oneDNN, in the memory of the gradient."""
 
     def __init__(self, engine: Engine, spec: WithRelu, inner: Operator) -> None:
-        self.spec, self._inner = spec, inner
-        self.inputs, self.output = inner.inputs, inner.output
-        self.needs_inputs = inner.needs_inputs
-        self.saved_bytes, self.scratch_bytes = inner.saved_bytes, inner.scratch_bytes
+        super().__init__(spec, inner)
+        self.scratch_bytes = inner.scratch_bytes
         self._mask = GradientMask(engine, f"relu {self.output.shape}", self.output)
 
-    def bind(self, buffers: Buffers) -> None:
-        super().bind(buffers)
-        self._inner.bind(buffers)
+    def _bind_mask(self, buffers: Buffers) -> None:
         self._mask.bind(buffers)
 
     def forward(self, context: StepContext) -> None:
-        self._inner.forward(context)
-        np.maximum(self.buffers.output, 0, out=self.buffers.output)
+        super().forward(context)
         self._mask.begin_forward()
 
     def finish_output_grad(self) -> None:
         self._mask.apply()
 
-    def backward_parameters(self) -> None:
-        self.finish_output_grad()
-        self._inner.backward_parameters()
 
-    def backward_input(self) -> None:
-        self.finish_output_grad()
-        self._inner.backward_input()
-
-
-class RectifiedLinearOperator(RectifiedOperator, SufficientFactors):
+class MaskedLinear(MaskedByLibrary, SufficientFactors):
     """A rectified linear layer, whose sufficient factors are its input and the masked gradient."""

@@ -1,8 +1,10 @@
-"""The `onednn` kernel set: float32 on x86-64 processors with AVX2 or more."""
+"""The `onednn` kernel set: float32 on x86-64 processors with AVX2 or more, bfloat16 on those that multiply it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from threadpoolctl import threadpool_limits
@@ -12,13 +14,14 @@ from hpctrain.backend.graph import Graph, fuse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
 from hpctrain.backend.onednn.batch_norm import BatchNormOperator
-from hpctrain.backend.onednn.binding import Engine, available
+from hpctrain.backend.onednn.binding import Descriptor, Engine, Unimplemented, available
 from hpctrain.backend.onednn.conv2d import ProductConv2d, make_conv2d, products_pay
-from hpctrain.backend.onednn.elementwise import AddOperator, RectifiedLinearOperator, RectifiedOperator, ReluOperator
+from hpctrain.backend.onednn.elementwise import AddOperator, MaskedByLibrary, MaskedLinear, ReluOperator
 from hpctrain.backend.onednn.linear import LinearOperator
-from hpctrain.backend.onednn.operator import LibraryOperator, ReorderOperator, allocate
+from hpctrain.backend.onednn.operator import Copy, LibraryOperator, ReorderOperator, allocate
 from hpctrain.backend.onednn.pool import PoolOperator, plain_pool
 from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator, SufficientFactors, ViewOperator
+from hpctrain.backend.rounded import Copying, convert_by_numpy, rounded
 from hpctrain.backend.specs import (
     NHWC,
     AdaptiveAveragePoolSpec,
@@ -31,6 +34,7 @@ from hpctrain.backend.specs import (
     SoftmaxCrossEntropySpec,
     Spec,
     TensorSpec,
+    Window,
     WithRelu,
 )
 from hpctrain.core.errors import BackendError
@@ -57,7 +61,7 @@ class OnednnKernelSet(KernelSet):
     """
 
     name: ClassVar[str] = "onednn"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
     def __init__(self, *, fused: bool = True) -> None:
         reason = available()
@@ -67,17 +71,41 @@ class OnednnKernelSet(KernelSet):
         threadpool_limits(limits=1, user_api="blas")
         self.arithmetic: Arithmetic = OnednnArithmetic(self._engine)
         self._fused = fused
-        self._fallback = NumpyKernelSet()
+        self._fallback = NumpyKernelSet(self._conversion)
 
     @property
     def version(self) -> str:
         """Version of oneDNN."""
         return self._engine.version
 
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether the processor multiplies bfloat16, according to the library, which may be limited to fewer instructions.
+
+        Processors without such instructions emulate them, several times as slowly as float32.
+        """
+        if not self._engine.has_bfloat16:
+            return False
+        spec = Conv2dSpec(self._engine.block, self._engine.block, Window((3, 3), (1, 1), (1, 1, 1, 1)))
+        try:
+            made = make_conv2d(self._engine, spec, TensorSpec((1, 8, 8, spec.channels_in), "bfloat16"), training=True)
+        except Unimplemented:
+            return False
+        return not made.plain_loops
+
+    def _conversion(self, source: Array, target: Array) -> Copying:
+        """Return the call that copies between arrays of bfloat16 and float32; implements `Conversion`."""
+        if not source.size:
+            return convert_by_numpy(source, target)
+        formats = (Descriptor.tagged(self._engine, (array.size,), "a", array.dtype.name) for array in (source, target))
+        return Copy(self._engine, "a rounding", *formats).bind(source, target)
+
     def make(self, spec: Spec, inputs: _Inputs, *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:
             if x.dtype not in self.dtypes:
-                raise BackendError(f"Backend onednn computes only in float32, not in {x.dtype}; set backend to numpy.")
+                raise BackendError(
+                    f"Backend onednn computes in {' or '.join(self.dtypes)}, not in {x.dtype}; set backend to numpy."
+                )
         chosen = self._choose(spec, inputs, training, input_gradient)
         if isinstance(chosen, Operator):
             return chosen
@@ -90,10 +118,18 @@ class OnednnKernelSet(KernelSet):
         else:
             operator = self._fallback.make(inner, plain, training=training, input_gradient=input_gradient)
         if isinstance(spec, WithRelu):
-            kind = RectifiedLinearOperator if isinstance(operator, SufficientFactors) else RectifiedOperator
-            operator = kind(self._engine, spec, operator)
+            operator = self._rectified(spec, operator)
         operator.fallback_reason = chosen
         return operator
+
+    def _rounded(self, make: Callable[..., Operator], inputs: _Inputs, training: bool) -> Operator:
+        """Return the operator that `make` returns for the inputs; for bfloat16, in float32 between rounded copies."""
+        if inputs[0].dtype == "float32":
+            return make(*inputs)
+        return rounded(make, inputs, training=training, convert=self._conversion)
+
+    def _rectified(self, spec: WithRelu, inner: Operator) -> Operator:
+        return (MaskedLinear if isinstance(inner, SufficientFactors) else MaskedByLibrary)(self._engine, spec, inner)
 
     def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
         """Return the library's operator, or the reason why another set's operator is better."""
@@ -113,8 +149,14 @@ class OnednnKernelSet(KernelSet):
                 if training and isinstance(inner, Conv2dSpec) and products_pay(inner, x):
                     return _PRODUCTS_REASON
                 return make_conv2d(engine, spec, x, training=training, input_gradient=input_gradient)
-            case LinearSpec() | WithRelu():
+            case LinearSpec() | WithRelu() if x.dtype == "float32":
                 return LinearOperator(engine, spec, x, training=training)
+            case LinearSpec():
+                return self._rounded(partial(LinearOperator, engine, spec, training=training), (x.plain(),), training)
+            case WithRelu():
+                made = self._make(spec.inner, inputs, training, input_gradient)
+                assert isinstance(made, Operator)
+                return self._rectified(spec, made)
             case BatchNormSpec(synchronised=True) if training:
                 return "its statistics are merged over ranks"
             case BatchNormSpec(fixed=True) if training:
@@ -128,7 +170,10 @@ class OnednnKernelSet(KernelSet):
                     return "its windows differ in size" if adaptive else "its windows reach over the edge and count padding"
                 if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
                     return ViewOperator(spec, x, keeps_layout=True)
-                return PoolOperator(engine, spec, x, training=training)
+                make = partial(PoolOperator, engine, spec, training=training)
+                # Where windows overlap, the library's gradient in bfloat16 is rounded after each summand.
+                overlap = any(k > stride for k, stride in zip(plain.window.kernel, plain.window.stride, strict=True))
+                return self._rounded(make, (x,), training) if training and overlap else make(x)
             case ReluSpec():
                 return ReluOperator(engine, spec, x)
             case AddSpec():  # in the blocked layout of an input, if any

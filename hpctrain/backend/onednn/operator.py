@@ -154,22 +154,22 @@ def in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
 def images(engine: Engine, spec: TensorSpec, layout: str | None = None) -> Descriptor:
     """Return the descriptor of images (N, H, W, C) in `spec.layout`, or in `layout`, which must have the same bytes."""
     n, h, w, channels = spec.shape
-    return Descriptor.tagged(engine, (n, channels, h, w), TAGS[spec.layout if layout is None else layout])
+    return Descriptor.tagged(engine, (n, channels, h, w), TAGS[spec.layout if layout is None else layout], spec.dtype)
 
 
 def rows(engine: Engine, spec: TensorSpec) -> Descriptor:
     """Return the descriptor of plain memory as pixels, with the last dim as channels: (M, C, 1, 1)."""
     channels = spec.shape[-1]
-    return Descriptor.tagged(engine, (math.prod(spec.shape[:-1]), channels, 1, 1), TAGS[NHWC])
+    return Descriptor.tagged(engine, (math.prod(spec.shape[:-1]), channels, 1, 1), TAGS[NHWC], spec.dtype)
 
 
 def elements(engine: Engine, spec: TensorSpec) -> Descriptor:
     """Return the descriptor of a tensor for element-wise operations: its elements in memory order, padding included."""
-    return Descriptor.tagged(engine, (spec.size,), "a")
+    return Descriptor.tagged(engine, (spec.size,), "a", spec.dtype)
 
 
 def vector(engine: Engine, size: int) -> Descriptor:
-    """Return the descriptor of a vector (size,) in plain memory."""
+    """Return the descriptor of a float32 vector (size,) in plain memory."""
     return Descriptor.tagged(engine, (size,), "a")
 
 

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from hpctrain.backend.graph import Graph, Node
 from hpctrain.backend.operators import AnyArrays, DeferredStart, KernelSet, Operator
+from hpctrain.backend.rounded import BFLOAT16, rounded
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.plan import Action, Actions, PlannedStep
@@ -137,9 +138,13 @@ def _make_operator(
 
 
 def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool) -> Operator:
-    operator = spec.operator(tuple(x.plain() for x in inputs), training=training)
+    plain = tuple(x.plain() for x in inputs)
+    operator = spec.operator(plain, training=training)
     if isinstance(operator, AnyArrays):
         operator.use(kernels.arithmetic)
+    elif kernels.arithmetic.on_host and plain[0].dtype == BFLOAT16.name:
+        # A user's code computes with NumPy's own dtypes.
+        operator = rounded(lambda *floats: spec.operator(floats, training=training), plain, training=training)
     elif not kernels.arithmetic.on_host:
         raise BackendError(
             f"The layer's code computes with NumPy, but arrays of backend {kernels.name} are not on the host; "
