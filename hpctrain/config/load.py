@@ -17,7 +17,7 @@ from hpctrain.config.values import AUTO, Named, OpenSection
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
-from hpctrain.core.text import MISSPELT, choices, escaped, nearest, rule, synonyms
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, escaped, nearest, rule, synonyms
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 
@@ -149,6 +149,8 @@ def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
         name = f"{SYNTHETIC} or " if section is DataConfig else name
         return f"must be {name}a mapping with keys such as {', '.join(section.model_fields)}"
     message = rule(item)
+    if item["type"] == "tuple_type" and isinstance(item["input"], str) and path in NAMED_LISTS:
+        return f"{message}, such as {flow([{'name': item['input']}])}"
     bound = context.get("ge", context.get("le"))
     if bound is not None:
         return f"{message}; the nearest legal value is {show(bound)}"
@@ -175,6 +177,9 @@ def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
         options: names of the options in the mapping.
     """
     section, name = section_at(path[:-1]), str(path[-1])
+    if len(path) == 1 and "__" in name:  # programs write keys so, as keywords cannot have dots
+        parts = tuple(name.split("__"))
+        return parts if parts in known_paths() or dotted(parts) in SYNONYMS else _meant(parts)
     keys = (*(section.model_fields if section is not None else ()), *options)
     here = [(*path[:-1], near) for near in (nearest(name, keys, MISSPELT), nearest(name, keys)) if near is not None]
     usual = [tuple(key.split(".")) for key in synonyms(name) if key.partition(".")[0] in Config.model_fields]
@@ -226,9 +231,20 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; give the path of a YAML file.") from None
+        near = _nearest_file(Path(path)) if isinstance(error, FileNotFoundError) else None
+        advice = "give the path of a YAML file" if near is None else f"the nearest YAML file is {near}"
+        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; {advice}.") from None
     user_code.search_beside(Path(path))
     return parse(text, str(path), overrides, refusal)
+
+
+def _nearest_file(path: Path) -> Path | None:
+    """Return the YAML file of the same stem, else of the most similar one, in the folders that users confuse; None if none is."""
+    folders = (path.parent, path.parent / "configs", path.parent.parent, path.parent.parent / "configs")
+    files = [file for folder in folders for suffix in ("yaml", "yml") for file in sorted(folder.glob(f"*.{suffix}"))]
+    by_stem = {file.stem: file for file in reversed(files)}
+    near = nearest(path.stem, by_stem)
+    return None if near is None else by_stem[near]
 
 
 def parse(

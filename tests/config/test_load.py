@@ -271,6 +271,31 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("config/quickstart.yaml", "configs/quickstart.yaml"),
+        ("quickstart.yaml", "configs/quickstart.yaml"),
+        ("quikstart.yml", "configs/quickstart.yaml"),
+        ("configs/quickstart.yml", "configs/quickstart.yaml"),
+        ("photos.yml", "photos.yaml"),
+        ("photos", "photos.yaml"),
+        ("configs/photos.yaml", "photos.yaml"),
+        ("zebra.yaml", None),
+        ("no/such/folder/photos.yaml", None),
+    ],
+)
+def test_a_file_that_does_not_exist_is_answered_by_the_nearest_one(path, near, tmp_path, monkeypatch):
+    """Would find that a wrong folder or suffix costs a user a search, and the name of a file that does not exist."""
+    (tmp_path / "configs").mkdir()
+    for name in ("configs/quickstart.yaml", "configs/finetune.yaml", "photos.yaml"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    end = "give the path of a YAML file" if near is None else f"the nearest YAML file is {near}"
+    with pytest.raises(ConfigError, match=f"^{path}: Cannot read the configuration: No such file or directory; {end}\\.$"):
+        load(path)
+
+
+@pytest.mark.parametrize(
     ("override", "read", "value"),
     [
         ("optimizer.lr=0.2", lambda c: c.optimizer.lr, 0.2),
@@ -334,6 +359,13 @@ def test_overrides_alone_make_a_configuration():
         ("output.dir=1", ['"dir"']),
         ("model={}", ['"model.name" is missing']),
         ("data=3", ["data is 3", "mapping"]),
+        ("data.augment=flip", ["must be a list, such as [{name: flip}]"]),
+        ("metrics.reporters=mine:Reporter", ["must be a list, such as [{name: 'mine:Reporter'}]"]),
+        ("data.augment=3", ["must be a list."]),
+        ("optimizer__lr=1", ['the nearest known key is "optimizer.lr".']),
+        ("optimizer__momentum=1", ['the nearest known key is "optimizer.momentum".']),
+        ("optimizer__learning_rate=1", ['the nearest known key is "optimizer.lr".']),
+        ("data__treads=1", ['the nearest known key is "data.threads".']),
     ],
 )
 def test_faults_name_the_override(override, words):
