@@ -58,13 +58,38 @@ class Commands(click.Group):
                 return super().invoke(ctx)
             except click.NoSuchOption as error:
                 raise _as_override(error) from None
+            except click.BadOptionUsage as error:
+                command = None if ctx.invoked_subcommand is None else self.get_command(ctx, ctx.invoked_subcommand)
+                raise (
+                    error if command is None else _with_values(error, click.Context(command, ctx, ctx.invoked_subcommand))
+                ) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command as click does; an unknown one is a fault with the nearest command."""
         name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
-            raise click.UsageError(f'There is no command "{name}"; {choices(name, self.list_commands(ctx))}.', ctx)
+        if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
+            deeper = " or ".join(f'"{words}"' for words in _below(self, ctx) if words.split()[-1] == name)
+            advice = f"the nearest is {deeper}" if deeper else choices(name, self.list_commands(ctx))
+            raise click.UsageError(f'There is no command "{name}"; {advice}.', ctx)
         return super().resolve_command(ctx, args)
+
+
+def _below(group: click.Group, ctx: click.Context) -> Iterator[str]:
+    """Yield the commands of groups in a group, such as "config check"."""
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        if isinstance(command, click.Group):
+            yield from (f"{name} {inner}" for inner in (*command.list_commands(ctx), *_below(command, ctx)))
+
+
+def _with_values(error: click.BadOptionUsage, ctx: click.Context) -> click.UsageError:
+    """Return the error of an option without its value, with the legal values if the option names them."""
+    option = next((one for one in ctx.command.params if error.option_name in one.opts), None)
+    values = "" if option is None else option.make_metavar(ctx).strip("[]")
+    if option is None or "|" not in values or not error.message.endswith("requires an argument."):
+        return error
+    first, last = values.replace("|", ", ").rsplit(", ", 1)
+    return click.BadOptionUsage(error.option_name, f"{error.option_name} needs a value: {first} or {last}.", ctx)
 
 
 def _as_override(error: click.NoSuchOption) -> click.UsageError:

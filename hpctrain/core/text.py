@@ -275,6 +275,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "seed": ("manual_seed", "random_seed", "random_state"),
     "threads": ("n_threads", "num_threads"),
     "trace": ("profile", "profiler"),
+    "auto": ("last", "latest", "newest"),
     "bfloat16": ("bf16", "fp16", "half"),
     "cuda": ("gpu", "nvidia"),
     "flip": ("hflip", "horizontal_flip", "random_horizontal_flip"),

@@ -556,9 +556,8 @@ class Job(StartedRank):
         Raises:
             CheckpointError: the file cannot be read or does not fit the model.
         """
-        put_weights(
-            self.world, replica, self._path(path), ignore, "of this program", hint='leave such layers out, as in ignore=["fc.*"]'
-        )
+        hint = "leave such layers out by ignore={patterns}"
+        put_weights(self.world, replica, self._path(path), ignore, "of this program", hint=hint)
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
         """Restore a checkpoint written by `save`, also after a `DivergedError`, and return its notes. Sets `replica.global_step`.

@@ -38,7 +38,7 @@ from hpctrain.job.session import Session
 from hpctrain.launch.scheduler import own_job
 from hpctrain.run.images import open_alike
 from hpctrain.runs import directory
-from hpctrain.runs.directory import RunDirectory, run_of_checkpoint, runs
+from hpctrain.runs.directory import AUTO, BEST, RunDirectory, named_run, run_of_checkpoint, runs
 from hpctrain.runs.owner import marker_of, run_of, was_owned_by_job
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -46,8 +46,6 @@ from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, root_digest
 from hpctrain.storage.shards import manifest_digest, open_sharded, shares
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.snapshot import Position
-
-AUTO, BEST = "auto", "best"
 
 Shared = TypeVar("Shared")
 
@@ -158,7 +156,7 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
         return _Candidates((Path(source),), True, None)
     if source != AUTO:
         refusal = f"The run {source} has no intact checkpoint; start a new training without --resume."
-        return _Candidates(_newest_first(RunDirectory.open(Path(source))), False, refusal)
+        return _Candidates(_newest_first(named_run(source)), False, refusal)
     job = own_job(os.environ)
     # A requeued job continues with its own run, even if a newer run of this name exists.
     by_owner = sorted(runs(Path(output), name), key=lambda run: not was_owned_by_job(run.path, job))

@@ -14,10 +14,9 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.yaml_source import Source
 from hpctrain.runs import directory as best_record
-from hpctrain.runs.directory import RunDirectory, runs
+from hpctrain.runs.directory import AUTO, BEST, RunDirectory, named_run, runs
 from hpctrain.runs.owner import STAMP
 
-AUTO, BEST = "auto", "best"
 _MOST_NAMES = 4
 
 #: settings of ranks, machine and course of a training, which a prediction resets to their defaults
@@ -89,7 +88,7 @@ def find_run(checkpoint: str, directory: Path) -> StoredRun:
     path = Path(checkpoint)
     if path.is_file() or path.suffix == ".shards":
         return _of_checkpoint(path)
-    return _of_run(RunDirectory.open(path))
+    return _of_run(named_run(checkpoint))
 
 
 def _newest(directory: Path) -> RunDirectory:

@@ -43,6 +43,7 @@ import yaml
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
+from hpctrain.core.text import nearest
 from hpctrain.launch.process_start import release
 from hpctrain.runs import records
 from hpctrain.runs.owner import (
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from hpctrain.storage.checkpoint import CheckpointContent
 
 
+#: sources of a resume or an evaluation, in place of a path
+AUTO, BEST = "auto", "best"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})\.(h5|shards)")
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
@@ -327,6 +330,21 @@ class RunDirectory:
                 raise DataError(f"Line {number} of {self.metrics_path} is not a JSON object; delete the line.")
             records.append(record)
         return records
+
+
+def named_run(source: str) -> RunDirectory:
+    """Return the run directory that a value of `--resume` or `--checkpoint` names.
+
+    Raises:
+        CheckpointError: as for `RunDirectory.open`; the message about a path that does not exist has the other legal values.
+    """
+    if not os.path.lexists(source):
+        near = None if os.sep in source else nearest(source, (AUTO, BEST))
+        raise CheckpointError(
+            f"{source} is not a run directory or a checkpoint, as it does not exist; give {AUTO}, {BEST} or the path of one"
+            f"{'' if near is None else f'; the nearest is {near}'}."
+        )
+    return RunDirectory.open(Path(source))
 
 
 @dataclass(frozen=True)

@@ -358,3 +358,26 @@ def test_a_mistyped_command_is_answered_by_the_nearest_one() -> None:
 def test_an_option_named_by_a_usual_word_is_answered_by_its_override(option: str, key: str) -> None:
     outcome = CliRunner().invoke(cli, ["train", CONFIG, option, "1"])
     assert f"{option} is no option, but a key of the configuration; write {key}=VALUE." in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "commands"), [(["check"], '"config check" or "data check"'), (["data", "folder"], '"convert folder"')]
+)
+def test_a_command_of_a_group_is_the_nearest_to_its_name_alone(words: list[str], commands: str) -> None:
+    """Would find that `check` is answered by `checkpoint`, which only looks similar."""
+    outcome = CliRunner().invoke(cli, words)
+    assert f'There is no command "{words[-1]}"; the nearest is {commands}.' in outcome.stderr
+
+
+def test_an_option_without_its_value_is_answered_by_the_legal_values() -> None:
+    """Would find an option with named values for which a user must read the help."""
+    typed = {
+        "train FILE --resume": "--resume needs a value: auto, best or PATH.",
+        "train FILE --progress": "--progress needs a value: bar, lines or none.",
+        "predict FILE --fit": "--fit needs a value: crop or squash.",
+        "train FILE --steps": "Option '--steps' requires an argument.",
+    }
+    for words, sentence in typed.items():
+        outcome = CliRunner().invoke(cli, words.split())
+        assert outcome.exit_code == USER_ERROR
+        assert sentence in outcome.stderr

@@ -210,8 +210,10 @@ def _await_end(process: int) -> None:
 
 
 def _lives(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # the process may end while its file is read
+        return False
 
 
 _LAUNCHER = """

@@ -564,7 +564,7 @@ def test_words_of_the_field_mean_keys_options_and_commands_that_exist() -> None:
         f"{section}.{option}" for section, kind in SECTIONS.items() for one in choices(kind) for option in _option_names(one)
     }
     known |= {f"model.{option}" for option in FOLLOWING} | {name for kind in KINDS for name in names(kind)}
-    known |= set(cli.list_commands(click.Context(cli))) | {"bfloat16", "cuda", "onednn"}
+    known |= set(cli.list_commands(click.Context(cli))) | {"auto", "bfloat16", "cuda", "onednn"}
     assert set(SYNONYMS) <= known
     assert all(synonyms(word) and synonyms(word.upper().replace("_", "-")) for of_key in SYNONYMS.values() for word in of_key)
 
@@ -602,6 +602,26 @@ def test_an_unknown_key_is_answered_by_the_key_that_the_word_means(override: str
         check_names(*load(CONFIGS / "quickstart.yaml", [override], refusal))
     assert f"; {end}" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "option", "replacement"),
+    [
+        ("optimizer.name=adam", "momentum", "optimizer={name: adam, lr: 0.1}"),
+        ("schedule.name=cosine", "milestones_epochs", "schedule={name: cosine}"),
+        ("data.augment.0.name=flip", "padding", "data.augment.0={name: flip}"),
+        ("model.name=vgg11", "stochastic_depth", "model={name: vgg11}"),
+    ],
+)
+def test_an_override_of_a_name_alone_is_answered_by_one_of_the_section(override: str, option: str, replacement: str) -> None:
+    """Would find a fault at a line of the file that the file alone does not have, and advice that is refused in turn."""
+    text = TEXT.replace("width: 0.5", "stochastic_depth: 0.2")
+    (message,) = faults(text, override)
+    assert (
+        f'no option "{option}"; override "{override}" keeps the other keys of the section, so write "{replacement}".' in message
+    )
+    passes(text, replacement)
+    assert "keeps" not in faults(text, override, replacement, f"{replacement.partition('=')[0]}.{option}=3")[0]
 
 
 def test_a_usual_word_for_a_needed_key_is_one_fault() -> None:

@@ -163,7 +163,7 @@ def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: P
         first = job.replica(nets.residual(), (9, 7, 3), seed=5)
         weights_file.write(tmp_path / "w.safetensors", WeightsFile(network_state.export(first.network)))
         replica = job.replica(nets.residual(classes=4), (9, 7, 3), frozen=["*conv*", "*bn*", "layer2.downsample.*"])
-        with pytest.raises(hpctrain.HpctrainError, match=r'leave such layers out, as in ignore=\["fc\.\*"\]'):
+        with pytest.raises(hpctrain.HpctrainError, match=r'leave such layers out by ignore=\["fc\.\*"\]'):
             job.load_weights(replica, tmp_path / "w.safetensors")
         job.load_weights(replica, tmp_path / "w.safetensors", ignore=["fc.*"])
         by_seed = replica.network.parameters["fc.weight"].data.copy()

@@ -171,7 +171,11 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     [sentence] = raised_on(3, run, str(run.path))
     assert sentence == f"The run {run.path} has no intact checkpoint; start a new training without --resume."
     [sentence] = raised_on(3, run, "nowhere")
-    assert sentence.startswith("nowhere is not a run directory")
+    assert sentence.startswith(
+        "nowhere is not a run directory or a checkpoint, as it does not exist; give auto, best or the path"
+    )
+    [sentence] = raised_on(3, run, "latest")
+    assert "; the nearest is auto." in sentence
 
 
 def test_no_checkpoint_is_found_for_a_name_without_one(tmp_path: Path) -> None:
@@ -363,7 +367,10 @@ def test_code_that_a_run_alone_names_is_not_imported(tmp_path: Path, model: str,
     [
         ("auto", r"No run in \S*empty has a checkpoint; train one first"),
         ("best", r"No run in \S*empty has a best checkpoint"),
-        ("nowhere", "nowhere is not a run directory: it has no config.yaml"),
+        ("nowhere", r"nowhere is not a run directory or a checkpoint, .* give auto, best or the path of one\.$"),
+        ("last", r"last is not a run directory or a checkpoint, .*; the nearest is auto\.$"),
+        ("bset", r"; the nearest is best\.$"),
+        ("runs/best", r"give auto, best or the path of one\.$"),
         ("nowhere.shards", "nowhere.shards"),
     ],
 )
