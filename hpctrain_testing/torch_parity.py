@@ -62,17 +62,17 @@ def make_network(
 ) -> Network:
     """Return hpctrain's network without dropout. Weights are rounded to float32, so they are equal in both precisions.
 
-    Each weight differs at random from its usual value. Otherwise some gradients are zero but for rounding, for example that of a
-    batch norm whose output passes an identity on its way to the next batch norm.
+    Noise is added to the initial weights. Without it, some gradients would consist of rounding errors only, for example that of a
+    batch norm whose output reaches the next batch norm through a convolution that is the identity.
     """
     off = {"dropout": 0.0} if "dropout" in catalogue.options(name) else {}
     model = catalogue.build(name, {**options, **off})
     network = Network(model, (pixels, pixels, 3), kernels or NumpyKernelSet(), dtype=dtype, seed=seed)
     random = np.random.default_rng(seed)
     for parameter in network.parameters.values():
-        usual = parameter.data.astype(np.float64)
-        noise = random.standard_normal(usual.shape) * (0.1 * (usual.std() or 1.0))
-        parameter.data[...] = (usual + noise).astype(np.float32)
+        initial = parameter.data.astype(np.float64)
+        noise = random.standard_normal(initial.shape) * (0.1 * (initial.std() or 1.0))
+        parameter.data[...] = (initial + noise).astype(np.float32)
     return network
 
 

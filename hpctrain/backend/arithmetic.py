@@ -415,14 +415,14 @@ class Arithmetic(ABC):
     def fetch(self, array: Array) -> Fetch:
         """Fetch the elements after all work enqueued so far, bfloat16 as float32.
 
-        The array must not be written to before the result is read.
+        The caller must not write to the array before it reads the result.
         """
 
     @abstractmethod
     def to_host(self, array: Array) -> np.ndarray:
-        """Return the elements in a NumPy array, bfloat16 as float32. Waits.
+        """Wait, and return the elements in a NumPy array, bfloat16 as float32.
 
-        The array may be `array` itself, so the caller must not modify it.
+        The result may be `array` itself, so the caller must not modify it.
         """
 
     @abstractmethod

@@ -82,16 +82,18 @@ def missing(place: NodePlace) -> str | None:
 def machine_fault(name: str, precision: str) -> str | None:
     """Return the reason why this machine cannot compute with this backend and precision, as a sentence; None if it can.
 
-    `DEVICE_VARIABLE` names a device that can compute everything.
+    A device that `DEVICE_VARIABLE` names can compute in every precision.
     """
     if name in ("cuda", "auto") and DEVICE_VARIABLE in os.environ:
         return None
     no_gpu = missing(NodePlace()) if name in ("cuda", "auto") else None
     if no_gpu is not None and (name == "cuda" or precision == "tf32"):
         return f"The training needs a GPU, and none can be used here. {no_gpu}"
-    if precision == "bfloat16" and (name == "onednn" or no_gpu is not None):
+    if name == "onednn" or (precision == "bfloat16" and no_gpu is not None):
         try:
-            _with_bfloat16(_onednn())
+            kernels = _onednn()
+            if precision == "bfloat16":
+                _with_bfloat16(kernels)
         except BackendError as error:
             return f"The training cannot run here: {error}"
     return None
@@ -210,13 +212,13 @@ def make_backend(
 ) -> Backend:
     """Return the backend of that name.
 
-    "auto" selects a GPU if one can be used, otherwise oneDNN for float32 and bfloat16 if its library loads, otherwise NumPy, and
-    logs the choice.
+    For dtype "float32", "auto" selects a GPU if one can be used, otherwise oneDNN if its library loads, otherwise NumPy. It never
+    selects NumPy for precision "bfloat16". For dtype "float64", it selects NumPy. It logs the choice.
 
     Args:
         dtype: dtype of parameters, and of activations at precision "float32": "float32" or "float64".
         precision: precision of products, for dtype "float32". "tf32" rounds their factors; "bfloat16" rounds all activations.
-            "tf32" requires cuda; "bfloat16" with onednn requires a processor that multiplies it.
+            "tf32" requires cuda. "bfloat16" with onednn requires a processor that multiplies bfloat16.
         place: position of this rank on its node, which selects its GPU; default: a single rank.
 
     Raises:
@@ -305,7 +307,7 @@ def _with_bfloat16(kernels: OnednnKernelSet) -> OnednnKernelSet:
     """Return the kernel set, after checking that the processor multiplies bfloat16.
 
     Raises:
-        BackendError: it does not.
+        BackendError: the processor does not multiply bfloat16.
     """
     if not kernels.multiplies_bfloat16:
         raise BackendError(

@@ -142,13 +142,12 @@ CHUNK = 1 << 15
 _SQUARES_BLOCK = 1 << 16  # number of elements that are converted to float64 and whose squares are summed in one call
 _FINITE_BLOCK = 1 << 19  # number of elements that are tested by one call of `all_finite`
 
-
-_ROUNDED = "V"  # kind of bfloat16, a dtype that `ml_dtypes` adds to NumPy
+_BFLOAT16_KIND = "V"  # `dtype.kind` of bfloat16, which `ml_dtypes` adds to NumPy
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:
     """Return an array of bfloat16 as float32, and any other array itself."""
-    return array.astype(np.float32) if array.dtype.kind == _ROUNDED else array
+    return array.astype(np.float32) if array.dtype.kind == _BFLOAT16_KIND else array
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -324,7 +323,7 @@ class HostArithmetic(Arithmetic):
         _by_rows(self, _add if accumulate else _copy, target[slices(target_box)], source[slices(source_box)])
 
     def sum_pixels(self, target: Array, source: Array, scale: float) -> None:
-        if target.dtype.kind == _ROUNDED:
+        if target.dtype.kind == _BFLOAT16_KIND:  # NumPy would add in bfloat16
             np.multiply(source.sum(axis=(1, 2), keepdims=True, dtype=np.float32), scale, out=target, casting="same_kind")
             return
         np.sum(source, axis=(1, 2), keepdims=True, out=target)

@@ -326,7 +326,7 @@ class LossOperator(ABC):
 class KernelSet(ABC):
     """A kernel set: makes operators and allocates their memory.
 
-    The sets are numpy, the reference, in float32, float64 and bfloat16; onednn, in float32 and bfloat16, fast on CPUs; and cuda,
+    The sets are numpy, the reference, in float32, float64 and bfloat16; onednn, fast on CPUs, in float32 and bfloat16; and cuda,
     for GPUs.
 
     Attributes:

@@ -1,9 +1,10 @@
-"""bfloat16 in the host's memory: operators of float32 between copies, so that each tensor is rounded once.
+"""bfloat16 in the host's memory: float32 operators between copies, so that each tensor is rounded once.
 
 `ml_dtypes` adds the dtype to NumPy. Activations and their gradients are bfloat16; parameters, their gradients, statistics and all
-sums are float32, as on a GPU (docs/gpu.md, "Precision"). A `RoundedOperator` copies its inputs to float32, runs the operator of
-another kernel, and rounds the results. The NumPy set computes all its operators in this way, which makes it the reference of the
-other sets. oneDNN's set uses it where the library has no kernel, and where float32 is faster.
+sums are float32, as on a GPU (docs/gpu.md, "Precision"). A `RoundedOperator` copies its inputs to float32, runs a float32
+operator, and rounds the results. The NumPy set, the reference of the other sets, computes all operators in this way except views
+and fused ReLUs, which round nothing. oneDNN's set does so if the library has no kernel that rounds once, or if float32 is
+faster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Conversion = Callable[[Array, Array], Copying]
 
 
 def convert_by_numpy(source: Array, target: Array) -> Copying:
-    """Return the call that copies `source` to `target`, an array of the same shape in any dtype."""
+    """Return the call that copies `source` to `target`, an array of the same size in any dtype."""
     return partial(np.copyto, target, source.reshape(target.shape), casting="same_kind")
 
 
@@ -66,9 +67,9 @@ def rounded(
 class RoundedOperator(InPlace, Accumulating, Operator):
     """A float32 operator between copies: inputs to float32, outputs and gradients to bfloat16.
 
-    The weight of a convolution is also rounded. That of a linear layer is not, because a copy of it in every pass would take
-    longer than the product. A gradient that is added to another one is rounded after the addition. Each half of backward copies
-    what it reads, since scratch is valid only within one call.
+    The operator also rounds the weight of a convolution. It does not round the weight of a linear layer, because a copy in every
+    pass would take longer than the product. A gradient that is added to another one is rounded after the addition. Each half of
+    backward copies the tensors that it reads, since scratch is valid only within one call.
     """
 
     def __init__(self, inner: Operator, *, training: bool, convert: Conversion = convert_by_numpy) -> None:
@@ -79,9 +80,9 @@ class RoundedOperator(InPlace, Accumulating, Operator):
         self.saved_bytes, self.fallback_reason = inner.saved_bytes, inner.fallback_reason
         weight = inner.spec.weight_shape if isinstance(inner.spec, Conv2dSpec) else (0,)
         activations = [*map(_request, inner.inputs), _request(inner.output)]
-        # A gradient lies where its tensor does, unless backward reads both.
-        own = [*self.needs_inputs, self.needs_output] if training else []
-        gradients = [request for request, needed in zip(activations, own, strict=False) if needed]
+        # A gradient shares the memory of its tensor, unless backward reads both.
+        needed = [*self.needs_inputs, self.needs_output] if training else [False] * len(activations)
+        gradients = [request for request, apart in zip(activations, needed, strict=True) if apart]
         self._requests = [
             ((inner.scratch_bytes,), "uint8"),
             (weight, BFLOAT16.name),
@@ -162,5 +163,5 @@ class RoundedLinear(SufficientFactors, RoundedOperator):
 
 
 def _request(spec: TensorSpec) -> Request:
-    """Return the declaration of an operator's array for a tensor."""
+    """Return the request for a float32 array that holds a tensor, padding included."""
     return spec.shape if spec.layout == NHWC else (spec.size,), "float32"

@@ -232,7 +232,7 @@ def resnet9(classes: int, width: float) -> nn.Module:
 
 
 def vgg_small(classes: int, width: float) -> nn.Module:
-    """Build a VGG for images of 32 px whose first filters have 2x2 pixels (Jordan 2024), with average pooling at the end."""
+    """Build the VGG for images of 32 px after Jordan (2024), with ReLU and average pooling as hpctrain's model has them."""
     filters = 2 * 2 * 2 * 3
     layers: list[tuple[str, nn.Module]] = [("pad", nn.ZeroPad2d((0, 1, 0, 1))), ("whiten", nn.Conv2d(3, filters, 2, bias=False))]
     layers.append(("relu", nn.ReLU(inplace=True)))

@@ -89,7 +89,7 @@ class SplitGroup:
     def alltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str) -> Ticket:
         """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; does not wait.
 
-        bfloat16 travels as its bits, since MPI has no such type.
+        The bits of bfloat16 are sent as uint16, since MPI has no such type.
         """
         if self._arithmetic.on_host and send.dtype == BFLOAT16:
             send, recv = send.view("uint16"), recv.view("uint16")

@@ -44,7 +44,7 @@ NOISE = 2.0**-18  # of sums in float32, relative to the largest element
 
 
 def multiplying_set() -> OnednnKernelSet:
-    """The oneDNN set, on a processor that multiplies bfloat16."""
+    """The oneDNN set; skips the test if the processor does not multiply bfloat16."""
     if (reason := available()) is not None:
         pytest.skip(reason)
     kernels = OnednnKernelSet()
@@ -63,9 +63,9 @@ def half_unit(values: np.ndarray) -> np.ndarray:
     return np.ldexp(1.0, np.frexp(values)[1] - 9)
 
 
-def numbers(chance: np.random.Generator, *shape: int) -> np.ndarray:
-    """Random numbers of bfloat16."""
-    return rounded(chance.standard_normal(shape), "bfloat16").astype(np.float64)
+def numbers(draws: np.random.Generator, *shape: int) -> np.ndarray:
+    """Random numbers of bfloat16, as float64."""
+    return rounded(draws.standard_normal(shape), "bfloat16").astype(np.float64)
 
 
 def random_window(chance: random.Random, largest: int = 3) -> Window:
@@ -75,7 +75,7 @@ def random_window(chance: random.Random, largest: int = 3) -> Window:
 
 
 def random_operation(chance: random.Random) -> tuple[Spec, list[tuple[int, ...]]]:
-    """An operation, and the shapes of its inputs."""
+    """A random operation, and the shapes of its inputs."""
     channels, outputs = chance.choice([1, 3, 16, 20, 64]), chance.choice([1, 7, 16, 40])
     shape = (chance.randint(1, 3), chance.randint(3, 9), chance.randint(3, 9), channels)
     groups = chance.choice([1, 1, 1, channels])
@@ -102,26 +102,27 @@ def random_operation(chance: random.Random) -> tuple[Spec, list[tuple[int, ...]]
     )
 
 
-def arrays_of(spec: Spec, chance: np.random.Generator) -> dict[str, dict[str, np.ndarray]]:
-    """Parameters and statistics. Kernels round the weight of a convolution themselves, so it is one of bfloat16 here."""
+def arrays_of(spec: Spec, draws: np.random.Generator) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters and statistics. Kernels round the weight of a convolution, so this weight consists of numbers of bfloat16."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     parameters: dict[str, np.ndarray] = {}
     statistics: dict[str, np.ndarray] = {}
     if isinstance(inner, Conv2dSpec):
-        parameters["weight"] = numbers(chance, *inner.weight_shape)
+        parameters["weight"] = numbers(draws, *inner.weight_shape)
         if inner.bias:
-            parameters["bias"] = chance.standard_normal(inner.channels_out)
+            parameters["bias"] = draws.standard_normal(inner.channels_out)
     if isinstance(inner, LinearSpec):
-        parameters["weight"] = chance.standard_normal(inner.weight_shape)
+        parameters["weight"] = draws.standard_normal(inner.weight_shape)
         if inner.bias:
-            parameters["bias"] = chance.standard_normal(inner.features_out)
+            parameters["bias"] = draws.standard_normal(inner.features_out)
     if isinstance(inner, BatchNormSpec):
-        parameters = {role: chance.standard_normal(inner.channels) for role in ("weight", "bias")}
+        parameters = {role: draws.standard_normal(inner.channels) for role in ("weight", "bias")}
         roles = ("batch_mean", "batch_var", "running_mean", "running_var")
-        statistics = {role: np.abs(chance.standard_normal(inner.channels)) + 0.5 for role in roles}
+        statistics = {role: np.abs(draws.standard_normal(inner.channels)) + 0.5 for role in roles}
     groups = {"parameters": parameters, "statistics": statistics}
     return {
-        name: {role: rounded(values, "float32").astype(np.float64) for role, values in of.items()} for name, of in groups.items()
+        name: {role: rounded(values, "float32").astype(np.float64) for role, values in group.items()}
+        for name, group in groups.items()
     }
 
 
@@ -155,7 +156,7 @@ def test_results_of_random_operations_are_rounded_once(kernels: KernelSet, seed:
     assert_one_rounding(run(kernels, spec, xs, dtype="bfloat16", **arrays), evaluated, roles, f"{what} in evaluation")
 
 
-def test_rounds_to_nearest_even_as_devices_do() -> None:
+def test_numpy_rounds_to_nearest_even_as_devices_do() -> None:
     """Would find a conversion that truncates, and one that makes a number of NaN."""
     bits = np.random.default_rng(0).integers(0, 2**32, 1 << 20, np.uint32)
     values = bits.view(np.float32)
@@ -169,6 +170,7 @@ def test_rounds_to_nearest_even_as_devices_do() -> None:
 
 
 def test_both_sets_convert_alike() -> None:
+    """Would find a conversion by the library that does not round to nearest even."""
     onednn = multiplying_set()
     values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
     by_numpy, by_library = np.empty(values.shape, BFLOAT16), np.empty(values.shape, BFLOAT16)
@@ -178,7 +180,7 @@ def test_both_sets_convert_alike() -> None:
 
 
 @pytest.mark.parametrize("spec", [DropoutSpec(0.4, "d"), DropoutSpec(0.4, "d", per_sample=True), FlattenSpec()], ids=str)
-def test_dropout_is_that_of_float32(kernels: KernelSet, spec: Spec) -> None:
+def test_dropout_and_flatten_equal_those_of_float32(kernels: KernelSet, spec: Spec) -> None:
     x = rounded(np.random.default_rng(0).standard_normal((6, 3, 3, 5)), "bfloat16")
     halves, floats = (OperatorBench(kernels, spec, [x], dtype=dtype) for dtype in ("bfloat16", "float32"))
     context = StepContext(sample_ids=np.arange(6))
@@ -200,7 +202,7 @@ def test_sums_of_the_arithmetic_service_are_rounded_once(kernels: KernelSet) -> 
 
 
 class Doubled(ArrayLayer):
-    """A user's layer, in whose code bfloat16 would be a surprise."""
+    """A layer of a user, whose code supports only float32."""
 
     def output_shape(self, shape):
         return shape
@@ -235,13 +237,13 @@ def test_layers_of_users_compute_in_float32(kernels: KernelSet) -> None:
     assert np.abs(network.parameters["conv.weight"].grad).max() > 0
 
 
-#: bytes of bfloat16 over bytes of float32 for training, at most: golden numbers, which may fall but not rise
+#: (model, batch, pixels) -> upper bound of the training arena in bfloat16 relative to float32, which changes may only lower
 ARENAS = {("resnet50", 8, 224): 0.55, ("vgg16", 2, 224): 0.47, ("resnet20", 64, 32): 0.46, ("small", 32, 28): 0.54}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ARENAS, ids=str)
-def test_memory_falls_by_nearly_half(task: tuple[str, int, int]) -> None:
+def test_training_in_bfloat16_takes_nearly_half_of_the_memory(task: tuple[str, int, int]) -> None:
     """Would find activations kept in float32, and float32 scratch as large as the activations that it saves."""
     multiplying_set()
     model, batch, pixels = task
@@ -263,7 +265,7 @@ def _backend(**environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.job
 @pytest.mark.parametrize("limit", ["AVX512_CORE", "AVX2"])
 def test_a_processor_that_does_not_multiply_bfloat16_is_refused(limit: str) -> None:
-    """Would find an emulation in the place of instructions, several times as slow as float32."""
+    """Would find a run that emulates the instructions, several times as slowly as float32."""
     if (reason := available()) is not None:
         pytest.skip(reason)
     message = _backend(ONEDNN_MAX_CPU_ISA=limit).stderr

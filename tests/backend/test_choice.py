@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from hpctrain.backend import choice as module
-from hpctrain.backend.choice import DEVICE_VARIABLE, NodePlace, make_backend
+from hpctrain.backend.choice import DEVICE_VARIABLE, NodePlace, machine_fault, make_backend
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import BackendError
@@ -49,6 +49,15 @@ def test_onednn_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "_onednn_missing", lambda: "Its library is not installed.")
     with pytest.raises(BackendError, match=r"not installed\. Set backend to numpy, which runs everywhere"):
         make_backend("onednn")
+
+
+def test_a_machine_without_the_library_cannot_compute_float32_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would find a machine that is called able, but on which the training does not start."""
+    monkeypatch.setattr(module, "_onednn_missing", lambda: "Its library is not installed.")
+    fault = machine_fault("onednn", "float32")
+    assert fault is not None
+    assert fault.startswith("The training cannot run here: Backend onednn cannot be used: Its library is not installed.")
+    assert machine_fault("numpy", "bfloat16") is None
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,14 @@ _HIDES_NOTHING = {
 
 
 def run(row: Row) -> float:
-    """The largest relative distance of any rank's losses, parameters and running statistics from one rank's.
+    """The largest relative distance of any rank's losses, parameters and running statistics from those of one rank.
 
-    What one rank cannot train, as it has nobody to keep anything back from, is compared with the same ranks that hide nothing.
-    What ends early and goes on, on the same grid, is compared with what does not, too; what adds up in one order with one rank.
+    One rank cannot withhold values from others, so sparse averaging is compared with the same ranks at full density. A run that
+    ends early and resumes on the same grid is also compared with an uninterrupted run, and sums in a fixed order with one rank.
 
     Raises:
-        ConfigError: the program refuses the combination. AssertionError: ranks end with different bits, or a run that goes on
-            with others than one that has not ended. Whatever else it does.
+        ConfigError: the program refuses the combination.
+        AssertionError: ranks end with different bits, or a resumed run ends with other bits than an uninterrupted one.
     """
     sentence = refusal(row)
     if sentence is not None:
@@ -200,7 +200,7 @@ def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], 
 
 
 def tolerance(row: Row) -> float:
-    """The largest distance from one rank that a combination may have: that of float64, or what rounded messages explain."""
+    """The largest distance from one rank that a combination may have: that of float64, or what rounding explains."""
     units = [_UNITS[value] for value in (*_wires(row), value_of(row, "precision")) if value is not None]
     amplification = _AMPLIFICATION * (8 if value_of(row, "optimizer")["name"] in _DIVIDING else 1)
     return amplification * steps_of(row) * max(units) if units else TOLERANCE
@@ -221,7 +221,7 @@ def _check_same(found: Result, whole: Result) -> None:
     _check_same_bits(found, whole, "is not that of a run that does not end early")
     for step, (ours, theirs) in enumerate(zip(found.totals, whole.totals, strict=True)):
         same = (ours.loss, ours.top1, ours.top5, ours.count) == (theirs.loss, theirs.top1, theirs.top5, theirs.count)
-        assert same, f"the sums behind step {step + 1} are not those of a run that does not end early"
+        assert same, f"the sums after step {step + 1} are not those of a run that does not end early"
 
 
 def _check_same_bits(result: Result, first: Result, sentence: str) -> None:
@@ -231,11 +231,11 @@ def _check_same_bits(result: Result, first: Result, sentence: str) -> None:
 
 
 def _distance(found: Result, expected: Result, row: Row) -> float:
-    # A sample between two classes may fall to either, where anything is rounded.
+    # If messages or activations are rounded, a sample between two classes may fall to either.
     exact = all(rounding is None for rounding in (*_wires(row), value_of(row, "precision")))
     pairs = zip(found.totals, expected.totals, strict=True)
     losses = [abs(a.loss - b.loss) / (abs(b.loss) or 1.0) + (a.count != b.count) + (exact and a.top1 != b.top1) for a, b in pairs]
-    # If messages are rounded, all values are compared together: the bias after a batch norm of few samples, and the running mean
+    # If anything is rounded, all values are compared together: the bias after a batch norm of few samples, and the running mean
     # of normalised images, are small differences of large numbers.
     compared = (lambda values: values) if exact else _together
     statistics = distance(compared(found.statistics), compared(expected.statistics)) if expected.statistics else 0.0
@@ -297,7 +297,7 @@ _KEPT: dict[tuple[object, ...], Result] = {}
 
 
 def predicted_seconds(row: Row) -> float:
-    """Processor seconds of a combination, half or twice as many: a fit to 60 of them. What is not chosen yet is cheap."""
+    """Processor seconds of a combination, up to a factor of two: a fit to 60 of them. Options not chosen yet count as cheap."""
     trainings = 1 + (ends_early(row) and value_of(row, "resume") is None) + (value_of(row, "exact") is not None)
     trainings += (row.get("averager"), row.get("sparse")) == ("sparse", "third")
     factor = 0.09 if row.get("net", "narrow") != "narrow" else 0.045

@@ -206,7 +206,7 @@ def parsed(words: Sequence[str]) -> dict[str, str]:
 
 
 def value_of(row: Row, name: str) -> Any:
-    """The meaning of an option's value; the first one where it is not chosen yet."""
+    """The meaning of an option's value; that of the first value if none is chosen yet."""
     return DIMENSIONS[name][row.get(name, VALUES[name][0])]
 
 
@@ -506,7 +506,7 @@ def _statistics_fault(net: str) -> str | None:
 
 
 def _refused_exact(row: Row) -> str | None:
-    """What an order of sums does not go with, beside an averager."""
+    """What an order of sums does not go with, other than an averager."""
     shards = value_of(row, "exact")
     if shards is None:
         return None

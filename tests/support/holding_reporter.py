@@ -39,7 +39,7 @@ class Hold(Reporter):
             self._hold_checkpoints()
 
     def step(self, epoch, step, sums, lr, images_per_second):
-        # A checkpoint may be written in the background: the steps behind it wait with it, else they might reach the end before.
+        # A checkpoint may be written in the background. Later steps wait with it; otherwise they might end the run first.
         if (self._phase == "step" and step == _STEP) or (self._phase == "checkpoint" and self._held):
             self._wait()
 

@@ -75,14 +75,14 @@ class Course:
 
     @classmethod
     def drawn(cls, end: str, steps: int, seed: int) -> Course:
-        """A course of a run of so many steps."""
+        """A course of a run with this number of steps."""
         source = random.Random(seed)
         return cls(end, source.randint(1, steps - 1), source.randrange(12), source.randint(1, 3))
 
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """The outcome of a part of a run on a rank; the part has begun behind `first_step` steps.
+    """The outcome of a part of a run on a rank; the part has begun after `first_step` steps.
 
     hashes: that the run directory has at its end, on rank 0.
     """
@@ -193,7 +193,7 @@ class PartOfRun:
         return self.course is not None and self.course.end == end
 
     def _asks(self, rank: int, ranks: int, replica: Replica) -> Callable[[], bool]:
-        """Whether this rank asks for the end, behind the step under way."""
+        """Whether this rank asks for the end after the current step."""
         course = self.course
         if course is None or rank != course.rank % ranks:
             return lambda: False
@@ -351,7 +351,7 @@ def other_order_from(course: Course, poisoned_step: int, steps_per_epoch: int, s
     """The step to which a run goes back from what is not finite: that of its newest checkpoint before.
 
     Args:
-        saves: the run has checkpoints beside that of its start and of where it has ended early, `stops`.
+        saves: the run has checkpoints other than those of its start and of its early end, `stops`.
     """
     regular = [
         step for step in range(1, poisoned_step + 1) if saves and (step % course.every_steps == 0 or step % steps_per_epoch == 0)

@@ -31,7 +31,7 @@ def script_of(site: str) -> str:
 
 
 def write() -> None:
-    """Write all of them."""
+    """Write the job script of every site."""
     for site in SITES:
         write_text(path_of(site), script_of(site))
 

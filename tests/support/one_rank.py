@@ -1,7 +1,7 @@
 """The oracle of whole trainings: one rank, float64, a loop that is short enough to be read.
 
 Nothing of the training step, the grid or the averaging of gradients is used (but `lazy`, which trains something else than all
-others, on one rank). Batch norm takes its statistics over groups of samples, so the oracle is told which samples are one group.
+others, on one rank). Batch norm takes its statistics over groups of samples, so the oracle receives the samples of each group.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train_alone(
 
     Args:
         groups: of a step, from its number of samples. strategy: its class.
-        other_order_from: from this step on samples come in the first other order, as behind a rollback to it; None: never.
+        other_order_from: from this step on samples come in the first other order, as after a rollback to it; None: never.
         other_groups: from a step on, these groups; None: the same in all steps.
     """
     comm = SingleCommunicator()
@@ -150,7 +150,7 @@ class _Average:
         self._rule, self._steps = rule, 0
 
     def add(self, network: Network) -> None:
-        """Behind a step."""
+        """Update the state after a step."""
         if self._rule is None:
             return
         self._steps += 1

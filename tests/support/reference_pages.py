@@ -192,7 +192,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def write(docs: Path = DOCS) -> None:
-    """Write all of them."""
+    """Write all generated pages and sections."""
     write_text(docs / "options.md", options_page())
     write_text(docs / "commands.md", commands_page())
     config = docs / "config.md"

@@ -128,7 +128,7 @@ class Case:
         return sorted({*due, *inside, *([0] if self.goes_back else [])})
 
     def best(self, steps: Collection[int]) -> int | None:
-        """By the rule that users are told: the highest accuracy or the lowest loss, the earlier one of two."""
+        """By the documented rule: the highest accuracy or the lowest loss, the earlier one of two."""
         evaluated = {epoch * STEPS_PER_EPOCH for epoch in range(1, self.epochs + 1) if self._is_due(epoch, self.evaluate_epochs)}
         candidates = sorted(evaluated & set(steps))
         sums = {step: self.evaluation(step) for step in candidates}

@@ -152,7 +152,7 @@ class ArraysByEpoch:
     """The batches of a task's numbers in memory, of the size that an epoch has.
 
     Args:
-        place: of the rank, as an `ArrayLoader` is told it.
+        place: of the rank, as an `ArrayLoader` receives it.
     """
 
     def __init__(self, task: Task, **place: Any) -> None:

@@ -108,11 +108,11 @@ class Add(InPlace, NumpyOperator):
 class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
     """An operator with a ReLU after it: y = max(inner(x), 0), in place, in plain memory.
 
-    Both halves of backward read the masked gradient, and either may come first, so each calls `finish_output_grad`, which masks
-    the output's gradient once per backward.
+    Both halves of backward read the masked gradient, and either may come first. Each therefore calls `finish_output_grad`, which
+    masks the output's gradient once per backward.
 
     Args:
-        inner: operator of `spec.inner`, which accumulates if a program asks it to.
+        inner: operator of `spec.inner`, which can accumulate gradients.
     """
 
     needs_output = True
@@ -143,7 +143,7 @@ class RectifiedOperator(Accumulating, OutputReadOnce, Operator):
     def finish_output_grad(self) -> None:
         if not self._masked:
             assert self.buffers.output_grad is not None
-            with np.errstate(invalid="ignore"):  # a comparison with NaN warns in bfloat16 alone
+            with np.errstate(invalid="ignore"):  # only in bfloat16, a comparison with NaN warns
                 np.less_equal(self.buffers.output, 0, out=self._inactive)
             np.copyto(self.buffers.output_grad, 0, where=self._inactive)
             self._masked = True

@@ -44,8 +44,8 @@ class NumpyKernelSet(KernelSet):
     """float32, float64 and bfloat16 on plain NHWC memory; matrix products by the BLAS that NumPy was built with.
 
     The set fuses no operations. Its blocks stay in the cache, so fusing batch norm and ReLU would gain little in forward and lose
-    more in backward, which would compute the mask twice. Fused specs are still supported. bfloat16 is computed in float32 between
-    copies.
+    more in backward, which would compute the mask twice. Fused specs are still supported. Operators on bfloat16 compute in
+    float32 between rounded copies (`RoundedOperator`).
 
     Args:
         convert: function that prepares the copies between bfloat16 and float32.
@@ -61,7 +61,7 @@ class NumpyKernelSet(KernelSet):
     def make(self, spec: Spec, inputs: tuple[TensorSpec, ...], *, training: bool, input_gradient: bool = True) -> Operator:
         for x in inputs:
             if x.dtype not in self.dtypes:
-                raise BackendError(f"Backend numpy computes in {', '.join(self.dtypes)}, not in {x.dtype}; use one of these.")
+                raise BackendError(f"Backend numpy computes in {' or '.join(self.dtypes)}, not in {x.dtype}; use one of these.")
         match spec:
             case WithRelu():
                 inner = self.make(spec.inner, inputs, training=training, input_gradient=input_gradient)

@@ -1,8 +1,8 @@
 """Batch normalisation (Ioffe and Szegedy 2015), alone, or followed by a ReLU or by a residual sum and a ReLU.
 
 oneDNN has no kernel for the residual sum, so it is a second primitive: y = bn(x), then y = max(y + r, 0) in place. In bfloat16
-this would round twice, so the second primitive is y = max(scale * x + shift + r, 0), and the first one only measures. Backward
-writes dy, masked by y, to the gradient of r, from which batch norm's backward reads it.
+this would round twice. The second primitive is therefore y = max(scale * x + shift + r, 0), and only the statistics of the first
+one are used. Backward writes dy, masked by y, to the gradient of r, from which batch norm's backward reads it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ScaledSum:
     blocked channels.
 
     Attributes:
-        factors_bytes: size of both in bytes.
+        factors_bytes: size of the repeated scale and shift in bytes.
     """
 
     def __init__(self, engine: Engine, label: str, x: TensorSpec, epsilon: float) -> None:
@@ -53,7 +53,7 @@ class ScaledSum:
         assert self.primitive.scratchpad_bytes == 0, label
         self._scale: Array = None
         self._shift: Array = None
-        self._vectors: Array = None
+        self._channel_factors: Array = None  # scale and shift per channel, float64
         self._statistics: tuple[Array, Array] = (None, None)
         self._parameters: tuple[Array, Array] = (None, None)
         self._call: Call | None = None
@@ -63,13 +63,13 @@ class ScaledSum:
 
         Args:
             factors: scratch for scale and shift.
-            mean, var: statistics (C,) that forward has written when this is called.
+            mean, var: statistics (C,), which must be complete before each call.
         """
         scale, shift = factors.view(np.float32).reshape(2, self._elements)
         self._scale, self._shift = self._by_channel(scale), self._by_channel(shift)
         self._statistics = mean, var
         self._parameters = buffers.parameters["weight"], buffers.parameters["bias"]
-        self._vectors = np.zeros((2, math.prod(self._scale.shape[::2])))  # channels of padding stay 0
+        self._channel_factors = np.zeros((2, math.prod(self._scale.shape[::2])))  # channels of padding stay 0
         memories = {
             c.ARG_SRC: (self._values, buffers.inputs[0]),
             c.ARG_SRC_1: (self._factor, scale),
@@ -80,21 +80,22 @@ class ScaledSum:
         self._call = self.primitive.bind(memories)
 
     def _by_channel(self, image: Array) -> Array:
-        """Return a view of one image's elements, (blocks of channels, pixels, channels of a block)."""
+        """Return a view (blocks of channels, pixels, channels per block) of the elements of one image."""
         layout, channels = self._spec.layout, self._spec.shape[-1]
         width = BLOCKS.get(layout, 1 if layout == NCHW else channels)
         blocks = -(-channels // width)
         return image.reshape(blocks, -1, width)
 
     def __call__(self) -> None:
+        """Compute scale and shift from the statistics and parameters, then run the primitive."""
         (mean, var), (gamma, beta) = self._statistics, self._parameters
-        scale, shift = (vector[: len(mean)] for vector in self._vectors)
+        scale, shift = (factors[: len(mean)] for factors in self._channel_factors)
         np.add(var, self._epsilon, out=scale)
         np.sqrt(scale, out=scale)
         np.divide(gamma, scale, out=scale)
         np.multiply(mean, scale, out=shift)
         np.subtract(beta, shift, out=shift)
-        for values, factors in zip((self._scale, self._shift), self._vectors, strict=True):
+        for values, factors in zip((self._scale, self._shift), self._channel_factors, strict=True):
             np.copyto(values, factors.reshape(values.shape[0], 1, values.shape[2]), casting="same_kind")
         assert self._call is not None, "the sum is not bound"
         self._call()

@@ -115,7 +115,7 @@ class Convolution:
         self.winograd: Product | None = None
         self.winograd_data: Product | None = None
         self.winograd_weights: WeightGradient | None = None
-        if training and self.x.dtype == "float32":  # the library multiplies bfloat16 faster than its transforms move it
+        if training and self.x.dtype == "float32":  # in bfloat16, the direct kernels are faster than Winograd's
             self._make_winograd(relu, input_gradient)
 
     @property
@@ -153,7 +153,7 @@ class Convolution:
         return Descriptor.strided(self._engine, grouped, strides)
 
     def _any_weights(self, dtype: str | None = None) -> Descriptor:
-        """Return the descriptor of weights in a format that the primitive chooses; default dtype: that of the images."""
+        """Return the descriptor of weights in a format that the primitive chooses. Default dtype: that of the images."""
         return Descriptor.tagged(self._engine, self._weight_dims(), "any", dtype or self.x.dtype)
 
     def _forward(self, kind: int, attributes: Attributes) -> Primitive:
@@ -256,8 +256,8 @@ _FEW_PIXELS = 128
 def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
     """Return whether im2col and matrix products are faster than the library's kernels in training.
 
-    In bfloat16 they are not: the library's kernels, with their copies of half the bytes, take 0.9 to 1.0 of their time (measured
-    for ResNet-34 on 48 pixels). The rule is fixed rather than measured at run time, so that all ranks choose alike.
+    In bfloat16 they are not: the library's kernels take 0.9 to 1.0 of the time of the products (ResNet-34 on 48 pixels). The rule
+    is fixed rather than measured at run time, so that all ranks choose alike.
     """
     n, height, width, _ = spec.output(x.plain()).shape
     windows = x.dtype == "float32" and spec.groups == 1 and math.prod(spec.window.kernel) > 1
@@ -341,10 +341,11 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         if plan.x.dtype == "float32":
             self._turned_part = regions.add(turned_bytes)
         elif plan.adding is not None:
-            # Copies of half the bytes fit in the room of the gradient, which is not there at the same time.
-            apart = Regions(begin)
-            self._turned_part, self._adding_part = apart.add(turned_bytes), apart.add(plan.adding_weights.size_bytes)
-            regions.total_bytes = max(regions.total_bytes, apart.total_bytes)
+            # The call that adds to the gradient of x uses no other weights and no weight gradient. Its flipped kernel (float32)
+            # and its blocked copy (bfloat16) therefore begin at the same offset. In float32 this would save nothing.
+            adding = Regions(begin)
+            self._turned_part, self._adding_part = adding.add(turned_bytes), adding.add(plan.adding_weights.size_bytes)
+            regions.total_bytes = max(regions.total_bytes, adding.total_bytes)
         others = (plan.winograd, plan.winograd_data, plan.winograd_weights)
         self.scratch_bytes = max(regions.total_bytes, *(0 if other is None else other.scratch_bytes for other in others))
 

@@ -179,8 +179,8 @@ class AddOperator(InPlace, Accumulating, LibraryOperator):
             call()
 
 
-class MaskedByLibrary(RectifiedOperator):
-    """A `RectifiedOperator` whose mask is computed by oneDNN, in the memory of the gradient."""
+class OnednnRectifiedOperator(RectifiedOperator):
+    """A `RectifiedOperator` whose gradient oneDNN masks in place, without memory for the mask."""
 
     def __init__(self, engine: Engine, spec: WithRelu, inner: Operator) -> None:
         super().__init__(spec, inner)
@@ -198,5 +198,5 @@ class MaskedByLibrary(RectifiedOperator):
         self._mask.apply()
 
 
-class MaskedLinear(MaskedByLibrary, SufficientFactors):
+class OnednnRectifiedLinear(OnednnRectifiedOperator, SufficientFactors):
     """A rectified linear layer, whose sufficient factors are its input and the masked gradient."""

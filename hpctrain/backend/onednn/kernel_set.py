@@ -1,4 +1,4 @@
-"""The `onednn` kernel set: float32 on x86-64 processors with AVX2 or more, bfloat16 on those that multiply it."""
+"""The `onednn` kernel set: float32 on x86-64 processors with AVX2 or more, bfloat16 on those that multiply bfloat16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
 from hpctrain.backend.onednn.batch_norm import BatchNormOperator
 from hpctrain.backend.onednn.binding import Descriptor, Engine, Unimplemented, available
 from hpctrain.backend.onednn.conv2d import ProductConv2d, make_conv2d, products_pay
-from hpctrain.backend.onednn.elementwise import AddOperator, MaskedByLibrary, MaskedLinear, ReluOperator
+from hpctrain.backend.onednn.elementwise import AddOperator, OnednnRectifiedLinear, OnednnRectifiedOperator, ReluOperator
 from hpctrain.backend.onednn.linear import LinearOperator
 from hpctrain.backend.onednn.operator import Copy, LibraryOperator, ReorderOperator, allocate
 from hpctrain.backend.onednn.pool import PoolOperator, plain_pool
@@ -80,9 +80,9 @@ class OnednnKernelSet(KernelSet):
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether the processor multiplies bfloat16, according to the library, which may be limited to fewer instructions.
+        """Whether the library multiplies bfloat16 with instructions of this processor that `ONEDNN_MAX_CPU_ISA` permits.
 
-        Processors without such instructions emulate them, several times as slowly as float32.
+        Otherwise the library emulates the products, several times as slowly as float32.
         """
         if not self._engine.has_bfloat16:
             return False
@@ -129,7 +129,8 @@ class OnednnKernelSet(KernelSet):
         return rounded(make, inputs, training=training, convert=self._conversion)
 
     def _rectified(self, spec: WithRelu, inner: Operator) -> Operator:
-        return (MaskedLinear if isinstance(inner, SufficientFactors) else MaskedByLibrary)(self._engine, spec, inner)
+        kind = OnednnRectifiedLinear if isinstance(inner, SufficientFactors) else OnednnRectifiedOperator
+        return kind(self._engine, spec, inner)
 
     def _choose(self, spec: Spec, inputs: _Inputs, training: bool, input_gradient: bool) -> Operator | str:
         """Return the library's operator, or the reason why another set's operator is better."""
@@ -171,7 +172,7 @@ class OnednnKernelSet(KernelSet):
                 if math.prod(plain.window.kernel) == 1 and plain.window.stride == (1, 1) and not any(plain.window.padding):
                     return ViewOperator(spec, x, keeps_layout=True)
                 make = partial(PoolOperator, engine, spec, training=training)
-                # Where windows overlap, the library's gradient in bfloat16 is rounded after each summand.
+                # If windows overlap, the library rounds a gradient in bfloat16 after each summand.
                 overlap = any(k > stride for k, stride in zip(plain.window.kernel, plain.window.stride, strict=True))
                 return self._rounded(make, (x,), training) if training and overlap else make(x)
             case ReluSpec():

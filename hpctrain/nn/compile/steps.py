@@ -143,7 +143,7 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
     if isinstance(operator, AnyArrays):
         operator.use(kernels.arithmetic)
     elif kernels.arithmetic.on_host and plain[0].dtype == BFLOAT16.name:
-        # A user's code computes with NumPy's own dtypes.
+        # NumPy code of users does not know bfloat16, so it computes in float32 between rounded copies.
         operator = rounded(lambda *floats: spec.operator(floats, training=training), plain, training=training)
     elif not kernels.arithmetic.on_host:
         raise BackendError(

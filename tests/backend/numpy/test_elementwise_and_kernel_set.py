@@ -312,7 +312,7 @@ def test_flatten_only_names_memory_anew() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(BackendError, match="float32, float64, bfloat16, not in float16"):
+    with pytest.raises(BackendError, match="float32 or float64 or bfloat16, not in float16"):
         KERNELS.make(ReluSpec(), (TensorSpec((3, 5), "float16"),), training=True)
 
 
