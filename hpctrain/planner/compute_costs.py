@@ -61,8 +61,8 @@ class ComputeCosts(Protocol):
 # Accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of
 # finite values; writes of weight and momentum.
 _UPDATE_ACCESSES = 6
-# Speed of convolutions in bfloat16 relative to float32, if they were not measured. With AVX512_BF16 the direct kernels take half the
-# time; with AMX, less.
+# Speed of convolutions in bfloat16 relative to float32, if they were not measured. With AVX512_BF16 the direct kernels take half
+# the time (measured); AMX is faster.
 _BFLOAT16_SPEED = 2.0
 # Number of calls in a step that cost about as much as an operator's call: loss, sums, message, learning rate, input.
 _CALLS_OF_A_STEP = 20
