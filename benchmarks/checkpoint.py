@@ -36,8 +36,8 @@ _FIRST_STEPS = 3  # that compile and fill caches
 _PROGRAM = """
 import json, os, runpy, sys, time
 from hpctrain.run.checkpoints import RunCheckpoints
-from hpctrain.train.replica import Replica
-from hpctrain.train.step import TrainingStep
+from hpctrain.training.replica import Replica
+from hpctrain.training.step import TrainingStep
 rate, out = float(os.environ["BYTES_PER_SECOND"]), os.environ["TIMES"]
 times = {"begins": [], "saves": [], "checks": [], "step_of_save": []}
 write, run, save, alike = os.pwrite, TrainingStep.run, RunCheckpoints.save, Replica.require_alike

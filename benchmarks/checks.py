@@ -37,8 +37,8 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.train.replica import Replica
-from hpctrain.train.weight_watch import AgreedChecksums, CheckCadence
+from hpctrain.training.replica import Replica
+from hpctrain.training.weight_watch import AgreedChecksums, CheckCadence
 from tests.support.training import Task, batches, replica_of
 
 OUT = Path(__file__).resolve().parent / "results" / "checks.json"

@@ -30,7 +30,7 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 
 _LR = 1e-4

@@ -27,8 +27,8 @@ from hpctrain.bench.interleaved import machine_facts
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.train.state_hashes import StateHashes
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.state_hashes import StateHashes
+from hpctrain.training.weight_watch import CheckCadence
 from tests.support.training import replica_of
 
 OUT = Path(__file__).resolve().parent / "results" / "hashes.json"

@@ -35,7 +35,7 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 from tests.support.jobs import clean_environment, find_mpiexec
 
 _CLASSES, _STEPS, _LR = 10, 3, 1e-3

@@ -33,7 +33,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 
 PEER_KINDS = ("ddp", "compute-only")

@@ -18,7 +18,7 @@ from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.run.build import build_replica
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 
 
 def configuration(point: Point, *, trace: bool = False) -> Config:

@@ -27,7 +27,7 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.time_table import tabulate
 from hpctrain.trace.tracer import Category, Events, Tracer
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 
 _LR = 1e-4
 _ROOM = 1 << 18

@@ -20,7 +20,7 @@ from hpctrain.comm.progress import MessageAccount, ProgressEngine
 from hpctrain.nn.program import StepHooks
 from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace.tracer import Tracer, cost_per_event_seconds
-from hpctrain.train.step import TracingHooks
+from hpctrain.training.step import TracingHooks
 
 _EVENTS = 100_000
 _REPEATS = 7

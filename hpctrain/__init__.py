@@ -6,9 +6,6 @@ module of a name is imported when the name is first used.
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 from hpctrain.version import __version__ as __version__
 
 # Not from `typing`, whose import takes longer than the rest of this module: until signals are blocked, one ends the process
@@ -38,8 +35,8 @@ if TYPE_CHECKING:
     from hpctrain.run.automatic_search import Automatic as Automatic
     from hpctrain.run.python_job import Job as Job
     from hpctrain.run.result import TrainingResult as TrainingResult
-    from hpctrain.train.metrics import RunningSums as RunningSums
-    from hpctrain.train.replica import Replica as Replica
+    from hpctrain.training.metrics import RunningSums as RunningSums
+    from hpctrain.training.replica import Replica as Replica
 
 #: name -> module that defines it
 _HOMES = {
@@ -64,8 +61,8 @@ _HOMES = {
     "ReLU": "hpctrain.nn.layers",
     "Residual": "hpctrain.nn.layers",
     "Sequential": "hpctrain.nn.layers",
-    "RunningSums": "hpctrain.train.metrics",
-    "Replica": "hpctrain.train.replica",
+    "RunningSums": "hpctrain.training.metrics",
+    "Replica": "hpctrain.training.replica",
 }
 
 
@@ -79,21 +76,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
-
-
-class _Package(ModuleType):
-    """Type of this package, in which `hpctrain.train` is the function.
-
-    The import system would bind the name to the subpackage `train`.
-    """
-
-    @property
-    def train(self) -> Any:
-        return __getattr__("train")
-
-    @train.setter
-    def train(self, subpackage: ModuleType) -> None:
-        """Ignore the subpackage. `from hpctrain.train.step import ...` finds it in `sys.modules`."""
-
-
-sys.modules[__name__].__class__ = _Package

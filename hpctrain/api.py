@@ -65,8 +65,8 @@ from hpctrain.run.automatic_search import Automatic
 from hpctrain.run.python_job import Job, LoopCheckpoints, Stopped
 from hpctrain.run.result import EpochCallback, EpochValues, TrainingResult, stored_result
 from hpctrain.run.training import RunEnd, run_training
-from hpctrain.train.replica import BETWEEN
-from hpctrain.train.reporting import ProgressStyle
+from hpctrain.training.replica import BETWEEN
+from hpctrain.training.reporting import ProgressStyle
 
 _log = get_logger(__name__)
 _DEADLINE_SECONDS = 300.0

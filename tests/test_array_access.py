@@ -1,7 +1,7 @@
 """Arrays that kernels compute on are touched by kernel sets and transports alone: all others ask the arithmetic service.
 
 They may lie on a GPU. What such code does with them by NumPy works on a CPU, so it is looked for in the sources; a training
-whose arrays NumPy does not find is in tests/train/test_replicas.py.
+whose arrays NumPy does not find is in tests/training/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ EXCEPTIONS = {
     "hpctrain/nn/parameter.py: out= of np.multiply",  # of what was fetched
     "hpctrain/planner/calibration.py: np.copyto of target",  # measures the host
     "hpctrain/planner/operator_work.py: out= of np.matmul",  # measures the host
-    *(f"hpctrain/train/state_hashes.py: out= of np.{name}" for name in ("add", "bitwise_xor", "multiply", "right_shift")),  # host
+    # on the host
+    *(f"hpctrain/training/state_hashes.py: out= of np.{name}" for name in ("add", "bitwise_xor", "multiply", "right_shift")),
     "hpctrain/planner/program_timing.py: out= of np.multiply",  # batch statistics, which were fetched to be merged
 }
 

@@ -19,7 +19,7 @@ import hpctrain
 from hpctrain.core.errors import ConfigError
 from hpctrain.runs import directory
 from hpctrain.storage import checkpoint
-from hpctrain.train.trainer import Trainer
+from hpctrain.training.trainer import Trainer
 from tests.support.jobs import Outcome
 
 ROOT = Path(__file__).parents[1]
@@ -310,3 +310,11 @@ def test_an_argument_out_of_range_is_refused(config: dict[str, Any], arguments: 
 def test_a_missing_key_of_a_mapping_names_the_mapping() -> None:
     with pytest.raises(ConfigError, match='config: The key "batch" is missing'):
         hpctrain.train({key: value for key, value in CONFIG.items() if key != "batch"})
+
+
+def test_modules_of_training_are_imported_next_to_the_function() -> None:
+    """Would find a package with the name of the function, which `import ... as` would not reach."""
+    import hpctrain.training.step as step
+
+    assert step.__name__ == "hpctrain.training.step"
+    assert callable(hpctrain.train)

@@ -23,7 +23,7 @@ from hpctrain.core.text import echo, echo_block
 if TYPE_CHECKING:
     from hpctrain.data.convert.arrays import ForeignImages
     from hpctrain.data.convert.common import LeftOut
-    from hpctrain.train.progress_bar import ProgressBar
+    from hpctrain.training.progress_bar import ProgressBar
 
 
 #: minimum time between two progress lines
@@ -47,7 +47,7 @@ def progress(
         return
     from rich.console import Console
 
-    from hpctrain.train.progress_bar import ProgressBar  # loads rich, which takes longer than short commands
+    from hpctrain.training.progress_bar import ProgressBar  # loads rich, which takes longer than short commands
 
     bar = ProgressBar(Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True), clock)
     try:
@@ -79,7 +79,7 @@ class _Line:
     """Progress as a bar with the rate and the remaining time. Arguments: see `progress`."""
 
     def __init__(self, bar: ProgressBar, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
-        from hpctrain.train.progress_bar import TimeLeft
+        from hpctrain.training.progress_bar import TimeLeft
 
         self._bar, self._description, self._noun, self._clock = bar, description, noun, clock
         self._begin, self._done, self._left = clock(), 0, TimeLeft(0, total, clock)

@@ -62,7 +62,7 @@ class Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command as click does; an unknown one is a fault with the nearest command."""
         name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
+        if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             raise click.UsageError(f'There is no command "{name}"; {choices(name, self.list_commands(ctx))}.', ctx)
         return super().resolve_command(ctx, args)
 
@@ -175,7 +175,7 @@ def _say(sentence: str, rank: Callable[[], int] | None) -> None:
 
 def _out_of_memory(error: MemoryError, rank: int) -> str:
     """Return one sentence: where memory ran out, the size of the request, and the planned memory."""
-    from hpctrain.train.passes import planned
+    from hpctrain.training.passes import planned
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]

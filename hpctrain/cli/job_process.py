@@ -316,7 +316,7 @@ class ConfiguredProcess(JobProcess):
         check_names(config, source)
         may_report = self.rank() == 0 or config.on_lost_rank.shrinks
         if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
-            from hpctrain.train.reporters.tensorboard import tensorboard_writer
+            from hpctrain.training.reporters.tensorboard import tensorboard_writer
 
             tensorboard_writer()  # reports a missing package before the job starts
         return filled(config), threads

@@ -24,7 +24,7 @@ from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
 from hpctrain.runs.results import summary_texts
 from hpctrain.storage.atomic_write import write_text
-from hpctrain.train.evaluation import ClassScore, ConfusionMatrix
+from hpctrain.training.evaluation import ClassScore, ConfusionMatrix
 
 _COLUMNS = 80  # width without a terminal
 _MOST_CONFUSIONS = 20

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
     from hpctrain.job.session import Session
-    from hpctrain.train.progress_bar import PassStyle
-    from hpctrain.train.reporting import ProgressStyle
+    from hpctrain.training.progress_bar import PassStyle
+    from hpctrain.training.reporting import ProgressStyle
 
 
 COMPUTE_ONLY_STEPS = 20
@@ -228,7 +228,7 @@ def evaluate(
         from hpctrain.cli.result_tables import print_json, print_text, write_confusion
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.run.evaluation import run_evaluation
-        from hpctrain.train.progress_bar import pass_on_stderr
+        from hpctrain.training.progress_bar import pass_on_stderr
 
         if target is not None:
             raise_on_all_ranks(
@@ -333,7 +333,7 @@ def predict(
         from hpctrain.cli.result_tables import print_lines, print_table, write_predictions
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.run.evaluation import PredictionRequest, run_prediction
-        from hpctrain.train.progress_bar import pass_on_stderr
+        from hpctrain.training.progress_bar import pass_on_stderr
 
         source: str = session.world.broadcast_object(chosen.source)
         if session.is_root and chosen.note:

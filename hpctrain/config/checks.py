@@ -20,13 +20,13 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
 from hpctrain.config.images import size_faults
-from hpctrain.config.load import nearest_key
+from hpctrain.config.load import flow, nearest_key
 from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.text import choices
-from hpctrain.core.yaml_source import KeyPath, Source
+from hpctrain.core.yaml_source import KeyPath, Source, dotted
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import check_order
 from hpctrain.models import catalogue
@@ -38,7 +38,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
 from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.weights_file import SUFFIXES
-from hpctrain.train.passes import backend_fault, split_fault, statistics_fault
+from hpctrain.training.passes import backend_fault, split_fault, statistics_fault
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
 
@@ -165,7 +165,7 @@ def check_names(config: Config, source: Source) -> None:
     Raises:
         ConfigError: one sentence for each fault, each with its position.
     """
-    faults = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config))]
+    faults = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config, source))]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -305,21 +305,22 @@ def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[K
             yield ("grid", "overlap", number), sentence
 
 
-def _name_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+def _name_faults(config: Config, source: Source) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each name and option that its registry refuses."""
+    faults_of = partial(_faults_of, source)
     model, optimizer = config.model, config.optimizer
-    yield from _faults_of(("model",), model, catalogue.build)
-    yield from _faults_of(("optimizer",), optimizer, OPTIMIZERS.create)
-    yield from _faults_of(("schedule",), config.schedule, lambda name, options: make_schedule(config, options=options))
+    yield from faults_of(("model",), model, catalogue.build)
+    yield from faults_of(("optimizer",), optimizer, OPTIMIZERS.create)
+    yield from faults_of(("schedule",), config.schedule, lambda name, options: make_schedule(config, options=options))
     if config.averager.automatic:
         yield from _automatic_faults(config)
     else:
-        yield from _faults_of(("averager",), config.averager, partial(_make_strategy, config))
+        yield from faults_of(("averager",), config.averager, partial(_make_strategy, config))
     for path, kind in LISTS.items():
         # A reporter is not constructed: its constructor may open files or connections.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
         for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
-            yield from _faults_of((*path, index), item, make)
+            yield from faults_of((*path, index), item, make)
     yield from _order_faults(config)
 
 
@@ -389,7 +390,9 @@ def make_schedule(config: Config, steps_per_epoch: int = 1, options: Mapping[str
     )
 
 
-def _faults_of(path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]) -> Iterator[tuple[KeyPath, str]]:
+def _faults_of(
+    source: Source, path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]
+) -> Iterator[tuple[KeyPath, str]]:
     """Yield all faults in making a named object. After the fault of an option, the others are checked without it."""
     removed: set[str] = set()
     while True:
@@ -402,7 +405,12 @@ def _faults_of(path: KeyPath, section: Named, make: Callable[[str, Mapping[str, 
             if removed and error.option not in options:  # it has no default, or a faulty key stands for it
                 return
             at = (*path, error.option if error.option in options else "name")
-            yield at, str(error).replace(choices(error.option, error.known), nearest_key(at, error.known))
+            advice = nearest_key(at, error.known)
+            overridden = source.places.get((*path, "name"), "")
+            if error.known and overridden.startswith("override") and not source.places.get(at, "").startswith("override"):
+                fits = section.model_dump(mode="json", include={*type(section).model_fields, *error.known}, exclude_unset=True)
+                advice = f'{overridden} keeps the other keys of the section, so write "{dotted(path)}={flow(fits)}"'
+            yield at, str(error).replace(choices(error.option, error.known), advice)
             if error.option not in options:
                 return
             removed.add(error.option)

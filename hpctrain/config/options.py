@@ -27,7 +27,7 @@ from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES
-from hpctrain.train.reporters import REPORTERS
+from hpctrain.training.reporters import REPORTERS
 
 #: options of models that follow from the rest of the configuration unless they are given
 FOLLOWING: Mapping[str, str] = {

@@ -20,7 +20,7 @@ from hpctrain.job.session import Session
 from hpctrain.launch import keeper
 from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.metrics import Reporter
+from hpctrain.training.metrics import Reporter
 
 #: values of the configuration key `flight`: records in the run directory, and records in memory only
 IN_RUN, NOWHERE = "run", "none"

@@ -24,8 +24,8 @@ from hpctrain.storage.checkpoint import remove_left
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.job.session import Session
-    from hpctrain.train.metrics import Reporter
-    from hpctrain.train.snapshot import Position
+    from hpctrain.training.metrics import Reporter
+    from hpctrain.training.snapshot import Position
 
 
 _COMMAND = "hpctrain train"

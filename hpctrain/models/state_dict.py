@@ -105,6 +105,7 @@ def check_fits(
     source: str,
     model: str,
     ignore: Sequence[str] = (),
+    named: str | None = None,
     hint: str = "",
 ) -> frozenset[str]:
     """Raise unless a state fits a model, and return the ignored names.
@@ -114,20 +115,30 @@ def check_fits(
         given: arrays of a file by name.
         source, model: names of the file and of the model in messages.
         ignore: patterns of names that may be missing or differ.
-        hint: last sentence of the message if the state does not fit.
+        named: model that the file names; None if it names none.
+        hint: last sentence of the message if few layers do not fit; {patterns} in it becomes the list of patterns to ignore.
 
     Raises:
         CheckpointError: a name is missing or unknown, an array has another shape, another kind of dtype or non-finite numbers, or
             a pattern matches nothing. The message has one sentence per fault.
     """
     ignored = frozenset(name for name in (*expected, *given) if any(fnmatchcase(name, pattern) for pattern in ignore))
-    faults = chain(_idle_patterns(ignore, ignored, expected, source), _differences(expected, given, ignored, source, model))
     # Lazy, because finding the nearest name takes time: only for sentences that are printed.
-    sentences = list(islice(faults, _MOST_REPORTED))
-    if sentences and next(faults, None) is not None:
+    differences = _differences(expected, given, ignored, source, model)
+    faults = chain(((None, sentence) for sentence in _idle_patterns(ignore, ignored, expected, source)), differences)
+    reported = list(islice(faults, _MOST_REPORTED))
+    sentences = [sentence for _, sentence in reported]
+    different = [f"{name.rpartition('.')[0]}.*" if "." in name else name for name, _ in reported if name is not None]
+    if reported and named not in (None, model):
+        sentences.insert(0, f"{source} holds weights of the model {named}, which do not fit the model {model}.")
+    if reported and next(faults, None) is not None:
         sentences.append(f"There are further differences between {source} and the model {model}.")
+    elif different and hint:
+        kept = [pattern for pattern in ignore if any(fnmatchcase(name, pattern) for name in ignored)]
+        patterns = ", ".join(f'"{pattern}"' for pattern in dict.fromkeys([*kept, *different]))
+        sentences.append(hint.replace("{patterns}", f"[{patterns}]"))
     if sentences:
-        raise CheckpointError("\n".join([*sentences, *([hint] if hint else [])]))
+        raise CheckpointError("\n".join(sentences))
     check_finite({name: given[name] for name in expected if name not in ignored}, source)
     return ignored
 
@@ -177,22 +188,24 @@ def _idle_patterns(
 
 def _differences(
     expected: Mapping[str, StateEntry], given: Mapping[str, np.ndarray], ignored: frozenset[str], source: str, model: str
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, sentence) of each difference."""
     wanted = [name for name in expected if name not in ignored]
     theirs = [name for name in given if name not in ignored and not is_counter(name)]
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in theirs if name not in expected]
     for name in missing:
-        yield f"{source} lacks {name}, which the model {model} has{_nearest(name, unknown or theirs)}."
+        yield name, f"{source} lacks {name}, which the model {model} has{_nearest(name, unknown or theirs)}."
     for name in unknown:
-        yield f"{source} has {name}, which the model {model} does not have{_nearest(name, missing or wanted)}."
+        yield name, f"{source} has {name}, which the model {model} does not have{_nearest(name, missing or wanted)}."
     for name in wanted:
         if name not in given:
             continue
         if given[name].shape != expected[name].shape:
-            yield f"{name} has shape {given[name].shape} in {source}, but {expected[name].shape} in the model {model}."
+            shapes = f"{given[name].shape} in {source}, but {expected[name].shape} in the model {model}"
+            yield name, f"{name} has shape {shapes}."
         elif given[name].dtype.kind != "f":
-            yield f"{name} of {source} holds {given[name].dtype} numbers, but weights must be floating-point numbers."
+            yield name, f"{name} of {source} holds {given[name].dtype} numbers, but weights must be floating-point numbers."
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.compute_costs import ComputeCosts
-from hpctrain.train.passes import Passes
+from hpctrain.training.passes import Passes
 
 
 @dataclass(frozen=True)

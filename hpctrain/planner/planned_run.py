@@ -40,7 +40,7 @@ from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner import group_schedules as schedules
 from hpctrain.planner.group_schedules import GroupSchedule, mirror_bytes
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
-from hpctrain.train.passes import ranks_fault, split_fault
+from hpctrain.training.passes import ranks_fault, split_fault
 
 Image = tuple[int, int, int]
 

@@ -57,7 +57,7 @@ from hpctrain.planner.tasks import (
     Task,
 )
 from hpctrain.trace.time_table import merge
-from hpctrain.train.passes import Passes
+from hpctrain.training.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,15 @@ from hpctrain.run.images import UnreadableReport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
 from hpctrain.trace.tracer import Category
-from hpctrain.train.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes, processor_seconds
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import Position
-from hpctrain.train.trainer import Outcome
+from hpctrain.training.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes, processor_seconds
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.replica import Replica
+from hpctrain.training.snapshot import Position
+from hpctrain.training.trainer import Outcome
 
 if TYPE_CHECKING:
     from hpctrain.run.step_prediction import StepPrediction
-    from hpctrain.train.state_hashes import StateHashes
+    from hpctrain.training.state_hashes import StateHashes
 
 
 #: minimum number of steps for an account of steps
@@ -495,7 +495,7 @@ class RunHashes(Observer):
         if not self._every:
             return
         from hpctrain.runs.records import HashFile  # here: only runs that keep hashes need it
-        from hpctrain.train.state_hashes import StateHashes
+        from hpctrain.training.state_hashes import StateHashes
 
         self._hashes = StateHashes(replica)
         self._records = PatientRecords(directory.bookkeeping, "hashes", HashFile(directory.hashes_path).append)
@@ -511,7 +511,7 @@ class RunHashes(Observer):
     def read_state(self, position: Position) -> None:
         """Record the hashes of the state at `position`. Drains the replica."""
         assert self._hashes is not None
-        from hpctrain.train.state_hashes import hash_of_all  # loaded earlier, by StateHashes
+        from hpctrain.training.state_hashes import hash_of_all  # loaded earlier, by StateHashes
 
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._replica.drain()

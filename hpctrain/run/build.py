@@ -54,15 +54,15 @@ from hpctrain.run.messages import choose_transport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import weights_file
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.train.accounts import ImageSizeReport, Observer
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.passes import check_memory
-from hpctrain.train.replica import Replica
-from hpctrain.train.saving import Saver
-from hpctrain.train.snapshot import Position
-from hpctrain.train.stopping import EarlyStop, TimeLimit
-from hpctrain.train.trainer import Cadence, Trainer
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.accounts import ImageSizeReport, Observer
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.passes import check_memory
+from hpctrain.training.replica import Replica
+from hpctrain.training.saving import Saver
+from hpctrain.training.snapshot import Position
+from hpctrain.training.stopping import EarlyStop, TimeLimit
+from hpctrain.training.trainer import Cadence, Trainer
+from hpctrain.training.weight_watch import CheckCadence
 
 
 def resolve(config: Config, started: StartedJob, resume: str | None = None, repeated: str | None = None) -> Resolved:
@@ -104,7 +104,7 @@ def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
         machine_file.write(directory.machine_path, resolved.machine)
 
 
-_HINT = 'set init.ignore, as in ["fc.*"]'
+_HINT = "set init.ignore to {patterns}"
 
 
 def start_from_weights(session: Session, setup: TrainingSetup) -> None:
@@ -168,7 +168,7 @@ def put_weights(
     Args:
         ignore: patterns of parameter names that keep their values.
         model: name of the model, for messages.
-        hint: advice on how to ignore names, for messages.
+        hint: advice on how to ignore names, for messages; {patterns} in it becomes the list of patterns.
 
     Raises:
         CheckpointError: as for `start_from_weights`; the replica is then unchanged on every rank.
@@ -180,8 +180,9 @@ def put_weights(
     advice = f"To draw a layer from the seed instead, as for another number of classes, {hint}."
 
     def fitting() -> dict[str, np.ndarray]:
-        tensors = weights_file.read(path).tensors
-        ignored = check_fits(entries, tensors, source=str(path), model=model, ignore=ignore, hint=advice)
+        content = weights_file.read(path)
+        tensors, named = content.tensors, content.metadata.get("model")
+        ignored = check_fits(entries, tensors, source=str(path), model=model, ignore=ignore, named=named, hint=advice)
         fitting_tensors = {name: tensors[name] for name in entries if name not in ignored}
         check_finite(fitting_tensors, str(path), network.parameter_dtype)
         return fitting_tensors

@@ -40,11 +40,11 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import remove_left
 from hpctrain.storage.hdf5_store import ShardFacts
 from hpctrain.storage.shards import publish, unfinished, write_shard
-from hpctrain.train.accounts import Observer
-from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.replica import Replica
-from hpctrain.train.saving import Saver, Writing
-from hpctrain.train.snapshot import Position
+from hpctrain.training.accounts import Observer
+from hpctrain.training.metrics import Reporter, RunningSums
+from hpctrain.training.replica import Replica
+from hpctrain.training.saving import Saver, Writing
+from hpctrain.training.snapshot import Position
 
 #: key of a checkpoint's metadata: evaluations of the existing checkpoints and of itself
 EVALUATIONS = "evaluations"

@@ -40,10 +40,10 @@ from hpctrain.run.resume import check_model, data_of, find_checkpoint, stored_co
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.owner import is_run
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.evaluation import ConfusionCounts, ConfusionMatrix, TopClasses, predict
-from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.progress_bar import Advance
-from hpctrain.train.replica import Replica
+from hpctrain.training.evaluation import ConfusionCounts, ConfusionMatrix, TopClasses, predict
+from hpctrain.training.metrics import Reporter, RunningSums
+from hpctrain.training.progress_bar import Advance
+from hpctrain.training.replica import Replica
 
 if TYPE_CHECKING:
     from hpctrain.data.pictures import DecodedPictures

@@ -25,8 +25,8 @@ from hpctrain.data.readers import BlockReader, ReadPolicy, pauses_within
 from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.job.same_start import Subject, compare, opened_file
 from hpctrain.job.session import Session
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.snapshot import Position
 
 SKIP = "skip"
 

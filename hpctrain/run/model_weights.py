@@ -34,7 +34,7 @@ from hpctrain.storage import checkpoint, weights_file
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.storage.checkpoint import CheckpointContent, parameter_key, statistic_key
 from hpctrain.storage.weights_file import WeightsFile
-from hpctrain.train.snapshot import Position, averaged_keys
+from hpctrain.training.snapshot import Position, averaged_keys
 
 ONNX = ".onnx"
 #: suffixes of the files that can be written
@@ -99,7 +99,7 @@ def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[
     given = {**_options_in(content.metadata, name), **options}
     model = _model_with_classes(name, given, classes, content.tensors)
     entries = declared_state(model)
-    check_fits(entries, content.tensors, source=str(path), model=name)
+    check_fits(entries, content.tensors, source=str(path), model=name, named=content.metadata.get("model"))
     state = {key: content.tensors[key] for key in _names(entries, content.tensors)}
     shape = tuple(json.loads(content.metadata["image_shape"])) if "image_shape" in content.metadata else None
     usual_shape = catalogue.entry(name).image_shape

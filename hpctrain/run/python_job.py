@@ -49,10 +49,10 @@ from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import read_together
 from hpctrain.storage import checkpoint
 from hpctrain.storage.hdf5_store import ShardedTensors
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.replica import BETWEEN, LoopState, Replica
-from hpctrain.train.saving import Saver
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.replica import BETWEEN, LoopState, Replica
+from hpctrain.training.saving import Saver
+from hpctrain.training.weight_watch import CheckCadence
 
 
 def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
@@ -556,9 +556,8 @@ class Job(StartedRank):
         Raises:
             CheckpointError: the file cannot be read or does not fit the model.
         """
-        put_weights(
-            self.world, replica, self._path(path), ignore, "of this program", hint='leave such layers out, as in ignore=["fc.*"]'
-        )
+        hint = "leave such layers out by ignore={patterns}"
+        put_weights(self.world, replica, self._path(path), ignore, "of this program", hint=hint)
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
         """Restore a checkpoint written by `save`, also after a `DivergedError`, and return its notes. Sets `replica.global_step`.

@@ -14,8 +14,8 @@ from hpctrain.core.errors import HpctrainError
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.job.session import Session, StartedJob
 from hpctrain.runs.directory import BestRecord, RunDirectory, read_best
-from hpctrain.train.metrics import epoch_values
-from hpctrain.train.trainer import Outcome
+from hpctrain.training.metrics import epoch_values
+from hpctrain.training.trainer import Outcome
 
 #: values of an epoch by name, see `epoch_values`
 EpochValues = Mapping[str, Any]

@@ -44,8 +44,8 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, root_digest
 from hpctrain.storage.shards import manifest_digest, open_sharded, shares
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.snapshot import Position
 
 AUTO, BEST = "auto", "best"
 

@@ -32,7 +32,7 @@ from hpctrain.planner.measurement import measured_in_haste
 from hpctrain.planner.step_program import predict
 from hpctrain.planner.tasks import SimulationOptions
 from hpctrain.run.build import TrainingSetup
-from hpctrain.train.accounts import MeasuredStep, OperatorSample
+from hpctrain.training.accounts import MeasuredStep, OperatorSample
 
 
 class StepPrediction:

@@ -52,12 +52,12 @@ from hpctrain.runs.directory import RunDirectory, runs, software_versions
 from hpctrain.runs.owner import living_owner
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
-from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.reporters import make_reporter
-from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
-from hpctrain.train.snapshot import Position
-from hpctrain.train.stopping import TimeLimit
-from hpctrain.train.trainer import Outcome, Trainer
+from hpctrain.training.metrics import Reporter, RunningSums
+from hpctrain.training.reporters import make_reporter
+from hpctrain.training.reporting import ConsoleReporter, LogReporter, ProgressStyle
+from hpctrain.training.snapshot import Position
+from hpctrain.training.stopping import TimeLimit
+from hpctrain.training.trainer import Outcome, Trainer
 
 if TYPE_CHECKING:
     from hpctrain.run.trace_report import TraceReport

@@ -40,7 +40,7 @@ from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
 from hpctrain.optim.optimizers import Adamw, Lars, Sgd
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.snapshot import Position
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -48,8 +48,8 @@ from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned
 from tests.support.late_kernels import LateDescent, Queue
 from tests.support.training import Task, batches, replica_of
-from tests.train.test_checksums import STRATEGIES as STATE_STRATEGIES
-from tests.train.test_checksums import made, task_on
+from tests.training.test_checksums import STRATEGIES as STATE_STRATEGIES
+from tests.training.test_checksums import made, task_on
 
 LINK = LinkModel(1e-4, 1e-3)
 OPTIONS: dict[type[Strategy], dict[str, int]] = {Sharded: {"bucket_bytes": 40}, Priority: {"slice_parameters": 8}}

@@ -99,7 +99,7 @@ from hpctrain.core.errors import DataError
 
 rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 if rank == {rank}:
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
 
     original = TrainingStep.run
 

@@ -13,7 +13,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.optim.schedules import Cosine
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
-from hpctrain.train.step import TrainingStep
+from hpctrain.training.step import TrainingStep
 from tests.support.here import virtual_rank
 from tests.support.jobs import Outcome
 from tests.support.tiny_runs import (
@@ -173,7 +173,8 @@ def test_what_does_not_go_together_is_refused_in_one_sentence_and_nothing_is_tou
     write_images(folder / "train.h5", SAMPLES + 1, seed=5, shape=SHAPE)
     outcome = _again(folder, "seed=8", "model.hidden=6", "batch=5", ranks=2, code=2)
     line = sentence(outcome)
-    for words in ("seed: 7 -> 8", "model.hidden: 5 -> 6", "images: 75 of 7 x 6 x 1", "-> 76 of", "labels: ", run.path.name):
+    images = ("images of data.train: 75 of 7 x 6 x 1", "-> 76 of", "labels of data.train: ")
+    for words in ("seed: 7 -> 8", "model.hidden: 5 -> 6", *images, run.path.name):
         assert words in line
     assert "batch" not in line
     assert _contents(run) == before
@@ -185,7 +186,7 @@ def test_between_epochs_the_seed_and_the_images_may_change(folder: Path, seen: S
     write_images(folder / "more.h5", SAMPLES + 9, seed=5, shape=SHAPE)
     changes = ("seed=8", f"data.train={folder}/more.h5")
     outcome = _again(folder, *changes)
-    for words in ("epochs: 1 -> 2", "seed: 7 -> 8", "images: 75 of 7 x 6 x 1"):
+    for words in ("epochs: 1 -> 2", "seed: 7 -> 8", "images of data.train: 75 of 7 x 6 x 1"):
         assert words in outcome.stdout
     assert seen.all_of(1) == Sampler(SAMPLES + 9, 1, seed=8).order(1).tolist()
 

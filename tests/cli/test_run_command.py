@@ -115,7 +115,7 @@ _KILLED = """
 import os, runpy, signal, sys
 from pathlib import Path
 def patched(*arguments):
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
     run = TrainingStep.run
     def killed(self, batch, global_step, lr):
         mark = Path(f"killed-{global_step}")

@@ -43,7 +43,7 @@ def send():
         time.sleep(0.5)  # the thread that waits for signals takes it now
 def patch():
     from hpctrain.job import session
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
     start, run = session.start_world, TrainingStep.run
     def signalled_start(*arguments):
         if step == -1:
@@ -74,9 +74,9 @@ def patch():
     from hpctrain.job import session
     from hpctrain.launch import signals
     from hpctrain.storage import checkpoint
-    from hpctrain.train.replica import Replica
-    from hpctrain.train.step import TrainingStep
-    from hpctrain.train.trainer import Trainer
+    from hpctrain.training.replica import Replica
+    from hpctrain.training.step import TrainingStep
+    from hpctrain.training.trainer import Trainer
     signals.AGAIN_SECONDS = 0.3
     start, step, write = session.start_world, TrainingStep.run, checkpoint.write
     evaluate, save = Replica.evaluate, Trainer._save_once
@@ -103,7 +103,7 @@ def looking(self, batch, global_step, lr):
             print(f"thread {status['Name']} takes {free}")
 def patch():
     global run
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
     run, TrainingStep.run = TrainingStep.run, looking
 """
 

@@ -164,8 +164,8 @@ rank = int(sys.argv.pop(1)); fault = sys.argv.pop(1)
 here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 def patch():
     from hpctrain.data.loader import Loader
-    from hpctrain.train import replica
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training import replica
+    from hpctrain.training.step import TrainingStep
     run, make = TrainingStep.run, Loader._make
     def step(self, batch, global_step, lr):
         if global_step == 1 and rank in (here, -1):

@@ -50,8 +50,8 @@ from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, on
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.search import SearchChoice, SearchResult
 from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
-from hpctrain.train.evaluation import ConfusionMatrix
-from hpctrain.train.metrics import RunningSums
+from hpctrain.training.evaluation import ConfusionMatrix
+from hpctrain.training.metrics import RunningSums
 from tests.planner.test_computation_costs import MACHINE
 from tests.run.test_planned_runs import grid_task as task
 from tests.support import predictions

@@ -39,7 +39,7 @@ from hpctrain.nn.layers import ReLU
 from hpctrain.nn.layers import Sequential
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules import LearningRateSchedule
-from hpctrain.train.metrics import Reporter
+from hpctrain.training.metrics import Reporter
 
 
 def model(classes: int, channels_in: int, features: int = 6):

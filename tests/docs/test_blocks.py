@@ -57,7 +57,7 @@ from hpctrain.planner import machine_file
 from hpctrain.run.result import TrainingResult
 from hpctrain.runs.directory import BestRecord
 from hpctrain.site import profile
-from hpctrain.train.metrics import epoch_values
+from hpctrain.training.metrics import epoch_values
 from tests.support import how_tos
 from tests.support.here import run_here
 from tests.support.tiny_runs import Start

@@ -393,8 +393,8 @@ def test_a_file_of_the_package_is_named_from_there() -> None:
     names = _Names()
     package = Path(source_lines.__file__).parents[1]
     namespace: dict[str, object] = {"lines": SourceLines(names.add), "sys": sys}
-    exec(compile("\n\nplace = lines.place(sys._getframe())", str(package / "train" / "evaluation.py"), "exec"), namespace)
-    assert names.texts[1] == "train/evaluation.py:3"
+    exec(compile("\n\nplace = lines.place(sys._getframe())", str(package / "training" / "evaluation.py"), "exec"), namespace)
+    assert names.texts[1] == "training/evaluation.py:3"
 
 
 def test_code_that_is_made_without_end_fills_no_record() -> None:

@@ -407,7 +407,7 @@ def test_a_job_removes_what_the_one_before_has_left(job: Callable[..., Outcome],
     """All ranks are killed at once, and their launcher with them. Jobs of other tests may be the ones that remove it."""
     killed = """
     import os, signal, sys, time
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
     from tests.support.kills import shared_memory_of
     def end(self, *rest):
         with open(f"mapped-{os.getpid()}", "w") as file:

@@ -210,8 +210,10 @@ def _await_end(process: int) -> None:
 
 
 def _lives(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # the process may end while its file is read
+        return False
 
 
 _LAUNCHER = """
@@ -263,7 +265,7 @@ _LEAVES = """
 import os, runpy, sys
 how, rank = sys.argv.pop(1), int(sys.argv.pop(1))
 def patched(*arguments):
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
     run = TrainingStep.run
     def leaving(self, batch, global_step, lr):
         here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)

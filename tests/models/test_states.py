@@ -1,6 +1,8 @@
 """States of models: names, shapes and layouts of other programs, there and back exactly, each difference in a sentence."""
 
+import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,20 +62,43 @@ def test_every_difference_is_a_sentence_with_the_nearest_name() -> None:
     state["fc.bias"] = np.zeros(7, np.float32)
     state["conv1.weight"] = state["conv1.weight"].astype(np.int64)
     with pytest.raises(CheckpointError) as raised:
-        check_fits(entries, state, source="a.pt", model="resnet18", hint="A hint.")
+        check_fits(entries, state, source="a.pt", model="resnet18", ignore=["bn1.*"], hint="Ignore {patterns}.")
     assert str(raised.value).splitlines() == [
         "a.pt lacks fc.weight, which the model resnet18 has; the nearest name is fc.wieght.",
         "a.pt has fc.wieght, which the model resnet18 does not have; the nearest name is fc.weight.",
         "conv1.weight of a.pt holds int64 numbers, but weights must be floating-point numbers.",
         "fc.bias has shape (7,) in a.pt, but (5,) in the model resnet18.",
-        "A hint.",
+        'Ignore ["bn1.*", "fc.*", "conv1.*"].',
     ]
 
 
 def test_many_differences_are_counted() -> None:
     entries = declared_state(catalogue.build("resnet50", narrow("resnet50")))
-    with pytest.raises(CheckpointError, match=r"There are further differences between a.pt and the model resnet50\."):
-        check_fits(entries, state_of("resnet18"), source="a.pt", model="resnet50")
+    with pytest.raises(CheckpointError, match=r"There are further differences between a.pt and the model resnet50\.") as raised:
+        check_fits(entries, state_of("resnet18"), source="a.pt", model="resnet50", hint="Ignore {patterns}.")
+    assert "Ignore" not in str(raised.value)  # the patterns would cover only a part of the network
+
+
+@settings(max_examples=20)
+@given(changed=st.sets(st.sampled_from(["fc.bias", "classifier.fc2.weight", "conv1.weight", "scale"]), min_size=1))
+def test_the_patterns_of_the_advice_ignore_exactly_the_layers_that_differ(changed: set[str]) -> None:
+    """Would find advice that is refused in turn, as a fixed pattern for the last layer is in models that name it otherwise."""
+    entries = {
+        name: SimpleNamespace(shape=(2,)) for name in ("conv1.weight", "bn.weight", "classifier.fc2.weight", "fc.bias", "scale")
+    }
+    given_state = {name: np.zeros(3 if name in changed else 2, np.float32) for name in entries}
+    with pytest.raises(CheckpointError) as raised:
+        check_fits(entries, given_state, source="a.pt", model="small", hint="{patterns}")  # type: ignore[arg-type]
+    ignore = json.loads(str(raised.value).splitlines()[-1])
+    assert check_fits(entries, given_state, source="a.pt", model="small", ignore=ignore) == changed  # type: ignore[arg-type]
+
+
+def test_another_model_that_the_file_names_is_the_first_sentence() -> None:
+    entries = declared_state(catalogue.build("resnet50", narrow("resnet50")))
+    with pytest.raises(
+        CheckpointError, match=r"^a.pt holds weights of the model resnet18, which do not fit the model resnet50\."
+    ):
+        check_fits(entries, state_of("resnet18"), source="a.pt", model="resnet50", named="resnet18")
 
 
 @settings(max_examples=20)

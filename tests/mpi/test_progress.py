@@ -29,8 +29,8 @@ from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.run.trace_report import TraceReport
 from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train.accounts import StepTrace
-from hpctrain.train.snapshot import Position
+from hpctrain.training.accounts import StepTrace
+from hpctrain.training.snapshot import Position
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of, train
 

@@ -26,9 +26,9 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.snapshot import Position
-from hpctrain.train.state_hashes import hash_of, state_hashes
+from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.snapshot import Position
+from hpctrain.training.state_hashes import hash_of, state_hashes
 from tests.support import nets
 from tests.support.averaging import OF_NODES, OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
 from tests.support.grid_matrix import NETS, TOLERANCE, alone, compare, on_ranks, plan_of

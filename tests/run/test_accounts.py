@@ -38,8 +38,8 @@ from hpctrain.run.training import StopReason, kept_clause, stop_reason
 from hpctrain.runs import state as run_state
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.state import _TEXTS, RunReader, RunState, events_of
-from hpctrain.train.accounts import DataWait, MeasuredStep
-from hpctrain.train.snapshot import Position
+from hpctrain.training.accounts import DataWait, MeasuredStep
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.data.conftest import make_file as make_file

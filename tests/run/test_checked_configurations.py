@@ -604,6 +604,26 @@ def test_an_unknown_key_is_answered_by_the_key_that_the_word_means(override: str
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "option", "replacement"),
+    [
+        ("optimizer.name=adam", "momentum", "optimizer={name: adam, lr: 0.1}"),
+        ("schedule.name=cosine", "milestones_epochs", "schedule={name: cosine}"),
+        ("data.augment.0.name=flip", "padding", "data.augment.0={name: flip}"),
+        ("model.name=vgg11", "stochastic_depth", "model={name: vgg11}"),
+    ],
+)
+def test_an_override_of_a_name_alone_is_answered_by_one_of_the_section(override: str, option: str, replacement: str) -> None:
+    """Would find a fault at a line of the file that the file alone does not have, and advice that is refused in turn."""
+    text = TEXT.replace("width: 0.5", "stochastic_depth: 0.2")
+    (message,) = faults(text, override)
+    assert (
+        f'no option "{option}"; override "{override}" keeps the other keys of the section, so write "{replacement}".' in message
+    )
+    passes(text, replacement)
+    assert "keeps" not in faults(text, override, replacement, f"{replacement.partition('=')[0]}.{option}=3")[0]
+
+
 def test_a_usual_word_for_a_needed_key_is_one_fault() -> None:
     """Would find that the key is reported as missing, too."""
     text = (CONFIGS / "quickstart.yaml").read_text().replace("\nbatch:", "\nbatch_size:")

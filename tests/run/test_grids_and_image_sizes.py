@@ -34,7 +34,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.run.build import build
 from hpctrain.run.python_job import check_shape, mixing_of
 from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
-from hpctrain.train.passes import micro_batches_of
+from hpctrain.training.passes import micro_batches_of
 from tests.support import nets
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"

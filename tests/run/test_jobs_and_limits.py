@@ -44,8 +44,8 @@ from hpctrain.runs.directory import FLIGHT_POINTER, RunDirectory, flight_directo
 from hpctrain.storage import weights_file
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.weights_file import WeightsFile
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -163,7 +163,7 @@ def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: P
         first = job.replica(nets.residual(), (9, 7, 3), seed=5)
         weights_file.write(tmp_path / "w.safetensors", WeightsFile(network_state.export(first.network)))
         replica = job.replica(nets.residual(classes=4), (9, 7, 3), frozen=["*conv*", "*bn*", "layer2.downsample.*"])
-        with pytest.raises(hpctrain.HpctrainError, match=r'leave such layers out, as in ignore=\["fc\.\*"\]'):
+        with pytest.raises(hpctrain.HpctrainError, match=r'leave such layers out by ignore=\["fc\.\*"\]'):
             job.load_weights(replica, tmp_path / "w.safetensors")
         job.load_weights(replica, tmp_path / "w.safetensors", ignore=["fc.*"])
         by_seed = replica.network.parameters["fc.weight"].data.copy()
@@ -354,8 +354,8 @@ rank, shorter = int(sys.argv.pop(1)), float(sys.argv.pop(1))
 here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 def patched(*arguments):
     from hpctrain.storage import checkpoint
-    from hpctrain.train.step import TrainingStep
-    from hpctrain.train.stopping import TimeLimit
+    from hpctrain.training.step import TrainingStep
+    from hpctrain.training.stopping import TimeLimit
     step, write, limit = TrainingStep.run, checkpoint.write, TimeLimit.__init__
     TrainingStep.run = lambda *rest: (time.sleep(0.4), step(*rest))[1]
     checkpoint.write = lambda *rest: (time.sleep(0.3), write(*rest))[1]

@@ -60,7 +60,7 @@ def patched(*arguments):
 main.LazyGroup.get_command = patched
 runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
-STEP = ("hpctrain.train.step", "TrainingStep.run")
+STEP = ("hpctrain.training.step", "TrainingStep.run")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,7 +188,7 @@ def test_before_the_first_checkpoint_it_begins_again(job: Job, folder: Path, how
 @pytest.mark.parametrize(
     "place",
     [
-        ("hpctrain.train.replica", "Replica.evaluate", 1),
+        ("hpctrain.training.replica", "Replica.evaluate", 1),
         ("hpctrain.storage.checkpoint", "write", 2),
         ("hpctrain.data.loader", "Loader._make", 9),
         ("hpctrain.comm.mpi", "all_done", 1),

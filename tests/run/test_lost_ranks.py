@@ -15,7 +15,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.job.lost_ranks import ShrinkState, check_offered
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.snapshot import Position
+from hpctrain.training.snapshot import Position
 from tests.support.jobs import Outcome
 from tests.support.recorded import Heard
 from tests.support.signal_storm import prepare

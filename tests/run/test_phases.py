@@ -25,8 +25,8 @@ from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.run import training
-from hpctrain.train.snapshot import Position
-from hpctrain.train.trainer import Trainer
+from hpctrain.training.snapshot import Position
+from hpctrain.training.trainer import Trainer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 

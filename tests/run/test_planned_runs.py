@@ -79,7 +79,7 @@ from hpctrain.planner.search_space import SearchSpace, configured_space
 from hpctrain.planner.step_program import predict, step_program
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.planner.test_computation_costs import MACHINE

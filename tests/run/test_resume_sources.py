@@ -44,8 +44,8 @@ from hpctrain.runs.owner import owned
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, remove, restore, write
 from hpctrain.storage.shards import Part, publish, unfinished, write_shard
-from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import Reporter, RunningSums
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support.crashes import crash_at

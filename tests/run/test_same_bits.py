@@ -27,8 +27,8 @@ from hpctrain.runs.directory import RunDirectory, latest, runs
 from hpctrain.runs.records import read_hashes
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, checkpoints, read
-from hpctrain.train.state_hashes import hash_of, hash_of_all
-from hpctrain.train.step import TrainingStep
+from hpctrain.training.state_hashes import hash_of, hash_of_all
+from hpctrain.training.step import TrainingStep
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.run.test_saved_runs import write_images
@@ -168,7 +168,7 @@ POISONED = """
 import json, os, runpy
 from dataclasses import replace
 import numpy as np
-from hpctrain.train.step import TrainingStep
+from hpctrain.training.step import TrainingStep
 run, bad = TrainingStep.run, json.loads(os.environ["BAD"])
 def poisoned(self, batch, global_step, lr):
     if batch.epoch == bad["epoch"] and set(bad["pair"]) <= set(batch.sample_ids.tolist()):

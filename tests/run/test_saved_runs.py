@@ -29,9 +29,9 @@ from hpctrain.runs.directory import RunDirectory, latest, runs
 from hpctrain.runs.owner import MARKER, is_run
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
-from hpctrain.train.replica import LoopState, Replica
-from hpctrain.train.saving import BackgroundWriter
-from hpctrain.train.step import TrainingStep
+from hpctrain.training.replica import LoopState, Replica
+from hpctrain.training.saving import BackgroundWriter
+from hpctrain.training.step import TrainingStep
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets

@@ -81,6 +81,19 @@ def test_commands_of_a_profile_come_first() -> None:
     assert "srun" not in head
 
 
+@pytest.mark.parametrize("text", ["extends: slurm\n", None], ids=["extended", "copied"])
+def test_only_an_installed_profile_is_called_tested(text: str | None, tmp_path: Path) -> None:
+    """Would find the tests of an installed profile claimed for a profile that a user derived from it."""
+    own = tmp_path / "hpctrain" / "sites" / "ours.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(text or (profile_files.INSTALLED / "slurm.yaml").read_text())
+    ours = profile_files.read_site("ours", {"XDG_CONFIG_HOME": str(tmp_path)})
+    job = plan_job(ours, JobRequest(1), JobFiles("run", "jobs/run"))
+    assert "# Site profile ours, a profile of your own. Guide: https://slurm.schedmd.com" in render(ours, job)
+    assert "tested" not in render(ours, job)
+    assert f"# Site profile slurm, tested {ours.profile.tested}. Guide: " in render(_site("slurm"), job)
+
+
 #: what ends a line, a quote or a word, and what a shell or a scheduler would run, expand or read as an option
 PIECES = st.sampled_from(
     [

@@ -40,7 +40,7 @@ from hpctrain.storage.atomic_write import (
 from hpctrain.storage.checkpoint import remove_left
 from hpctrain.storage.hdf5_store import StoreFile
 from hpctrain.storage.shards import WriteShares
-from hpctrain.train.saving import BackgroundWriter
+from hpctrain.training.saving import BackgroundWriter
 from tests.support.data_files import NODES, make_node
 
 

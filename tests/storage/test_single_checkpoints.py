@@ -48,7 +48,7 @@ from hpctrain.storage.checkpoint import (
     statistic_key,
     write,
 )
-from hpctrain.train.snapshot import Position
+from hpctrain.training.snapshot import Position
 from tests.support.runs import train_virtual
 from tests.support.write_fixtures import CASES, CLASSES, SAMPLES, SHAPE, STEPS, arithmetic
 

@@ -31,7 +31,7 @@ from hpctrain.core import registry
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.data import pipeline
 from hpctrain.runs.records import HashRecord
-from hpctrain.train.replica import StrategyFactory
+from hpctrain.training.replica import StrategyFactory
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.device_views import ViewingCommunicator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from hpctrain.train.saving import BackgroundWriter
+from hpctrain.training.saving import BackgroundWriter
 
 _CALLS = ("pwrite", "fsync", "replace", "ftruncate", "open", "unlink", "mkdir", "rmdir")
 

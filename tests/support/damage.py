@@ -22,9 +22,9 @@ from hpctrain.core.errors import CorruptedStateError
 from hpctrain.optim.ema import EMA, EmaRule
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import Position
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.replica import Replica
+from hpctrain.training.snapshot import Position
+from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets

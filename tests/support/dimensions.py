@@ -38,9 +38,9 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.run.images import check_skip
-from hpctrain.train.passes import backend_fault, ranks_fault, statistics_fault, synchronised
-from hpctrain.train.passes import split_fault as split_fault_of_exact
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.passes import backend_fault, ranks_fault, statistics_fault, synchronised
+from hpctrain.training.passes import split_fault as split_fault_of_exact
+from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support import nets
 from tests.support.training import Task

@@ -56,7 +56,7 @@ def in_step_2(self, batch, step, lr):
 def patch():
     if rank not in @RANKS@:
         return
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
 @FAULT@
 from hpctrain.cli import main
 command = main.LazyGroup.get_command
@@ -170,7 +170,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an evaluation that one rank leaves out",
-        'from hpctrain.train.trainer import Trainer\nonce(Trainer, "evaluate", lambda evaluate, self, position: None)',
+        'from hpctrain.training.trainer import Trainer\nonce(Trainer, "evaluate", lambda evaluate, self, position: None)',
         ("rank 1 has not posted", "Rank 1 never posted", "rank 1 the"),
     ),
     Fault("a rank that is too slow", _STEP.format(_HANG), ("Rank 1 was in a training step, step 2",)),

@@ -14,7 +14,7 @@ from pathlib import Path
 import hpctrain
 from hpctrain.nn.network import Network
 from hpctrain.storage import atomic_write
-from hpctrain.train.metrics import Reporter
+from hpctrain.training.metrics import Reporter
 
 _LIMIT_SECONDS = 100
 _STEP = 7

@@ -46,10 +46,10 @@ from hpctrain.run.resume import AUTO, Start, find_start
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import HashRecord, read_hashes
 from hpctrain.storage import checkpoint
-from hpctrain.train.metrics import Reporter, RunningSums, StepTotals
-from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.snapshot import Position
-from hpctrain.train.stopping import TimeLimit
+from hpctrain.training.metrics import Reporter, RunningSums, StepTotals
+from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.snapshot import Position
+from hpctrain.training.stopping import TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from tests.support.training import ArraysByEpoch, Result, Task, replica_on, result_of, stored
 

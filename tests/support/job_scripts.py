@@ -7,6 +7,7 @@ from pathlib import Path
 from hpctrain.site import profile
 from hpctrain.site.job import ACCOUNT, ENDINGS, JobFiles, JobRequest, plan_job, render
 from hpctrain.site.profile import INSTALLED
+from hpctrain.storage.atomic_write import write_text
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SITES = sorted(path.stem for path in INSTALLED.glob("*.yaml"))
@@ -32,7 +33,7 @@ def script_of(site: str) -> str:
 def write() -> None:
     """Write all of them."""
     for site in SITES:
-        path_of(site).write_text(script_of(site), encoding="utf-8")
+        write_text(path_of(site), script_of(site))
 
 
 if __name__ == "__main__":

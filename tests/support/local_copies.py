@@ -43,7 +43,7 @@ def fill():
         raise AssertionError("the disk is larger than it should be")
 def patch():
     from hpctrain.data import local_copy
-    from hpctrain.train.step import TrainingStep
+    from hpctrain.training.step import TrainingStep
     write, run, calls = os.pwrite, TrainingStep.run, []
 @FAULT@
 from hpctrain.cli import main

@@ -20,8 +20,8 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.sampler import Reordering, counts
 from hpctrain.nn.network import Network, layer_of
 from hpctrain.optim.ema import EmaRule, with_ema
-from hpctrain.train.metrics import StepTotals
-from hpctrain.train.replica import StrategyFactory
+from hpctrain.training.metrics import StepTotals
+from hpctrain.training.replica import StrategyFactory
 from tests.support.training import Result, Task, made_up
 
 #: of a step: positions in its batch, in groups that are passed through the network one after the other

@@ -19,7 +19,7 @@ from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.planned_run import state_arrays, update_factor
 from hpctrain.planner.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

@@ -11,7 +11,7 @@ from hpctrain.flight.ring import FlightRecord, RecordedOperation
 from hpctrain.launch.process_end import End
 from hpctrain.trace.time_table import TimeTable, tabulate
 from hpctrain.trace.tracer import Category, Events, Tracer
-from hpctrain.train.metrics import Reporter
+from hpctrain.training.metrics import Reporter
 
 
 class Heard(Reporter):

@@ -20,6 +20,7 @@ from hpctrain.config.load import known_paths, section_at, show
 from hpctrain.config.options import FOLLOWING, Choice, choices
 from hpctrain.core.yaml_source import KeyPath, dotted
 from hpctrain.doctor.job import CHECKS, JOB_KINDS
+from hpctrain.storage.atomic_write import write_text
 
 _HEAD = """# Commands
 
@@ -192,14 +193,14 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 def write(docs: Path = DOCS) -> None:
     """Write all of them."""
-    (docs / "options.md").write_text(options_page(), encoding="utf-8")
-    (docs / "commands.md").write_text(commands_page(), encoding="utf-8")
+    write_text(docs / "options.md", options_page())
+    write_text(docs / "commands.md", commands_page())
     config = docs / "config.md"
     head = config.read_text(encoding="utf-8").split(KEYS_HEADING)[0]
-    config.write_text(head + KEYS_HEADING + keys_section(), encoding="utf-8")
+    write_text(config, head + KEYS_HEADING + keys_section())
     doctor = docs / "doctor.md"
     head = doctor.read_text(encoding="utf-8").split(FINDINGS_HEADING)[0]
-    doctor.write_text(head + FINDINGS_HEADING + findings_section(), encoding="utf-8")
+    write_text(doctor, head + FINDINGS_HEADING + findings_section())
 
 
 if __name__ == "__main__":

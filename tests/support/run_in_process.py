@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data.writer import write_data_file
-from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica import Replica
+from hpctrain.training.metrics import RunningSums
+from hpctrain.training.replica import Replica
 from tests.support.runs import train_virtual
 
 SAMPLES, BATCH = 10, 4

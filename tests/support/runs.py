@@ -30,7 +30,7 @@ from hpctrain.runs.owner import RunMarker, mark
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
 from hpctrain.trace.time_table import Row, TimeTable
-from hpctrain.train.evaluation import ConfusionMatrix
+from hpctrain.training.evaluation import ConfusionMatrix
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 

@@ -34,7 +34,7 @@ from hpctrain.backend.onednn.binding import Call, Engine, Primitive
 from hpctrain.bench.engine_step import EngineStep, Workload, workload
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import Sgd
-from hpctrain.train.replica import Replica
+from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train

@@ -26,11 +26,11 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.metrics import StepTotals
-from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.snapshot import Position
-from hpctrain.train.state_hashes import hash_of, state_hashes
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.metrics import StepTotals
+from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.snapshot import Position
+from hpctrain.training.state_hashes import hash_of, state_hashes
+from hpctrain.training.weight_watch import CheckCadence
 
 
 @dataclass(frozen=True)

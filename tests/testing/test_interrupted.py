@@ -14,8 +14,8 @@ from hpctrain.averaging.strategies.lazy import LazyAverager
 from hpctrain.core.errors import HpctrainError
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.sampler import Reordering
-from hpctrain.train.metrics import RunningSums, StepTotals
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import RunningSums, StepTotals
+from hpctrain.training.snapshot import Position
 from tests.support.combinations import TOLERANCE, run
 from tests.support.dimensions import parsed, refusal
 from tests.support.interrupted import Course, by_epoch, other_order_from

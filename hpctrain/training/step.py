@@ -24,10 +24,10 @@ from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup, Parameter
 from hpctrain.nn.program import StepHooks
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
-from hpctrain.train.finiteness import Cause, FiniteCheck, Finiteness
-from hpctrain.train.metrics import StepReduction
-from hpctrain.train.passes import MicroBatch, Passes, micro_batches_of
-from hpctrain.train.weight_watch import WeightWatch
+from hpctrain.training.finiteness import Cause, FiniteCheck, Finiteness
+from hpctrain.training.metrics import StepReduction
+from hpctrain.training.passes import MicroBatch, Passes, micro_batches_of
+from hpctrain.training.weight_watch import WeightWatch
 
 _PHASES: Mapping[str, Category] = {
     "forward": Category.FORWARD,

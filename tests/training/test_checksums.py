@@ -25,9 +25,9 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import Adamw, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train import state_hashes as element_hash
-from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.state_hashes import (
+from hpctrain.training import state_hashes as element_hash
+from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.state_hashes import (
     MODULUS,
     ElementHash,
     PartPosition,
@@ -37,7 +37,7 @@ from hpctrain.train.state_hashes import (
     hash_of_all,
     state_hashes,
 )
-from hpctrain.train.weight_watch import (
+from hpctrain.training.weight_watch import (
     AgreedChecksums,
     Checksums,
     PartChecksums,
@@ -53,7 +53,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.training import Task, batches, replica_of
-from tests.train.test_checkpoint_state import MIXED, POSITION
+from tests.training.test_checkpoint_state import MIXED, POSITION
 
 SPARSE = SparseOptions(compress="always", least_elements=40, bucket_bytes=512, density=0.3)
 

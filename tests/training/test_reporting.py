@@ -22,10 +22,10 @@ from hpctrain.config.schema import MetricsConfig
 from hpctrain.core import log as rank_log
 from hpctrain.core.text import duration_text, fitting, loss_text
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.train.metrics import Rate, Reporter, RunningSums, StepTotals
-from hpctrain.train.progress_bar import ProgressBar, TimeLeft, pass_on_stderr
-from hpctrain.train.reporters import make_reporter
-from hpctrain.train.reporting import ConsoleReporter, LogReporter, ProgressStyle
+from hpctrain.training.metrics import Rate, Reporter, RunningSums, StepTotals
+from hpctrain.training.progress_bar import ProgressBar, TimeLeft, pass_on_stderr
+from hpctrain.training.reporters import make_reporter
+from hpctrain.training.reporting import ConsoleReporter, LogReporter, ProgressStyle
 
 
 @pytest.fixture

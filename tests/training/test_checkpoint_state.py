@@ -30,9 +30,9 @@ from hpctrain.storage import shards as write_shares
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, optimizer_key, read, write
 from hpctrain.storage.hdf5_store import ShardedTensors
 from hpctrain.storage.shards import publish, unfinished, write_shard
-from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import RunningSums
+from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets

@@ -34,8 +34,8 @@ from hpctrain.nn.network import ALL, Network
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.train.evaluation import WeightAverage
-from hpctrain.train.finiteness import Finding, Held
+from hpctrain.training.evaluation import WeightAverage
+from hpctrain.training.finiteness import Finding, Held
 
 _PER_GROUP = 4  # numbers: both halves and their squares
 _HALF_BITS = 16

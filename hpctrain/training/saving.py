@@ -19,7 +19,7 @@ from typing import Any
 from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.recorder import FlightNotes
-from hpctrain.train.metrics import Reporter
+from hpctrain.training.metrics import Reporter
 
 #: increase of the writing thread's nice value over that of the process
 _NICENESS = 10

@@ -23,8 +23,8 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train import evaluation
-from hpctrain.train.evaluation import (
+from hpctrain.training import evaluation
+from hpctrain.training.evaluation import (
     ClassScore,
     ConfusionCounts,
     ConfusionMatrix,
@@ -35,9 +35,9 @@ from hpctrain.train.evaluation import (
     pairs,
     predict,
 )
-from hpctrain.train.metrics import EvaluationSums, RunningSums
-from hpctrain.train.replica import Replica, StrategyFactory
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import EvaluationSums, RunningSums
+from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, network_state

@@ -36,7 +36,7 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd
-from hpctrain.train.replica import Replica, StrategyFactory
+from hpctrain.training.replica import Replica, StrategyFactory
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator

@@ -26,14 +26,14 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.optim.stagnation import Stagnation
 from hpctrain.trace import time_table
 from hpctrain.trace.tracer import CONCURRENT, Category, Events, Tracer
-from hpctrain.train import accounts
-from hpctrain.train.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes, StepTrace
-from hpctrain.train.metrics import StepReduction, StepTotals
-from hpctrain.train.passes import check_memory, micro_batches_of, planned
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import Position
-from hpctrain.train.step import GradientSum
-from hpctrain.train.stopping import EarlyStop, TimeLimit
+from hpctrain.training import accounts
+from hpctrain.training.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes, StepTrace
+from hpctrain.training.metrics import StepReduction, StepTotals
+from hpctrain.training.passes import check_memory, micro_batches_of, planned
+from hpctrain.training.replica import Replica
+from hpctrain.training.snapshot import Position
+from hpctrain.training.step import GradientSum
+from hpctrain.training.stopping import EarlyStop, TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets

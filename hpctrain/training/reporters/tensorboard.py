@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.metrics import Reporter
+from hpctrain.training.metrics import Reporter
 
 _FLUSH_SECONDS = 120.0
 # Maximum number of events that are queued for a new file after a disk error.

@@ -16,9 +16,9 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.trace.tracer import Category, Events, Tracer
-from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import Position
+from hpctrain.training.metrics import Reporter, RunningSums
+from hpctrain.training.replica import Replica
+from hpctrain.training.snapshot import Position
 
 
 class Observer:

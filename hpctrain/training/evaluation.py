@@ -29,8 +29,8 @@ from hpctrain.data.loader import Batch, BatchSource, Share
 from hpctrain.nn.network import Network, layer_of
 from hpctrain.nn.program import Program
 from hpctrain.optim.ema import EMA, EmaRule
-from hpctrain.train.metrics import EvaluationSums, RunningSums
-from hpctrain.train.passes import micro_batches_of
+from hpctrain.training.metrics import EvaluationSums, RunningSums
+from hpctrain.training.passes import micro_batches_of
 
 _BLOCK_CELLS = 1 << 20  # cells per allreduce: 8 MiB
 _MOST_PENDING = 1 << 16  # maximum number of samples that wait to be merged

@@ -32,15 +32,15 @@ from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shards import Part
 from hpctrain.trace.tracer import Tracer
-from hpctrain.train import snapshot
-from hpctrain.train.evaluation import ConfusionCounts, WeightAverage, evaluate, evaluated_with
-from hpctrain.train.finiteness import Cause
-from hpctrain.train.metrics import RunningSums, StepReduction, StepTotals
-from hpctrain.train.passes import Passes
-from hpctrain.train.saving import Saver
-from hpctrain.train.snapshot import Position, Shards
-from hpctrain.train.step import StepGuard, TrainingStep
-from hpctrain.train.weight_watch import CheckCadence, WeightWatch, message_size
+from hpctrain.training import snapshot
+from hpctrain.training.evaluation import ConfusionCounts, WeightAverage, evaluate, evaluated_with
+from hpctrain.training.finiteness import Cause
+from hpctrain.training.metrics import RunningSums, StepReduction, StepTotals
+from hpctrain.training.passes import Passes
+from hpctrain.training.saving import Saver
+from hpctrain.training.snapshot import Position, Shards
+from hpctrain.training.step import StepGuard, TrainingStep
+from hpctrain.training.weight_watch import CheckCadence, WeightWatch, message_size
 
 #: phase of a user program outside hpctrain's calls
 BETWEEN = "the program, between steps"

@@ -36,8 +36,8 @@ from hpctrain.storage.checkpoint import (
     statistic_key,
 )
 from hpctrain.storage.shards import Part, WriteShares
-from hpctrain.train.evaluation import WeightAverage
-from hpctrain.train.metrics import RunningSums
+from hpctrain.training.evaluation import WeightAverage
+from hpctrain.training.metrics import RunningSums
 
 
 class Shards:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.registry import Registry, parameters_of
-from hpctrain.train.metrics import Reporter
+from hpctrain.training.metrics import Reporter
 
 REPORTERS: Registry[Reporter] = Registry(__name__, "reporter", Reporter, given=("directory", "done_steps"))
 

@@ -26,11 +26,11 @@ from hpctrain.nn.network import MODEL
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.optim.schedules import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import Position
-from hpctrain.train.trainer import Cadence, Trainer
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.replica import Replica
+from hpctrain.training.snapshot import Position
+from hpctrain.training.trainer import Cadence, Trainer
+from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -40,7 +40,7 @@ from tests.support.damage import _copies, blamed, drawn, latest, outcome, undama
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
 from tests.support.training import Task, batches, replica_of, train
-from tests.train.test_not_finite import _Loader
+from tests.training.test_not_finite import _Loader
 
 ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),

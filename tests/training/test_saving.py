@@ -17,8 +17,8 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.storage.atomic_write import not_written
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.saving import BackgroundWriter, Saver, Writing
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.saving import BackgroundWriter, Saver, Writing
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 

@@ -35,10 +35,10 @@ from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.train.metrics import RunningSums
-from hpctrain.train.replica import BETWEEN, LoopState, Replica, StrategyFactory, slices_of
-from hpctrain.train.snapshot import Position
-from hpctrain.train.weight_watch import CheckCadence
+from hpctrain.training.metrics import RunningSums
+from hpctrain.training.replica import BETWEEN, LoopState, Replica, StrategyFactory, slices_of
+from hpctrain.training.snapshot import Position
+from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, network_state

@@ -13,12 +13,12 @@ from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
-from hpctrain.train.accounts import Observer, StepTrace
-from hpctrain.train.metrics import Rate, Reporter, RunningSums, epoch_values
-from hpctrain.train.replica import LoopState, Replica
-from hpctrain.train.saving import Saver
-from hpctrain.train.snapshot import Position
-from hpctrain.train.stopping import EarlyStop, TimeLimit
+from hpctrain.training.accounts import Observer, StepTrace
+from hpctrain.training.metrics import Rate, Reporter, RunningSums, epoch_values
+from hpctrain.training.replica import LoopState, Replica
+from hpctrain.training.saving import Saver
+from hpctrain.training.snapshot import Position
+from hpctrain.training.stopping import EarlyStop, TimeLimit
 
 
 @dataclass(frozen=True)

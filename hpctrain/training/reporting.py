@@ -20,13 +20,13 @@ from hpctrain.core import log
 from hpctrain.core.text import duration_text, echo_block, fitting, loss_text, pipe_columns
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
-from hpctrain.train.metrics import Reporter, RunningSums
-from hpctrain.train.progress_bar import TimeLeft
+from hpctrain.training.metrics import Reporter, RunningSums
+from hpctrain.training.progress_bar import TimeLeft
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpctrain.train.progress_bar import Advance, ProgressBar
+    from hpctrain.training.progress_bar import Advance, ProgressBar
 
 
 # Environment variables that make rich treat any stream as a terminal.
@@ -81,7 +81,7 @@ class ConsoleReporter(Reporter):
         begin = {"epochs": epochs, "samples": samples_per_epoch, "done_samples": done_samples, "last_sample": last_sample}
         self._metrics.add({"kind": "start", "time": time.time(), **begin})
         if self._style == "bar":
-            from hpctrain.train.progress_bar import ProgressBar  # imports rich, which is slow
+            from hpctrain.training.progress_bar import ProgressBar  # imports rich, which is slow
 
             assert not isinstance(self._console, Lines), "a bar requires a console"
             self._bar = ProgressBar(self._console, self._clock)

@@ -25,8 +25,8 @@ from hpctrain.backend.arithmetic import Array
 from hpctrain.core.intervals import Box, Interval, even_interval
 from hpctrain.nn.parameter import Segment
 from hpctrain.storage.checkpoint import optimizer_key, parameter_key
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import statistics_of
+from hpctrain.training.replica import Replica
+from hpctrain.training.snapshot import statistics_of
 
 #: modulus of hash values
 MODULUS = 1 << 64

@@ -25,7 +25,7 @@ from hpctrain.data.sampler import Sampler
 from hpctrain.optim.optimizers import Adamw, Lamb, Lars, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.snapshot import Position
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

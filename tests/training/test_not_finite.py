@@ -26,10 +26,10 @@ from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.optim.schedules import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
-from hpctrain.train.metrics import Reporter
-from hpctrain.train.replica import Replica
-from hpctrain.train.snapshot import Position
-from hpctrain.train.trainer import Cadence, Trainer
+from hpctrain.training.metrics import Reporter
+from hpctrain.training.replica import Replica
+from hpctrain.training.snapshot import Position
+from hpctrain.training.trainer import Cadence, Trainer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
