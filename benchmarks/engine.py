@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +36,37 @@ PEERS = {
 COMPILED = {"torch compiled": (False, True, True), "torch last compiled": (True, True, True)}
 
 
-def commands(net: Net, threads: int, backends: Sequence[str], python: str | None, compiled: bool) -> dict[str, Any]:
-    """All variants: name -> (command, environment)."""
+def own_variants(chosen: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Our variants: name -> (backend, precision). Those of float32 have the backend's name."""
+    pairs = [(backend, precision) for backend in chosen.backends for precision in chosen.precisions]
+    return {backend if precision == "float32" else f"{backend} {precision}": (backend, precision) for backend, precision in pairs}
+
+
+def commands(net: Net, threads: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    """All variants: name -> (command, environment). Peers use autocast if one of our variants computes in bfloat16."""
     shape = {"model": net.model, "batch": net.batch, "pixels": net.pixels}
     plain = with_threads(os.environ, threads)
     found: dict[str, tuple[list[str], Mapping[str, str]]] = {
-        name: (ours({**shape, "options": {}, "backend": name}), plain) for name in backends
+        name: (ours({**shape, "options": {}, "backend": backend, "precision": precision}), plain)
+        for name, (backend, precision) in own_variants(chosen).items()
     }
-    if python is None:
+    if chosen.peer_python is None:
         return found
-    for name, (last, tuned, compile_it) in {**PEERS, **(COMPILED if compiled else {})}.items():
+    for name, (last, tuned, compile_it) in {**PEERS, **(COMPILED if chosen.compile else {})}.items():
         settings = {**shape, "threads": threads, "last": last, "fused": tuned, "compiled": compile_it}
+        settings["autocast"] = "bfloat16" in chosen.precisions
         environment = {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain
-        found[name] = (peer(python, settings), environment)
+        found[name] = (peer(chosen.peer_python, settings), environment)
     return found
 
 
 def measure(name: str, threads: int, chosen: argparse.Namespace) -> dict[str, Any]:
     """All variants of one network with so many threads, as JSON holds it."""
-    net = NETS[name]
+    net = NETS[name] if chosen.batch is None else replace(NETS[name], batch=chosen.batch)
     clock = "cpu" if threads == 1 else "wall"
-    variants = commands(net, threads, chosen.backends, chosen.peer_python, chosen.compile)
-    peers = [variant for variant in variants if variant not in chosen.backends]
+    variants = commands(net, threads, chosen)
+    own = list(own_variants(chosen))
+    peers = [variant for variant in variants if variant not in own]
     begin, load = time.perf_counter(), os.getloadavg()
     series = interleave(variants, Rounds(chosen.rounds, net.steps, clock=clock), peers)
     return {
@@ -68,7 +77,7 @@ def measure(name: str, threads: int, chosen: argparse.Namespace) -> dict[str, An
         "load_before": load,
         "load_after": os.getloadavg(),
         "seconds": time.perf_counter() - begin,
-        "ours": list(chosen.backends),
+        "ours": own,
         "peers": peers,
         "variants": {variant: as_dict(one) for variant, one in series.items()},
     }
@@ -85,6 +94,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="1 is timed by the process's CPU time")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backends", nargs="+", default=["onednn", "numpy"])
+    parser.add_argument("--precisions", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    parser.add_argument("--batch", type=int, help="images per step; default: those of the network")
     parser.add_argument("--peer-python", help="a Python that has torch; without it there is no peer")
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which needs a C++ compiler and minutes")
     parser.add_argument("--out", type=Path, help="JSON file; written after every network")

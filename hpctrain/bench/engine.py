@@ -325,8 +325,10 @@ def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[floa
     return every, some, len(copies[0])
 
 
-def compare(task: Workload, backend: str, python: str, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Measure hpctrain's engine and PyTorch's variants in turn, each in its own process.
+def compare(
+    task: Workload, backend: str, python: str, threads: int, rounds: int, precision: str = "float32"
+) -> dict[str, dict[str, float]]:
+    """Measure hpctrain's engine and PyTorch's variants in turn, each in its own process. In bfloat16, PyTorch uses autocast.
 
     Return, for the engine and for each variant, the seconds per step, the peak memory, and the engine's relative speed: the
     median over rounds of the ratio of wall times.
@@ -340,10 +342,11 @@ def compare(task: Workload, backend: str, python: str, threads: int, rounds: int
     shape = {"model": task.model, "batch": task.batch, "pixels": task.pixels}
     plain = with_threads(os.environ, threads)
     commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
-        "ours": (ours({**shape, "options": dict(task.options), "backend": backend}), plain)
+        "ours": (ours({**shape, "options": dict(task.options), "backend": backend, "precision": precision}), plain)
     }
     for name, (last, tuned) in PEERS.items():
         settings = {**shape, "threads": threads, "last": last, "fused": tuned, "compiled": False}
+        settings["autocast"] = precision == "bfloat16"
         commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
     series = interleave(commands, Rounds(rounds, 1), list(PEERS))
     if not any(series[name].turns for name in PEERS):

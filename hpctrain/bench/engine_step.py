@@ -292,7 +292,7 @@ def main(arguments: list[str]) -> int:
     """Serve steps of the workload that the first argument describes in JSON, and return the exit code."""
     settings = json.loads(arguments[0])
     task = workload(settings["model"], settings["batch"], settings["pixels"], settings["options"])
-    step = EngineStep(task, settings["backend"])
+    step = EngineStep(task, settings["backend"], precision=settings.get("precision", "float32"))
     facts = {"version": step.backend, "parameters": step.parameters, "arena_bytes": step.program.activation_bytes}
     print(json.dumps(facts), flush=True)
     serve(step, sys.stdin)

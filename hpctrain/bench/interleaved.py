@@ -273,7 +273,7 @@ def ours(settings: Mapping[str, Any]) -> list[str]:
     """Return the command of a process that runs steps of hpctrain's engine.
 
     Args:
-        settings: model, batch, pixels, options and backend.
+        settings: model, batch, pixels, options, backend and, unless it is float32, precision.
     """
     return [sys.executable, "-m", "hpctrain.bench.engine_step", json.dumps(dict(settings))]
 
@@ -283,7 +283,7 @@ def peer(python: str, settings: Mapping[str, Any]) -> list[str]:
 
     Args:
         python: path of a Python interpreter with PyTorch.
-        settings: model, batch, pixels, threads, last, fused and compiled.
+        settings: model, batch, pixels, threads, last, fused, compiled and, if it is wanted, autocast to bfloat16.
     """
     return [python, str(_PEER), json.dumps(dict(settings))]
 

@@ -25,10 +25,12 @@ _LEARNING_RATE, _MOMENTUM = 1e-4, 0.9
 class TorchStep:
     """Training step of PyTorch: forward, loss, backward and momentum update on synthetic images in memory.
 
-    The steps cycle through three batches.
+    The steps cycle through three batches. With `autocast`, forward and the loss compute in bfloat16 where PyTorch chooses it.
     """
 
-    def __init__(self, name: str, batch: int, pixels: int, *, last: bool, fused: bool, compiled: bool) -> None:
+    def __init__(
+        self, name: str, batch: int, pixels: int, *, last: bool, fused: bool, compiled: bool, autocast: bool = False
+    ) -> None:
         torch.manual_seed(0)
         network, channels, classes = build(name)
         format_ = torch.channels_last if last else torch.contiguous_format
@@ -40,13 +42,15 @@ class TorchStep:
         self._images = [each.to(memory_format=format_) for each in images]
         self._labels = [torch.randint(0, classes, (batch,)) for _ in range(_BATCHES)]
         self._loss = nn.CrossEntropyLoss()
+        self._autocast = autocast
         self._step = 0
 
     def run(self) -> float:
         """Run one step, and return the mean loss."""
         turn = self._step % _BATCHES
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(self._network(self._images[turn]), self._labels[turn])
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+            loss = self._loss(self._network(self._images[turn]), self._labels[turn])
         loss.backward()
         self._optimizer.step()
         self._step += 1
@@ -77,11 +81,11 @@ def serve(step: TorchStep, answer: Any) -> None:
 def main() -> int:
     """Serve steps of the network that the command line describes, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", help="JSON: model, batch, pixels, threads, last, fused, compiled")
+    parser.add_argument("settings", help="JSON: model, batch, pixels, threads, last, fused, compiled, autocast")
     settings = json.loads(parser.parse_args().settings)
     torch.set_num_threads(settings["threads"])
-    last, fused, compiled = settings["last"], settings["fused"], settings["compiled"]
-    step = TorchStep(settings["model"], settings["batch"], settings["pixels"], last=last, fused=fused, compiled=compiled)
+    how = {name: settings.get(name, False) for name in ("last", "fused", "compiled", "autocast")}
+    step = TorchStep(settings["model"], settings["batch"], settings["pixels"], **how)
 
     def answer(content: dict[str, Any]) -> None:
         print(json.dumps(content), flush=True)

@@ -257,7 +257,9 @@ def engine(
     measurement = measure(task, backend, steps, plan.threads, precision)
     if versus is not None and measurement.backend == "cuda":
         raise BackendError("--vs torch compares on the CPU, but backend cuda computes on a GPU; give --backend onednn or numpy.")
-    compared = compare(task, measurement.backend, peer_python, plan.threads, steps) if versus is not None else None
+    compared = None
+    if versus is not None:
+        compared = compare(task, measurement.backend, peer_python, plan.threads, steps, precision)
     print_tables(measurement, compared)
     if out is not None:
         write_json(out, {**measurement.as_dict(), "comparison": compared})

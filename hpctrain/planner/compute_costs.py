@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol
 
 import numpy as np
 
-from hpctrain.backend.specs import item_bytes
+from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.planner.machine import Machine, OperatorClass, OperatorRate
 from hpctrain.planner.operator_times import OperatorKey, OperatorTimes, operator_key
@@ -61,6 +61,9 @@ class ComputeCosts(Protocol):
 # Accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of
 # finite values; writes of weight and momentum.
 _UPDATE_ACCESSES = 6
+# Speed of convolutions in bfloat16 relative to float32, if they were not measured. With AVX512_BF16 the direct kernels take half
+# the time (measured); AMX is faster.
+_BFLOAT16_SPEED = 2.0
 # Number of calls in a step that cost about as much as an operator's call: loss, sums, message, learning rate, input.
 _CALLS_OF_A_STEP = 20
 
@@ -70,17 +73,22 @@ class RateCosts:
 
     Args:
         machine: machine, with the rates of one rank while all ranks of a node compute.
-        dtype: dtype of parameters.
+        dtype: dtype of activations or of parameters.
     """
 
     def __init__(self, machine: Machine, dtype: str = "float32") -> None:
-        self._rates, self._item_bytes = dict(machine.rates), item_bytes(dtype)
+        self._rates, self._item_bytes = dict(machine.rates), item_bytes(parameter_dtype(dtype))
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return call_seconds + max(flops / flops_per_second, bytes / bytes_per_second); 0 if the action does no work."""
+        """Return call_seconds + max(flops / flops_per_second, bytes / bytes_per_second); 0 if the action does no work.
+
+        Convolutions in bfloat16 have twice the machine's flops_per_second, which are those of float32.
+        """
         work = work_of(step, action, memory)
         if work.is_nothing:
             return 0.0
+        if work.kind is OperatorClass.CONVOLUTION and step.operator.inputs[0].dtype == "bfloat16":
+            work = replace(work, flops=round(work.flops / _BFLOAT16_SPEED))
         return self._call_seconds(work)
 
     def product_seconds(self, product: FactorProduct) -> float:

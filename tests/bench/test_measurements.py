@@ -151,8 +151,9 @@ def test_lines_of_onednn_are_read() -> None:
 
 
 @pytest.mark.job
-def test_our_engine_steps_in_a_process() -> None:
-    settings = {"model": "small", "batch": 3, "pixels": 29, "options": {}, "backend": "numpy"}
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_our_engine_steps_in_a_process(precision: str) -> None:
+    settings = {"model": "small", "batch": 3, "pixels": 29, "options": {}, "backend": "numpy", "precision": precision}
     one = interleave({"ours": (ours(settings), with_threads(os.environ, 1))}, Rounds(2, 3))["ours"]
     assert [type(turn) for turn in one.turns] == [Turn, Turn]
     assert all(turn.finite and turn.wall_seconds > 0 < turn.peak_bytes for turn in one.turns)

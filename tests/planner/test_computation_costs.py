@@ -129,6 +129,21 @@ def test_a_call_takes_its_overhead_and_the_longer_of_operations_and_bytes() -> N
     assert kinds == set(OperatorClass)
 
 
+def test_a_prediction_knows_the_precision() -> None:
+    """Would find rates and measured times of float32 for a step in bfloat16, and updates of 16-bit parameters."""
+    network = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet(), dtype="bfloat16")
+    halves, plan, costs = compile_graph(network.graph(2), network.kernels, training=True), _plan(2), RateCosts(MACHINE)
+    names = {step.name: step for step in plan.steps}
+    for step in halves.steps:
+        half, whole = (costs.seconds(one, Action.FORWARD) for one in (step, names[step.name]))
+        assert half <= whole
+        if step.node is not None and class_of(step.node.spec) is OperatorClass.CONVOLUTION:
+            work, rate = work_of(names[step.name], Action.FORWARD), RATES[OperatorClass.CONVOLUTION]
+            assert half - rate.call_seconds <= 0.7 * max(work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second)
+        assert operator_key(step, Action.FORWARD) != operator_key(names[step.name], Action.FORWARD)
+    assert RateCosts(MACHINE, "bfloat16").update_seconds(1000) == costs.update_seconds(1000)
+
+
 def test_updates_are_bound_by_bytes_and_cost_nothing_where_there_is_nothing() -> None:
     costs = RateCosts(MACHINE)
     assert costs.update_seconds(0) == 0.0

@@ -429,6 +429,24 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path
     _assert_same_bits(_last_checkpoint(sharded_file, "other"), _last_checkpoint(sharded_file, "alone"))
 
 
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+def test_a_training_in_bfloat16_has_nearly_the_losses_of_float32(folder: Path, backend: str) -> None:
+    """Would find weights, sums or an update in bfloat16, in which small steps of the parameters are lost."""
+    if (fault := machine_fault(backend, "bfloat16")) is not None:
+        pytest.skip(fault)
+    losses = {}
+    for ranks, precision in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16")):
+        output, options = f"{precision}-{ranks}", ("optimizer.lr=0.002", "model={name: small, channels: [4, 6]}", "epochs=8")
+        train_virtual(
+            ranks, folder / "tiny.yaml", f"backend={backend}", f"precision={precision}", f"output={folder}/{output}", *options
+        )
+        losses[output] = np.array([record["loss"] for record in _records(_run(folder, output), "epoch")])
+    exact = losses["float32-1"]
+    assert exact[0] - exact[-1] > 0.05
+    for output in ("bfloat16-1", "bfloat16-2"):
+        assert np.abs(losses[output] - exact).max() < 0.01, (output, losses[output] - exact)
+
+
 @pytest.mark.job
 @pytest.mark.mpi_differs
 def test_activations_in_bfloat16_travel_between_real_ranks(job: Callable[..., Outcome], folder: Path) -> None:
