@@ -567,12 +567,12 @@ def _convert_arrays(
 ) -> None:
     from hpctrain.data.convert import arrays
 
-    how: dict[str, Any] = {"value_range": value_range}
+    scaling: dict[str, Any] = {"value_range": value_range}
     if value_range is None and source.images.dtype.kind in "iu" and source.images.dtype.itemsize > 1:
-        how = _range(None, names_file)
+        scaling = _range(None, names_file)
     names = _class_names(names_file)
     with progress(f"converting {source.path.name}", len(source.labels)) as advance:
-        arrays.convert(source, out, names, **how, overwrite=overwrite, advance=advance)
+        arrays.convert(source, out, names, **scaling, overwrite=overwrite, advance=advance)
     _report(out, as_json)
 
 

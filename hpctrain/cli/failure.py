@@ -65,7 +65,7 @@ class Commands(click.Group):
                 ) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command as click does; an unknown one is a fault with the nearest command."""
+        """Return the command as click does; raise an error that names the nearest command if it is unknown."""
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             deeper = " or ".join(f'"{words}"' for words in _below(self, ctx) if words.split()[-1] == name)
@@ -75,7 +75,7 @@ class Commands(click.Group):
 
 
 def _below(group: click.Group, ctx: click.Context) -> Iterator[str]:
-    """Yield the commands of groups in a group, such as "config check"."""
+    """Yield the commands of all nested groups with their words, such as "config check"."""
     for name in group.list_commands(ctx):
         command = group.get_command(ctx, name)
         if isinstance(command, click.Group):

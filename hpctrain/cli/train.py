@@ -164,7 +164,7 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
 
 
 def _remove_trial(job: ConfiguredProcess, *, quiet: bool) -> None:
-    """Remove the run directory of a successful trial on rank 0, and say so unless `quiet`. No rank writes to it any more."""
+    """Remove the run directory of a successful trial on rank 0, and print it unless `quiet`. No rank writes to it any more."""
     if job.rank() == 0 and job.shrink_state.directory is not None:
         from hpctrain.run.smoke import remove_run
 

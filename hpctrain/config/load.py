@@ -170,14 +170,19 @@ def _meaning(path: KeyPath) -> str:
 def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
     """Return the key that an unknown one means; None if no key is similar.
 
-    It is, in this order, a very similar key of the same mapping or the one that a word of the field such as batch_size means, a
-    key of another section that the word means, a key of the same name in another section, a similar key of the same mapping.
+    The result is the first of these that exists:
+
+    - for an unknown key of the top level, the key that a usual word such as batch_size means,
+    - a very similar key of the same mapping, or the one that the word means there,
+    - the key of another section that the word means,
+    - a key of the same name in another section,
+    - a similar key of the same mapping.
 
     Args:
         options: names of the options in the mapping.
     """
     section, name = section_at(path[:-1]), str(path[-1])
-    if len(path) == 1 and "__" in name:  # programs write keys so, as keywords cannot have dots
+    if len(path) == 1 and "__" in name:  # keywords of Python cannot have dots
         parts = tuple(name.split("__"))
         return parts if parts in known_paths() or dotted(parts) in SYNONYMS else _meant(parts)
     keys = (*(section.model_fields if section is not None else ()), *options)
@@ -239,7 +244,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
 
 
 def _nearest_file(path: Path) -> Path | None:
-    """Return the YAML file of the same stem, else of the most similar one, in the folders that users confuse; None if none is."""
+    """Return the YAML file of the same or most similar stem in its folder, the parent and their `configs`; None if none is."""
     folders = (path.parent, path.parent / "configs", path.parent.parent, path.parent.parent / "configs")
     files = [file for folder in folders for suffix in ("yaml", "yml") for file in sorted(folder.glob(f"*.{suffix}"))]
     by_stem = {file.stem: file for file in reversed(files)}

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import math
+import operator
 import pkgutil
 import re
 import sys
@@ -257,17 +258,20 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:
-    """Raise unless each argument of a program is an integer of at least its minimum; NumPy's integers are integers, too.
+    """Raise unless each argument is an integer of at least its minimum. Integers of NumPy are accepted.
 
     Args:
         counts: pairs (value, minimum) by the name of the argument.
 
     Raises:
-        ConfigError: one is not; the message has the name, the value and the nearest legal value.
+        ConfigError: an argument is not. The message has its name, its value and the nearest legal value.
     """
     for name, (value, least) in counts.items():
-        if not isinstance(value, bool) and hasattr(value, "__index__") and value.__index__() >= least:
-            continue
+        try:
+            if not isinstance(value, bool) and operator.index(value) >= least:
+                continue
+        except TypeError:  # no integer, or an array of several
+            pass
         is_number = isinstance(value, int | float) and math.isfinite(value)
         near = max(least, round(value)) if is_number else least
         raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}; the nearest legal value is {near}.")

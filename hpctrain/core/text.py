@@ -230,8 +230,8 @@ _MOST_LISTED = 30
 _MOST_COMPARED = 200
 
 
-#: key of a configuration, option, value or command -> words of the field for it; keys have their whole path, which tells a user
-#: where the key is if the unknown one is in another section
+#: configuration key, option, value or command -> words that other frameworks use for it; a key has its whole path, so that a
+#: message can name a key of another section
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "averager": ("allreduce", "ddp", "strategy"),
     "backend": ("accelerator", "cuda", "device", "devices", "gpu", "gpus", "use_cuda", "use_gpu"),
@@ -309,12 +309,14 @@ def synonyms(name: str) -> list[str]:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | None:
-    """Return the name among `names` that a word of the field means, else the most similar one; None if no name is similar.
+    """Return the nearest of `names`; None if no name is similar.
+
+    It is the most similar name if that is very similar, else the name that a usual word means, else the most similar one.
 
     Of names that are equally similar, it is the one with the longest common beginning, then the first in alphabetical order.
 
     Args:
-        cutoff: minimum similarity, from 0 to 1, unless the name is a word of the field.
+        cutoff: minimum similarity, from 0 to 1, of a name that no usual word means.
     """
     if len(name) > _MOST_COMPARED:  # no name is similar, and the comparison would be slow
         return None

@@ -115,8 +115,8 @@ def check_fits(
         given: arrays of a file by name.
         source, model: names of the file and of the model in messages.
         ignore: patterns of names that may be missing or differ.
-        named: model that the file names; None if it names none.
-        hint: last sentence of the message if few layers do not fit; {patterns} in it becomes the list of patterns to ignore.
+        named: name of the model in the file; None if the file has none.
+        hint: last sentence of the message if it reports all differences; the list of patterns to ignore replaces {patterns}.
 
     Raises:
         CheckpointError: a name is missing or unknown, an array has another shape, another kind of dtype or non-finite numbers, or

@@ -168,7 +168,7 @@ def put_weights(
     Args:
         ignore: patterns of parameter names that keep their values.
         model: name of the model, for messages.
-        hint: advice on how to ignore names, for messages; {patterns} in it becomes the list of patterns.
+        hint: advice on how to ignore names, for messages; the list of patterns replaces {patterns}.
 
     Raises:
         CheckpointError: as for `start_from_weights`; the replica is then unchanged on every rank.

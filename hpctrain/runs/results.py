@@ -321,7 +321,7 @@ def _seconds(records: Sequence[Record]) -> float:
 
 
 def _of_latest_start(records: Sequence[Record]) -> Sequence[Record]:
-    """Return the records of the latest start that trained, from which speeds come; a resume may be faster or slower."""
+    """Return the records of the latest start that trained, as speeds of different starts must not be mixed."""
     starts = [number for number, entry in enumerate(records) if entry.get("kind") == "start"]
     ends = [*starts[1:], len(records)]
     sessions = [records[: starts[0]] if starts else records, *(records[a:b] for a, b in zip(starts, ends, strict=False))]

@@ -360,7 +360,7 @@ def render(site: Site, job: SiteJob) -> str:
         return text if len(text) <= _COLUMNS else f"{_comment(words)}\n{setting}"
 
     account = ACCOUNT if site.profile.account is not None and site.profile.account.needed else ""
-    # A profile of the user's own may inherit or copy `tested` from an installed one, whose tests it was no part of.
+    # A user's profile may inherit or copy `tested` from an installed one, but only the installed one was tested.
     origin = f"tested {site.profile.tested}" if site.is_installed else "a profile of your own"
     text = template.render(site=site.name, origin=origin, profile=site.profile, job=job, account=account, line=line)
     return "\n".join(each.rstrip() for each in text.strip().split("\n")) + "\n"

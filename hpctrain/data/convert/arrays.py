@@ -154,7 +154,7 @@ def convert(
     Args:
         value_range: values that become 0 and 255; values beyond them are clipped. None: integers are kept if none is above 255,
             and other values are scaled from the range that is measured over all images.
-        measures: whether integers of more than 8 bits have a range of their own; False: those above 255 are refused.
+        measures: whether the range of integers above 255 may be measured; False: such integers need `value_range`.
 
     Raises:
         DataError: the values have no known range, a label has no class name, a part is unreadable, the disk has too little space,
