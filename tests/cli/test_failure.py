@@ -381,3 +381,34 @@ def test_an_option_without_its_value_is_answered_by_the_legal_values() -> None:
         outcome = CliRunner().invoke(cli, words.split())
         assert outcome.exit_code == USER_ERROR
         assert sentence in outcome.stderr
+
+
+def _leaves(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from _leaves(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+@pytest.mark.parametrize(("words", "command"), list(_leaves(cli)), ids=lambda each: "-".join(each) if isinstance(each, tuple) else "")
+def test_an_option_in_the_place_of_a_value_is_refused(words: tuple[str, ...], command: click.Command) -> None:
+    """Would find that `--resume --steps 3` looks for a run called --steps."""
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
+    for option in (one for one in options if not isinstance(one.flag_value, str)):
+        for name in option.opts:
+            outcome = CliRunner().invoke(cli, [*words, name, "--steps", "3"])
+            assert outcome.exit_code == USER_ERROR
+            assert f"{name} needs a value (" in outcome.stderr
+            assert "but the next word is the option --steps; write the value after" in outcome.stderr
+
+
+def test_a_value_that_begins_with_dashes_follows_an_equals_sign() -> None:
+    """Would find that options whose value is optional, flags, arguments after -- and --option=VALUE are refused, too."""
+    for words in ("eval nowhere.yaml --confusion --per-class", "eval nowhere.yaml --averaged --per-class"):
+        assert "nowhere.yaml: Cannot read the configuration" in CliRunner().invoke(cli, words.split()).stderr
+    resumed = CliRunner().invoke(cli, ["run", "--", "hpctrain", "train", CONFIG, "--resume", "--steps", "3"])
+    assert "--resume needs a value (auto, best or PATH), but the next word is the option --steps;" in resumed.stderr
+    assert "needs a value" not in CliRunner().invoke(cli, ["eval", "nowhere.yaml", "--checkpoint=--odd"]).stderr
