@@ -11,7 +11,6 @@ import click
 
 from hpctrain.cli.arguments import Seconds
 from hpctrain.cli.failure import check_values
-from hpctrain.cli.failure import check_values
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.text import echo
 

@@ -383,18 +383,18 @@ def test_an_option_without_its_value_is_answered_by_the_legal_values() -> None:
         assert sentence in outcome.stderr
 
 
-def _leaves(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def _leaves(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[list[str], click.Command]]:
     for name in group.list_commands(click.Context(group)):
         command = group.get_command(click.Context(group), name)
         assert command is not None
         if isinstance(command, click.Group):
             yield from _leaves(command, (*words, name))
         else:
-            yield (*words, name), command
+            yield [*words, name], command
 
 
-@pytest.mark.parametrize(("words", "command"), list(_leaves(cli)), ids=lambda each: "-".join(each) if isinstance(each, tuple) else "")
-def test_an_option_in_the_place_of_a_value_is_refused(words: tuple[str, ...], command: click.Command) -> None:
+@pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
+def test_an_option_in_the_place_of_a_value_is_refused(words: list[str], command: click.Command) -> None:
     """Would find that `--resume --steps 3` looks for a run called --steps."""
     options = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
     for option in (one for one in options if not isinstance(one.flag_value, str)):
@@ -403,6 +403,16 @@ def test_an_option_in_the_place_of_a_value_is_refused(words: tuple[str, ...], co
             assert outcome.exit_code == USER_ERROR
             assert f"{name} needs a value (" in outcome.stderr
             assert "but the next word is the option --steps; write the value after" in outcome.stderr
+
+
+@pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
+def test_a_misspelt_word_of_a_list_is_answered_by_the_nearest(words: list[str], command: click.Command) -> None:
+    """Would find a list of words whose error names no nearest one, as for `data fetch fashionmnist`."""
+    context = click.Context(command)
+    for parameter in (one for one in command.params if isinstance(one.type, click.Choice)):
+        for word in parameter.type.choices:
+            with pytest.raises(click.BadParameter, match=rf'(nearest is|only) "{word}"'):
+                parameter.type.convert(f"{word}x", parameter, context)
 
 
 def test_a_value_that_begins_with_dashes_follows_an_equals_sign() -> None:

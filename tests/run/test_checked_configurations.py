@@ -632,11 +632,11 @@ def test_a_missing_option_is_answered_by_an_example_that_is_accepted(kind: str, 
     """Would find an option without a default whose error does not show how to write its value, or a wrong example."""
     text = (CONFIGS / "quickstart.yaml").read_text()
     section = next((key for key, of_key in SECTIONS.items() if of_key == kind), None)
-    for given in (f"{section}.name={name}", f"{section}={name}") if section else (f"data.augment=[{name}]",):
-        (message,) = faults(text, given)
+    for override in (f"{section}.name={name}", f"{section}={name}") if section else (f"data.augment=[{name}]",):
+        (message,) = faults(text, override)
         example = re.search(r'needs the option "\w+"; write for example "([^"]*)"\.$', message)
         assert example is not None, message
-        passes(text, given, example[1])
+        passes(text, override, example[1])
 
 
 def test_a_missing_option_in_a_file_is_answered_by_the_section() -> None:

@@ -174,6 +174,8 @@ def test_profiles_that_extend_each_other_are_refused(own: Path) -> None:
 def test_an_unknown_site_is_told_with_the_nearest(own: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no site 'polari'; the nearest is \"polaris\""):
         _read(own, "polari")
+    with pytest.raises(ConfigError, match=r"There is no site 'ours'; there are .* write a profile .*/sites/NAME.yaml \(docs/"):
+        _read(own, "ours")
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(own: Path) -> None:
