@@ -189,7 +189,9 @@ def files_of(path: Path) -> list[tuple[int, Path]]:
         return matching or [(0, path)]
     files = by_age(_directory(path))
     if not files:
-        raise CheckpointError(f"{path} contains no checkpoints; give a run directory with checkpoints, or a checkpoint file.")
+        raise CheckpointError(
+            f"{path.absolute()} contains no checkpoints; give a run directory with checkpoints, or a checkpoint file."
+        )
     return files
 
 
