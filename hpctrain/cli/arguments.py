@@ -80,7 +80,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
         raise ConfigError(f"{named} cannot be written: {error.strerror}; give another path.") from None
 
 
-class Choice(click.Choice):  # type: ignore[type-arg]  # click has a type argument from 8.2 on
+class Choice(click.Choice):
     """One of several words. The error for another word names the nearest one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
