@@ -80,7 +80,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
         raise ConfigError(f"{named} cannot be written: {error.strerror}; give another path.") from None
 
 
-class Choice(click.Choice):
+class OneOf(click.Choice):
     """One of several words. The error for another word names the nearest one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -129,7 +129,7 @@ OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)
 PASS_STYLE = click.option(
     "--progress",
     "style",
-    type=Choice(["bar", "none"]),
+    type=OneOf(["bar", "none"]),
     help="Show the progress as a bar on stderr, or not at all; default: a bar on a terminal, nothing elsewhere.",
 )
 

@@ -20,8 +20,8 @@ from hpctrain.cli.arguments import (
     FILE,
     OVERRIDES,
     PASS_STYLE,
-    Choice,
     FilePath,
+    OneOf,
     OutputFile,
     check_output,
     load_config,
@@ -78,7 +78,7 @@ _PRINTED = "-"  # value of --confusion without a file name
 @click.option(
     "--progress",
     "style",
-    type=Choice(["bar", "lines", "none"]),
+    type=OneOf(["bar", "lines", "none"]),
     help="Show the progress as a bar or as a line per interval, or print only warnings and errors (none); default: a bar on a "
     "terminal, lines elsewhere.",
 )
@@ -196,7 +196,7 @@ def _remove_trial(job: ConfiguredProcess, *, quiet: bool) -> None:
 )
 @click.option(
     "--on",
-    type=Choice(["test", "validation"]),
+    type=OneOf(["test", "validation"]),
     help="Set to evaluate on; default: the test set or, if data.test is not set, the validation set.",
 )
 @click.option("--averaged", is_flag=True, help="Evaluate the averaged weights of a training with ema.decay.")
@@ -292,7 +292,7 @@ _MOST_LISTED = 20
 @click.option("--averaged", is_flag=True, help="Predict with the averaged weights of a training with ema.decay.")
 @click.option(
     "--fit",
-    type=Choice(["crop", "squash"]),
+    type=OneOf(["crop", "squash"]),
     help="Fit images to the network by cropping the centre (crop) or by changing the aspect ratio (squash); default: as in the "
     "evaluated data file.",
 )
