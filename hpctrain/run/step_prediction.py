@@ -71,7 +71,7 @@ class StepPrediction:
             return machine_file.read(name)
         if in_haste:
             raise HpctrainError(
-                "the job was stopped, so the links were not measured; `hpctrain calibrate` measures them once, for the key machine"
+                "the job was stopped, so the links were not measured; `hpctrain calibrate` measures them for the key machine"
             )
         times = self._times()
         if not all(session.world.allgather_object(times is not None)):
