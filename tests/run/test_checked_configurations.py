@@ -564,7 +564,7 @@ def test_words_of_the_field_mean_keys_options_and_commands_that_exist() -> None:
         f"{section}.{option}" for section, kind in SECTIONS.items() for one in choices(kind) for option in _option_names(one)
     }
     known |= {f"model.{option}" for option in FOLLOWING} | {name for kind in KINDS for name in names(kind)}
-    known |= set(cli.list_commands(click.Context(cli))) | {"auto", "bfloat16", "cuda", "onednn"}
+    known |= set(cli.list_commands(click.Context(cli))) | {"auto", "bfloat16", "cuda", "float32", "onednn"}
     assert set(SYNONYMS) <= known
     assert all(synonyms(word) and synonyms(word.upper().replace("_", "-")) for of_key in SYNONYMS.values() for word in of_key)
 

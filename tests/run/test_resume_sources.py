@@ -172,7 +172,7 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     assert sentence == f"The run {run.path} has no intact checkpoint; start a new training without --resume."
     [sentence] = raised_on(3, run, "nowhere")
     assert sentence.startswith(
-        "nowhere is not a run directory or a checkpoint, as it does not exist; give auto, best or the path"
+        f"{Path.cwd()}/nowhere is not a run directory or a checkpoint, as it does not exist; give auto, best or the path"
     )
     [sentence] = raised_on(3, run, "latest")
     assert "; the nearest is auto." in sentence
