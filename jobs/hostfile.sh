@@ -85,7 +85,7 @@ if [ "$DOCTOR_SECONDS" -gt 0 ]; then
     timeout --kill-after=10 "$DOCTOR_SECONDS" "${LAUNCH[@]}" python -m mpi4py -m hpctrain doctor "${CHECKED[@]}" ${STRICT:+"$STRICT"} ||
         status=$?
     if [ "$status" -ne 0 ]; then
-        echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s), so no training was started" >&2
+        echo "job script: the doctor ended with code $status (124: not within $DOCTOR_SECONDS s; 255: ssh cannot reach a host in $HOSTFILE), so no training was started" >&2
         exit "$status"
     fi
 fi

@@ -19,7 +19,7 @@ from hpctrain.core import log
 from hpctrain.core import log as rank_log
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
-from hpctrain.core.text import counted, nearest
+from hpctrain.core.text import choices, counted, nearest
 from hpctrain.launch.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -80,6 +80,16 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
         raise ConfigError(f"{named} cannot be written: {error.strerror}; give another path.") from None
 
 
+class OneOf(click.Choice):
+    """One of several words. The error for another word names the nearest one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f'there is no "{value}"; {choices(str(value), self.choices)}.', param, ctx)
+
+
 class Seconds(click.FloatRange):
     """Finite time in seconds, with a lower bound."""
 
@@ -119,7 +129,7 @@ OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)
 PASS_STYLE = click.option(
     "--progress",
     "style",
-    type=click.Choice(["bar", "none"]),
+    type=OneOf(["bar", "none"]),
     help="Show the progress as a bar on stderr, or not at all; default: a bar on a terminal, nothing elsewhere.",
 )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OutputFile, Seconds
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OneOf, OutputFile, Seconds
 from hpctrain.cli.failure import Commands
 from hpctrain.core.text import counted, echo, echo_block, folded
 
@@ -41,7 +41,7 @@ class RankCounts(click.ParamType):
 @click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks to compare, such as 1,2,4.")
 @click.option(
     "--mode",
-    type=click.Choice(["weak", "strong"]),
+    type=OneOf(["weak", "strong"]),
     default="weak",
     show_default=True,
     help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",
@@ -204,14 +204,14 @@ def rates_table(rates: DataRates) -> list[str]:
 )
 @click.option(
     "--backend",
-    type=click.Choice(["auto", "numpy", "onednn", "cuda"]),
+    type=OneOf(["auto", "numpy", "onednn", "cuda"]),
     default="auto",
     show_default=True,
     help="Kernel set to time.",
 )
 @click.option(
     "--precision",
-    type=click.Choice(["float32", "tf32", "bfloat16"]),
+    type=OneOf(["float32", "tf32", "bfloat16"]),
     default="float32",
     show_default=True,
     help="Precision of matrix products and convolutions; tf32 on backend cuda only.",
@@ -223,7 +223,7 @@ def rates_table(rates: DataRates) -> list[str]:
     show_default=True,
     help="Number of timed steps (two warm-up steps run first).",
 )
-@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Also time PyTorch; the steps of both alternate.")
+@click.option("--vs", "versus", type=OneOf(["torch"]), help="Also time PyTorch; the steps of both alternate.")
 @click.option(
     "--peer-python", default=sys.executable, help="Python interpreter of the environment with PyTorch; default: this one."
 )

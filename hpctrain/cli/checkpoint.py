@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FilePath, OutputFile
+from hpctrain.cli.arguments import FilePath, OneOf, OutputFile
 from hpctrain.cli.failure import Commands
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.text import echo, echo_block
@@ -114,7 +114,7 @@ def show(path: Path, as_json: bool) -> None:
 @_PATH
 @click.option(
     "--layout",
-    type=click.Choice(["single", "sharded"]),
+    type=OneOf(["single", "sharded"]),
     help="Layout of the new checkpoint: one file (single) or a directory of shards (sharded); default: the one PATH does not "
     "have.",
 )
@@ -189,7 +189,9 @@ def files_of(path: Path) -> list[tuple[int, Path]]:
         return matching or [(0, path)]
     files = by_age(_directory(path))
     if not files:
-        raise CheckpointError(f"{path} contains no checkpoints; give a run directory with checkpoints, or a checkpoint file.")
+        raise CheckpointError(
+            f"{path.absolute()} contains no checkpoints; give a run directory with checkpoints, or a checkpoint file."
+        )
     return files
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FilePath, OutputFile
+from hpctrain.cli.arguments import FilePath, OneOf, OutputFile
 from hpctrain.cli.failure import USER_ERROR, Commands
 from hpctrain.core.text import echo, echo_block
 
@@ -133,7 +133,7 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
 
 _INPUT = FilePath(path_type=Path)
 _OUTPUT = OutputFile(makes_directory=True)
-_FITS = click.Choice(["crop", "squash"])
+_FITS = OneOf(["crop", "squash"])
 _SIDE = click.IntRange(1, 32768)  # pixels
 
 
@@ -143,7 +143,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("name", type=click.Choice(["fashion-mnist", "mnist", "cifar10"]))
+@click.argument("name", type=OneOf(["fashion-mnist", "mnist", "cifar10"]))
 @click.option(
     "--out",
     type=FilePath(path_type=Path, file_okay=False),
@@ -246,7 +246,7 @@ _RANGE = click.option(
 )
 _LAYOUT = click.option(
     "--layout",
-    type=click.Choice(["nhwc", "nchw"]),
+    type=OneOf(["nhwc", "nchw"]),
     help="Order of the dimensions; default: the channels are the only dimension of size 1, 3 or 4.",
 )
 _SKIP = click.option(
@@ -260,7 +260,7 @@ _FIT = click.option(
     help="Make images square by cropping the centre (crop) or by changing the aspect ratio (squash).",
 )
 _CHANNELS = click.option(
-    "--channels", type=click.Choice(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
+    "--channels", type=OneOf(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
 )
 
 
@@ -285,7 +285,7 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @convert.command("cifar")
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split to convert.")
+@click.option("--split", type=OneOf(["train", "test"]), required=True, help="Split to convert.")
 @click.option("--coarse", is_flag=True, help="Use the 20 superclasses of CIFAR-100 as classes.")
 @_OVERWRITE
 @_JSON

@@ -71,7 +71,10 @@ class Commands(click.Group):
             deeper = " or ".join(f'"{words}"' for words in _below(self, ctx) if words.split()[-1] == name)
             advice = f"the nearest is {deeper}" if deeper else choices(name, self.list_commands(ctx))
             raise click.UsageError(f'There is no command "{name}"; {advice}.', ctx)
-        return super().resolve_command(ctx, args)
+        word, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not isinstance(command, click.Group) and not ctx.resilient_parsing:
+            check_values(click.Context(command, ctx, word, **command.context_settings), rest)
+        return word, command, rest
 
 
 def _below(group: click.Group, ctx: click.Context) -> Iterator[str]:
@@ -82,14 +85,51 @@ def _below(group: click.Group, ctx: click.Context) -> Iterator[str]:
             yield from (f"{name} {inner}" for inner in (*command.list_commands(ctx), *_below(command, ctx)))
 
 
+def check_values(ctx: click.Context, words: Sequence[str]) -> None:
+    """Raise if an option of a command is followed by another option instead of its value. click would take --steps as a path.
+
+    A value that begins with -- can be given as --option=VALUE.
+
+    Args:
+        ctx: context of the command.
+        words: words after the command.
+
+    Raises:
+        click.BadOptionUsage: an option has no value; the message names it, its values and the next word.
+    """
+    options = {name: one for one in ctx.command.params if isinstance(one, click.Option) for name in one.opts}
+    rest = list(words)
+    while rest and rest[0] != "--" and (ctx.allow_interspersed_args or rest[0].startswith("-")):
+        name = rest.pop(0)
+        option = options.get(name)
+        if option is None or option.is_flag or option.count:
+            continue
+        if isinstance(option.flag_value, str) and rest and rest[0].startswith("-") and rest[0] != "-":
+            continue  # the value is optional, and click takes this word as the next option
+        wrong = next((word for word in rest[: option.nargs] if word.startswith("--")), None)
+        if wrong is not None:
+            raise click.BadOptionUsage(
+                name,
+                f"{name} needs a value ({_values(option, ctx)}), but the next word is the option {wrong}; write the value after "
+                f"{name}, or leave {name} out.",
+                ctx,
+            )
+        del rest[: option.nargs]
+
+
+def _values(option: click.Parameter, ctx: click.Context) -> str:
+    """Return the legal values of an option, such as "auto, best or PATH"; without a list, its metavariable."""
+    values = option.make_metavar(ctx).strip("[]").removesuffix(" RANGE")
+    first, _, last = values.replace("|", ", ").rpartition(", ")
+    return f"{first} or {last}" if first else last
+
+
 def _with_values(error: click.BadOptionUsage, ctx: click.Context) -> click.UsageError:
     """Return the error of an option without its value, with the legal values if the option names them."""
     option = next((one for one in ctx.command.params if error.option_name in one.opts), None)
-    values = "" if option is None else option.make_metavar(ctx).strip("[]")
-    if option is None or "|" not in values or not error.message.endswith("requires an argument."):
+    if option is None or "|" not in option.make_metavar(ctx) or not error.message.endswith("requires an argument."):
         return error
-    first, last = values.replace("|", ", ").rsplit(", ", 1)
-    return click.BadOptionUsage(error.option_name, f"{error.option_name} needs a value: {first} or {last}.", ctx)
+    return click.BadOptionUsage(error.option_name, f"{error.option_name} needs a value: {_values(option, ctx)}.", ctx)
 
 
 def _as_override(error: click.NoSuchOption) -> click.UsageError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OutputFile, Seconds, load_config
+from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OneOf, OutputFile, Seconds, load_config
 from hpctrain.cli.bench import RankCounts
 from hpctrain.cli.failure import Commands
 from hpctrain.core.errors import ConfigError
@@ -159,7 +159,7 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
 )
 @click.option(
     "--keep",
-    type=click.Choice(["grid", "plan", "averager", "micro_batches"]),
+    type=OneOf(["grid", "plan", "averager", "micro_batches"]),
     multiple=True,
     help="Section of the configuration that the search must not change; may be given several times.",
 )
@@ -267,7 +267,7 @@ def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], wri
 )
 @click.option(
     "--mode",
-    type=click.Choice(["weak", "strong"]),
+    type=OneOf(["weak", "strong"]),
     default="weak",
     show_default=True,
     help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",

@@ -166,7 +166,7 @@ def _directory(run: Path | None, runs: Path) -> RunDirectory:
         return directory.RunDirectory.open(run)
     for newest in directory.runs(runs, None):
         return newest
-    raise CheckpointError(f"There is no run in {runs}; give the directory of a run, or of all runs with --runs.")
+    raise CheckpointError(f"There is no run in {runs.absolute()}; give the directory of a run, or of all runs with --runs.")
 
 
 def _show(state: RunState, console: Console) -> None:
@@ -223,7 +223,9 @@ def trace(run: Path, whole: bool) -> None:
 
     path = run / "time_table.json"
     if not path.is_file():
-        raise DataError(f"{run} contains no time_table.json; give the directory of a run with trace=true that has ended.")
+        raise DataError(
+            f"{run.absolute()} contains no time_table.json; give the directory of a run with trace=true that has ended."
+        )
     try:
         content = json_object(read_bytes(path)) or {}
         table, facts = time_table.from_json(content["table"]), (float(content["clock_error_seconds"]), int(content["ranks"]))

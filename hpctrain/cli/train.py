@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, FilePath, OutputFile, check_output, load_config, log_ranks_option
+from hpctrain.cli.arguments import (
+    FILE,
+    OVERRIDES,
+    PASS_STYLE,
+    FilePath,
+    OneOf,
+    OutputFile,
+    check_output,
+    load_config,
+    log_ranks_option,
+)
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.core.errors import ConfigError
@@ -68,7 +78,7 @@ _PRINTED = "-"  # value of --confusion without a file name
 @click.option(
     "--progress",
     "style",
-    type=click.Choice(["bar", "lines", "none"]),
+    type=OneOf(["bar", "lines", "none"]),
     help="Show the progress as a bar or as a line per interval, or print only warnings and errors (none); default: a bar on a "
     "terminal, lines elsewhere.",
 )
@@ -186,7 +196,7 @@ def _remove_trial(job: ConfiguredProcess, *, quiet: bool) -> None:
 )
 @click.option(
     "--on",
-    type=click.Choice(["test", "validation"]),
+    type=OneOf(["test", "validation"]),
     help="Set to evaluate on; default: the test set or, if data.test is not set, the validation set.",
 )
 @click.option("--averaged", is_flag=True, help="Evaluate the averaged weights of a training with ema.decay.")
@@ -282,7 +292,7 @@ _MOST_LISTED = 20
 @click.option("--averaged", is_flag=True, help="Predict with the averaged weights of a training with ema.decay.")
 @click.option(
     "--fit",
-    type=click.Choice(["crop", "squash"]),
+    type=OneOf(["crop", "squash"]),
     help="Fit images to the network by cropping the centre (crop) or by changing the aspect ratio (squash); default: as in the "
     "evaluated data file.",
 )

@@ -390,6 +390,12 @@ def make_schedule(config: Config, steps_per_epoch: int = 1, options: Mapping[str
     )
 
 
+def _needed_examples(path: KeyPath, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an example value of each needed option that is not given."""
+    needed = (option for option in choice(kind_of(path), name).options if option.name not in given)
+    return {option.name: option.example for option in needed if option.example is not None}
+
+
 def _faults_of(
     source: Source, path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]
 ) -> Iterator[tuple[KeyPath, str]]:
@@ -409,8 +415,14 @@ def _faults_of(
             overridden = source.places.get((*path, "name"), "")
             if error.known and overridden.startswith("override") and not source.places.get(at, "").startswith("override"):
                 fits = section.model_dump(mode="json", include={*type(section).model_fields, *error.known}, exclude_unset=True)
+                fits |= _needed_examples(path, section.name, fits)
                 advice = f'{overridden} keeps the other keys of the section, so write "{dotted(path)}={flow(fits)}"'
-            yield at, str(error).replace(choices(error.option, error.known), advice)
+            sentence = str(error).replace(choices(error.option, error.known), advice)
+            if error.option not in options and (examples := _needed_examples(path, section.name, options)):
+                whole = flow({**section.model_dump(mode="json", exclude_unset=True), **examples})
+                written = f'"{dotted(path)}={whole}"' if source.locate(at).startswith("override") else whole
+                sentence = f"{sentence.removesuffix('.')}; write for example {written}."
+            yield at, sentence
             if error.option not in options:
                 return
             removed.add(error.option)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import yaml
 from pydantic import PydanticUserError, TypeAdapter
 
 from hpctrain.averaging import averagers
@@ -48,7 +49,7 @@ class Option:
         schema: JSON schema of its type.
         default: default as plain data; meaningless if `needed`.
         needed: whether the option has no default.
-        meaning: description, one sentence.
+        meaning: description. That of a needed option has an example: "such as" and a value in YAML.
     """
 
     name: str
@@ -56,6 +57,12 @@ class Option:
     default: Any
     needed: bool
     meaning: str
+
+    @property
+    def example(self) -> Any:
+        """Example value in the description of a needed option; None without one, as for options of user code."""
+        found = re.search(r"\bsuch as (\[.*?\]|[\w.+-]*\w)", self.meaning) if self.needed else None
+        return None if found is None else yaml.safe_load(found[1])
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def colours(descriptor: int, environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(descriptor)
 
 
-_CUTOFF = 0.5  # minimum of difflib's similarity: one wrong letter in three still finds a word
+_CUTOFF = 0.6  # minimum of difflib's similarity: one wrong letter in three still finds a word, four common letters of eleven none
 
 
 _MOST_LISTED = 30
@@ -278,6 +278,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "auto": ("last", "latest", "newest"),
     "bfloat16": ("bf16", "fp16", "half"),
     "cuda": ("gpu", "nvidia"),
+    "float32": ("f32", "fp32", "single"),
     "flip": ("hflip", "horizontal_flip", "random_horizontal_flip"),
     "onednn": ("cpu", "mkldnn"),
     "pad_crop": ("random_crop",),

@@ -447,9 +447,9 @@ def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
     try:
         names = sorted(os.listdir(directory))
     except NotADirectoryError as error:
-        raise DataError(f"{directory} is not a directory; give the directory of a run.") from error
+        raise DataError(f"{directory.absolute()} is not a directory; give the directory of a run.") from error
     except FileNotFoundError as error:
-        raise DataError(f"There is no directory {directory}; give the directory of a run.") from error
+        raise DataError(f"There is no directory {directory.absolute()}; give the directory of a run.") from error
     except (OSError, ValueError) as error:
         raise DataError(f"Cannot read {str(directory)!r} ({error}); give the directory of a run.") from error
     records, damaged = [], []
@@ -469,7 +469,7 @@ def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
     if not records:
         if damaged:
             raise DataError(f"No flight record in {directory} can be read. {damaged[0]}")
-        raise DataError(f"{directory} contains no flight records (rank-*.flight); give the directory of a run.")
+        raise DataError(f"{directory.absolute()} contains no flight records (rank-*.flight); give the directory of a run.")
     earlier = sum(name.startswith(BEFORE_LOSS) for name in names)
     return FoundRecords(newest(records), tuple(damaged), len(names) - len(ours) - earlier)
 

@@ -52,6 +52,10 @@ FEWEST_STEPS = 14
 ACCEPTED_ERROR = 0.15
 
 
+#: minimum duration of all measured steps for an explanation: those of a shorter run depend on what else the machine did
+JUDGED_SECONDS = 10.0
+
+
 @dataclass(frozen=True)
 class StepParts:
     """Parts of a step's duration. All parts add up to it.
@@ -150,7 +154,7 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
     """Return the account in lines of at most 80 columns. Parts that round to 0 are omitted.
 
     Args:
-        reason: why there is no prediction, or why it does not apply.
+        reason: why there is no prediction, or why it is off.
     """
     digits = decimals(measured.seconds)
     compute = measured.compute_seconds
@@ -169,7 +173,10 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
         pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
     lines = folded(pieces, between=", ")
     if reason:
-        head = "no prediction" if predicted is None else "the prediction does not apply"
+        head = "no prediction"
+        if predicted is not None:
+            error = predicted.seconds / measured.seconds - 1
+            head = f"the prediction is {abs(error):.0%} too {'low' if error < 0 else 'high'}"
         lines += textwrap.wrap(f"{head}: {reason}", LOG_COLUMNS, initial_indent="  ", subsequent_indent="    ")
     return lines
 
@@ -180,7 +187,7 @@ def decimals(seconds: float) -> int:
 
 
 def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedStep, *, from_samples: bool) -> str:
-    """Return the reason for a prediction that is off by more than `ACCEPTED_ERROR`; "" for other predictions.
+    """Return the reason for a prediction that is off by more than `ACCEPTED_ERROR`, and advice; "" for other predictions.
 
     The reason is the part that differs most, in the direction of the error, from what the prediction assumed. The text states
     whether this difference is less than half of the error. Lost cores come first, because the other ranks wait for messages while
@@ -192,29 +199,38 @@ def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedSt
     """
     if accuracy(predicted.seconds, measured.seconds) >= 1 - ACCEPTED_ERROR:
         return ""
-    source, work_seconds, data_seconds = "sampled steps", sampled.work_seconds, sampled.data_seconds
+    source, work_seconds, data_seconds = "the first steps", sampled.work_seconds, sampled.data_seconds
+    calibration = "`hpctrain calibrate` measures this machine, for the key machine"
+    changed = "the load or the clock rate of the cores has changed, so compare again on idle cores"
     if not from_samples:
         source, work_seconds, data_seconds = "the prediction", predicted.seconds - predicted.exposed_seconds, 0.0
+        changed = calibration
     lost_cores = "other threads and processes used the cores for {} per step; the rank's other threads used {}"
+    waits = "waits for messages took {} per step, and {} in the simulation"
+    data = f"waits for data took {{}} per step, and {{}} in {source}"
+    work = f"computation, Python and messages took {{}} per step, and {{}} in {source}"
     pairs = {
-        "waits for messages took {} per step, and {} in the simulation": (
-            measured.exposed_seconds,
-            predicted.exposed_seconds,
-        ),
+        waits: (measured.exposed_seconds, predicted.exposed_seconds),
         lost_cores: (measured.core_seconds, sampled.others_seconds),
-        f"waits for data took {{}} per step, and {{}} in {source}": (measured.data_seconds, data_seconds),
-        f"computation, Python and messages took {{}} per step, and {{}} in {source}": (measured.work_seconds, work_seconds),
+        data: (measured.data_seconds, data_seconds),
+        work: (measured.work_seconds, work_seconds),
+    }
+    advice = {
+        waits: calibration,
+        lost_cores: "compare again on idle cores",
+        data: "`hpctrain bench data` shows what limits the data",
+        work: changed,
     }
     sign = 1 if measured.seconds > predicted.seconds else -1
     lost = measured.core_seconds - sampled.others_seconds > ACCEPTED_ERROR * measured.seconds
     candidates = [lost_cores] if lost and sign > 0 else pairs
-    sentence = max(candidates, key=lambda one: sign * (pairs[one][0] - pairs[one][1]))
-    if sign * (pairs[sentence][0] - pairs[sentence][1]) <= 0:
-        sentence = lost_cores  # no part differs in this direction, and predictions have no waits for cores
-    now, assumed = pairs[sentence]
-    if sign * (now - assumed) < abs(measured.seconds - predicted.seconds) / 2:
-        sentence = f"no single part explains it; {sentence}"
-    return sentence.format(_milliseconds(now), _milliseconds(assumed))
+    cause = max(candidates, key=lambda one: sign * (pairs[one][0] - pairs[one][1]))
+    if sign * (pairs[cause][0] - pairs[cause][1]) <= 0:
+        cause = lost_cores  # no part differs in this direction, and predictions have no waits for cores
+    now, assumed = pairs[cause]
+    explains_half = sign * (now - assumed) >= abs(measured.seconds - predicted.seconds) / 2
+    beginning = "" if explains_half else "no single part explains it; "
+    return f"{beginning}{cause.format(_milliseconds(now), _milliseconds(assumed))}; {advice[cause]}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -226,7 +242,7 @@ def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None =
 
     Args:
         step: global step at the end of the run.
-        reason: why there is no prediction, or why it does not apply.
+        reason: why there is no prediction, or why it is off.
     """
     account: dict[str, object] = {
         "step": step,
@@ -580,7 +596,8 @@ class RunAccount:
         if predicted is not None and first:
             reason = error_reason(parts, mean_of(first), predicted, from_samples=self._from_samples)
         reporter.record("steps", step_facts(parts, outcome.position.global_step, predicted, reason))
-        for line in step_lines(parts, predicted, reason):
+        judged = predicted is None or parts.steps * parts.seconds >= JUDGED_SECONDS
+        for line in step_lines(parts, predicted, reason if judged else ""):
             reporter.say(line)
 
     def _predicted(self, sampled: MeasuredStep | None, *, in_haste: bool) -> tuple[PredictedStep | None, str]:

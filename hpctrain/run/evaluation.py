@@ -151,7 +151,7 @@ def existing_checkpoint(session: Session, source: str) -> tuple[Path, Checkpoint
     output, name = session.config.output, session.config.name
     there = find_checkpoint(session.world, output, name, source)
     if there is None:
-        raise CheckpointError(f"No run of {name!r} in {output} has a checkpoint; train one first.")
+        raise CheckpointError(f"No run of {name!r} in {Path(output).absolute()} has a checkpoint; train one first.")
     keep_log(there[0], session.world.rank)
     return there
 

@@ -70,7 +70,9 @@ class StepPrediction:
         if name is not None:
             return machine_file.read(name)
         if in_haste:
-            raise HpctrainError("the job had to end")
+            raise HpctrainError(
+                "the job was stopped, so the links were not measured; `hpctrain calibrate` measures them for the key machine"
+            )
         times = self._times()
         if not all(session.world.allgather_object(times is not None)):
             raise BackendError("operators that do not run on the processor are not timed; a machine file has their rates")

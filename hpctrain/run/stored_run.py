@@ -95,7 +95,7 @@ def _newest(directory: Path) -> RunDirectory:
     for run in runs(directory, None):
         if any(run.checkpoints.glob("checkpoint-*")):
             return run
-    raise CheckpointError(f"No run in {directory} has a checkpoint; train one first, or name a run by --checkpoint.")
+    raise CheckpointError(f"No run in {directory.absolute()} has a checkpoint; train one first, or name a run by --checkpoint.")
 
 
 def _best(directory: Path) -> StoredRun:
@@ -104,8 +104,8 @@ def _best(directory: Path) -> StoredRun:
         if best is not None:
             return StoredRun(str(run.checkpoints / best.checkpoint), run.config(), str(run.path / "config.yaml"))
     raise CheckpointError(
-        f"No run in {directory} has a best checkpoint, which needs an evaluation and a checkpoint after the same step; "
-        "use auto for the newest, or name a run by --checkpoint."
+        f"No run in {directory.absolute()} has a best checkpoint, which needs an evaluation and a checkpoint after the same "
+        "step; use auto for the newest, or name a run by --checkpoint."
     )
 
 

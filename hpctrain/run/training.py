@@ -580,7 +580,7 @@ def _introduce_start(
     if start is not None:
         introduce(start, config, setup.loader.sampler.samples, reporter)
     elif resume is not None:
-        reporter.say(f"nothing to resume: no run named {config.name} in {config.output} has a checkpoint yet")
+        reporter.say(f"nothing to resume: no run named {config.name} in {Path(config.output).absolute()} has a checkpoint yet")
     if start is None and config.init.whiten is not None:
         reporter.say(f"filters of {config.init.whiten} whiten patches of training images")
     if start is None and config.init.weights is not None:

@@ -185,12 +185,12 @@ class RunDirectory:
             )
         if not (run.path / "config.yaml").is_file():
             raise CheckpointError(
-                f"{path} is not a run directory: it has no config.yaml; give a directory that a training wrote."
+                f"{run.path.absolute()} is not a run directory: it has no config.yaml; give a directory that a training wrote."
             )
         if not is_run(run.path):
             raise CheckpointError(
-                f"{path} is not a run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` writes; "
-                f"give a directory that a training wrote."
+                f"{run.path.absolute()} is not a run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` "
+                f"writes; give a directory that a training wrote."
             )
         return run
 
@@ -341,8 +341,8 @@ def named_run(source: str) -> RunDirectory:
     if not os.path.lexists(source):
         near = None if os.sep in source else nearest(source, (AUTO, BEST))
         raise CheckpointError(
-            f"{source} is not a run directory or a checkpoint, as it does not exist; give {AUTO}, {BEST} or the path of one"
-            f"{'' if near is None else f'; the nearest is {near}'}."
+            f"{Path(source).absolute()} is not a run directory or a checkpoint, as it does not exist; give {AUTO}, {BEST} or the "
+            f"path of one{'' if near is None else f'; the nearest is {near}'}."
         )
     return RunDirectory.open(Path(source))
 
@@ -612,8 +612,8 @@ def find_best(output: Path, name: str) -> Path:
             )
         return path
     raise CheckpointError(
-        f"No run of {name!r} in {output} has a best checkpoint, which requires checkpoint.best, and an evaluation and a "
-        f"checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint."
+        f"No run of {name!r} in {output.absolute()} has a best checkpoint, which requires checkpoint.best, and an evaluation "
+        f"and a checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint."
     )
 
 

@@ -165,7 +165,7 @@ class Summary:
         seconds: training time, without pauses between jobs.
         step_seconds: measured duration of a step.
         exposed_seconds: time of a step spent waiting for messages.
-        predicted_step_seconds: duration of a step, predicted by the run at its end; None if the prediction does not apply.
+        predicted_step_seconds: duration of a step, predicted by the run at its end; None without a prediction.
         peak_bytes: maximum resident memory over ranks at the latest end.
         device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.

@@ -13,11 +13,13 @@ import importlib.metadata
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -28,7 +30,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from hpctrain.config.values import is_bare_number, parse_duration
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.files import read_text
-from hpctrain.core.text import escaped, forbidden, shell_word, shortened
+from hpctrain.core.text import counted, escaped, forbidden, shell_word, shortened
 from hpctrain.site.profile import Site
 from hpctrain.storage.atomic_write import write_text
 
@@ -213,20 +215,26 @@ def _check_nodes(site: Site, request: JobRequest) -> None:
         return
     if request.hostfile is None:
         return
-    lines = (line.partition("#")[0].strip() for line in _read(request.hostfile).splitlines())
-    hosts = len({line.partition(":")[0] for line in lines if line})
+    hosts = len(_hosts(request.hostfile))
     if hosts < request.nodes:
         raise ConfigError(
             f"--nodes is {request.nodes}, but {request.hostfile} lists {hosts} hosts; the nearest legal value is {hosts}."
         )
 
 
-def _read(path: Path) -> str:
+def _hosts(path: Path) -> tuple[str, ...]:
+    """Return the hosts of a hostfile in order, each once, without numbers of slots and comments.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
-        return read_text(path, _HOSTFILE_BYTES)
+        text = read_text(path, _HOSTFILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"Cannot read --hostfile {path}: {reason}; give a readable text file in UTF-8.") from None
+    words = (line.partition("#")[0].replace(":", " ").split() for line in text.splitlines())
+    return tuple(dict.fromkeys(host for host, *_ in filter(None, words)))
 
 
 def _ranks(site: Site, request: JobRequest) -> int:
@@ -468,9 +476,12 @@ def submit(site: Site, job: SiteJob) -> Submission:
     """Write the script and submit it.
 
     Raises:
-        LaunchError: the scheduler's command is missing or rejects the job.
+        ConfigError: the hostfile cannot be read.
+        LaunchError: the scheduler's command is missing or rejects the job, or a host cannot be reached by ssh.
         OSError: the script cannot be written.
     """
+    if site.profile.scheduler == "hostfile":
+        _check_hosts(site, Path(job.hostfile), job.nodes)
     job = _reserved(job)
     try:
         write_text(Path(job.script), render(site, job))
@@ -499,6 +510,67 @@ def _reserved(job: SiteJob) -> SiteJob:
             log = Path(job.log).with_name(Path(job.log).name.replace(script.stem, stem, 1))
             return replace(job, script=str(named), log=str(log))
     raise AssertionError("unreachable")
+
+
+#: options of mpiexec and environment variables that replace ssh by another remote shell
+_OTHER_SHELL = re.compile(r"launcher|[rs]sh_agent", re.IGNORECASE)
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-n", "--")
+_SSH_SECONDS = 30
+_MOST_CONNECTIONS = 32
+
+
+def _check_hosts(site: Site, hostfile: Path, nodes: int) -> None:
+    """Raise unless `ssh HOST true` succeeds without a password for the hosts of a job, in the file's order.
+
+    mpiexec starts the ranks of other hosts by ssh. It runs in the background, so its error would only be in the log. If the
+    profile or the environment names another remote shell, no host is checked.
+
+    Raises:
+        ConfigError: the hostfile cannot be read.
+        LaunchError: a host cannot be reached; the message names the first one and the reason.
+    """
+    hosts = _hosts(hostfile)[:nodes]
+    if any(_OTHER_SHELL.search(text) for text in (*site.profile.launch.options, *os.environ)):
+        return
+    with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
+        faults = dict(zip(hosts, pool.map(_fault_of_host, hosts), strict=True))
+    unreachable = [host for host, fault in faults.items() if fault]
+    if unreachable:
+        first, *others = unreachable
+        also = f" (and {counted(len(others), 'other host')})" if others else ""
+        raise LaunchError(
+            f"Host {shortened(first)} in {hostfile} cannot be reached from this one{also}: {faults[first]}; correct its name, or "
+            f"make `ssh {shell_word(first)} true` succeed without a password."
+        )
+
+
+def _fault_of_host(host: str) -> str:
+    """Return the reason why ssh cannot run a command on a host; "" if it can, or if the host is this one."""
+    if _is_this_host(host):
+        return ""
+    try:
+        done = subprocess.run([*_SSH, host, "true"], capture_output=True, text=True, timeout=_SSH_SECONDS, check=False)
+    except FileNotFoundError:
+        return "ssh is not on PATH"
+    except subprocess.TimeoutExpired:
+        return f"ssh did not answer within {_SSH_SECONDS} s"
+    if not done.returncode:
+        return ""
+    last = next(reversed(done.stderr.strip().splitlines()), f"ssh ended with code {done.returncode}")
+    return last.strip().removeprefix("ssh: ").rstrip(".")
+
+
+def _is_this_host(host: str) -> bool:
+    """Return whether a name is resolved to an address of this host: only such an address can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as opened:
+            opened.bind(address)
+            return True
+    return False
 
 
 def _number(command: Sequence[str]) -> str:

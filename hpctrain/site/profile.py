@@ -300,7 +300,8 @@ def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
     known = profile_paths(environ)
     if name not in known:
         raise ConfigError(
-            f"There is no site {name!r}; {choices(name, known)}. Your own profiles are read from {where_own(environ)}."
+            f"There is no site {name!r}; {choices(name, known)}. For another machine, write a profile "
+            f'{where_own(environ)}/NAME.yaml (docs/clusters.md, "A site of your own").'
         )
     data, places = _extended(known[name], environ, ())
     source = Source(str(known[name]), places)

@@ -341,7 +341,7 @@ def _meta(path: Path, file: h5py.File) -> dict[str, object]:
 def _opened(path: Path) -> Iterator[h5py.File]:
     """Yield an open checkpoint file of this version."""
     if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {path}; give the path of an existing one.")
+        raise CheckpointError(f"There is no checkpoint {path.absolute()}; give the path of an existing one.")
     # Many parallel file systems have no locks, and a finished checkpoint is never written again.
     with _damage_in(path), h5py.File(path, "r", locking=False) as file:
         _check_header(path, file)

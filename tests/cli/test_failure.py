@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.config import KINDS
-from hpctrain.cli.failure import BUG, USER_ERROR, Commands, job_ends_on_error
+from hpctrain.cli.failure import BUG, USER_ERROR, Commands, check_values, job_ends_on_error
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import DataError, RankLostError
 from hpctrain.core.text import place
@@ -47,38 +47,38 @@ submit: CONFIG --site lumi-g --account a backend=cuda => site lumi-g has GPUs of
 submit: CONFIG --site slurm optimizer=adagrad => There is no optimizer "adagrad"
 sites: nowhere => There is no site 'nowhere'
 eval: nowhere.yaml => nowhere.yaml: Cannot read the configuration
-eval: CONFIG --checkpoint nowhere => nowhere is not a run directory
+eval: CONFIG --checkpoint nowhere => /nowhere is not a run directory
 eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, but the first rank of a range must not exceed the last; use 1-3.
 eval: CONFIG => has a checkpoint; train one first
 eval: CONFIG --checkpoint best => has a best checkpoint, which requires checkpoint.best, and an evaluation and
 eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot be written
-predict: photos => No run in runs has a checkpoint; train one first, or name a run by --checkpoint.
-predict: photos --checkpoint nowhere => nowhere is not a run directory
+predict: photos => /runs has a checkpoint; train one first, or name a run by --checkpoint.
+predict: photos --checkpoint nowhere => /nowhere is not a run directory
 predict: photos --checkpoint file => file
 predict: photos --config nowhere.yaml => nowhere.yaml: Cannot read the configuration
 predict: photos --config CONFIG => has a checkpoint; train one first
-predict: photos --checkpoint best --runs photos => No run in photos has a best checkpoint
-autopsy: nowhere => There is no directory nowhere; give the directory of a run.
-autopsy: photos => photos contains no flight records (rank-*.flight); give the directory of a run.
-trace: nowhere => nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
-watch: photos --once => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
-watch: --once => There is no run in runs; give the directory of a run, or of all runs with --runs.
-report: photos => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
+predict: photos --checkpoint best --runs photos => /photos has a best checkpoint
+autopsy: nowhere => /nowhere; give the directory of a run.
+autopsy: photos => /photos contains no flight records (rank-*.flight); give the directory of a run.
+trace: nowhere => /nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
+watch: photos --once => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
+watch: --once => /runs; give the directory of a run, or of all runs with --runs.
+report: photos => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 report: photos file --test => --test evaluates a single run, but 2 are given; give one, or leave --test out.
-compare: photos file => photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
+compare: photos file => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 compare: photos => A comparison needs at least two runs; give two run directories, or use `hpctrain report`.
-checkpoint list: photos => photos contains no checkpoints; give a run directory with checkpoints
+checkpoint list: photos => /photos contains no checkpoints; give a run directory with checkpoints
 checkpoint verify: file => 1 of 1 checkpoints cannot be used; no other checkpoint is left to resume from.
-checkpoint show: nowhere => nowhere contains no checkpoints
+checkpoint show: nowhere => /nowhere contains no checkpoints
 checkpoint show: file => file
-checkpoint convert: nowhere --out new.h5 => nowhere contains no checkpoints
+checkpoint convert: nowhere --out new.h5 => /nowhere contains no checkpoints
 checkpoint convert: file --out photos => photos already exists and is not overwritten
 checkpoint convert: file --out new.h5 => The name new.h5 does not match the layout
 checkpoint prune: nowhere --keep 2 => nowhere is not a directory; give a run directory
 weights import: nowhere.pt --model resnet18 --out new.safetensors => There is no weight file nowhere.pt
 weights import: file --model resnet18 --out new.safetensors => Cannot determine the format of file from its name
 weights import: nowhere.pt --model resnet18 --out new.pt => it must end in .safetensors.
-weights export: nowhere --out new.safetensors => nowhere contains no checkpoints
+weights export: nowhere --out new.safetensors => /nowhere contains no checkpoints
 weights export: file --out new.safetensors => file
 weights export: photos --out new.h5 => it must end in .safetensors, .pt, .pth or .onnx.
 weights export: nowhere.safetensors --out new.onnx => There is no weight file nowhere.safetensors
@@ -381,3 +381,45 @@ def test_an_option_without_its_value_is_answered_by_the_legal_values() -> None:
         outcome = CliRunner().invoke(cli, words.split())
         assert outcome.exit_code == USER_ERROR
         assert sentence in outcome.stderr
+
+
+def _leaves(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[list[str], click.Command]]:
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from _leaves(command, (*words, name))
+        else:
+            yield [*words, name], command
+
+
+@pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
+def test_an_option_in_the_place_of_a_value_is_refused(words: list[str], command: click.Command) -> None:
+    """Would find that `--resume --steps 3` looks for a run called --steps."""
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
+    for option in (one for one in options if not isinstance(one.flag_value, str)):
+        for name in option.opts:
+            outcome = CliRunner().invoke(cli, [*words, name, "--steps", "3"])
+            assert outcome.exit_code == USER_ERROR
+            assert f"{name} needs a value (" in outcome.stderr
+            assert "but the next word is the option --steps; write the value after" in outcome.stderr
+
+
+@pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
+def test_a_misspelt_word_of_a_list_is_answered_by_the_nearest(words: list[str], command: click.Command) -> None:
+    """Would find a list of words whose error names no nearest one, as for `data fetch fashionmnist`."""
+    context = click.Context(command)
+    for parameter in (one for one in command.params if isinstance(one.type, click.Choice)):
+        for word in parameter.type.choices:
+            with pytest.raises(click.BadParameter, match=rf'(nearest is|only) "{word}"'):
+                parameter.type.convert(f"{word}x", parameter, context)
+
+
+def test_a_value_that_begins_with_dashes_follows_an_equals_sign() -> None:
+    """Would find that options whose value is optional, flags, words after -- and --option=VALUE are refused, too."""
+    evaluate = cli.get_command(click.Context(cli), "eval")
+    assert evaluate is not None
+    for words in ("--confusion --per-class", "--averaged --per-class", "--checkpoint=--odd", "-- --checkpoint --odd"):
+        check_values(click.Context(evaluate), words.split())
+    resumed = CliRunner().invoke(cli, ["run", "--", "hpctrain", "train", CONFIG, "--resume", "--steps", "3"])
+    assert "--resume needs a value (auto, best or PATH), but the next word is the option --steps;" in resumed.stderr

@@ -201,7 +201,7 @@ def test_printed_parts_add_up_and_fit_80_columns(seconds: float, shares: list[fl
         (
             _parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 2.5, 0.0),
             8.0,
-            "waits for data took 2,500 ms per step, and 100 ms in sampled steps",
+            "waits for data took 2,500 ms per step, and 100 ms in the first steps; `hpctrain bench data` shows what",
         ),
         (
             _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0),
@@ -232,9 +232,21 @@ def test_the_reason_for_an_error_of_a_choice_compares_with_its_prediction() -> N
     """Would find a reason that compares the run with sampled steps that the prediction did not use."""
     measured = _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0)
     reason = accounts.error_reason(measured, measured, PredictedStep(8.0, 0.4, 1.0, "", ""), from_samples=False)
-    assert reason == "computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction"
+    calibration = "`hpctrain calibrate` measures this machine, for the key machine"
+    assert reason == f"computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction; {calibration}"
     heard = _heard("xc40", SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc")))
     assert "100 ms in the prediction" in " ".join(line.strip() for line in heard.lines)
+
+
+@pytest.mark.parametrize(("steps", "judged"), [(15, False), (19, False), (20, True)])
+def test_only_a_run_of_ten_seconds_judges_its_prediction(steps: int, judged: bool) -> None:
+    """Would find a short run that explains an error which other programs cause, and an error without its direction."""
+    choice = SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc"))
+    heard = _heard("xc40", choice, steps=replace(MEASURED, steps=steps))
+    assert any(line.startswith("  the prediction is 40% too low: ") for line in heard.lines) == judged
+    assert heard.lines[2].endswith("; predicted 300")
+    ((_, values),) = heard.records
+    assert values["prediction_note"]
 
 
 def _waited(*of_ranks: list[DataWait]) -> list[Heard]:

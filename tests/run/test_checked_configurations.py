@@ -624,6 +624,27 @@ def test_an_override_of_a_name_alone_is_answered_by_one_of_the_section(override:
     assert "keeps" not in faults(text, override, replacement, f"{replacement.partition('=')[0]}.{option}=3")[0]
 
 
+_NEEDED = [(kind, name) for kind in KINDS for name in names(kind) if any(option.needed for option in choice(kind, name).options)]
+
+
+@pytest.mark.parametrize(("kind", "name"), _NEEDED)
+def test_a_missing_option_is_answered_by_an_example_that_is_accepted(kind: str, name: str) -> None:
+    """Would find an option without a default whose error does not show how to write its value, or a wrong example."""
+    text = (CONFIGS / "quickstart.yaml").read_text()
+    section = next((key for key, of_key in SECTIONS.items() if of_key == kind), None)
+    for override in (f"{section}.name={name}", f"{section}={name}") if section else (f"data.augment=[{name}]",):
+        (message,) = faults(text, override)
+        example = re.search(r'needs the option "\w+"; write for example "([^"]*)"\.$', message)
+        assert example is not None, message
+        passes(text, override, example[1])
+
+
+def test_a_missing_option_in_a_file_is_answered_by_the_section() -> None:
+    """Would find an example in the form of an override, or one that loses the options of the file."""
+    (message,) = faults((CONFIGS / "quickstart.yaml").read_text().replace("name: cosine", "name: step"))
+    assert message.endswith("; write for example {name: step, warmup_epochs: 0.5, milestones_epochs: [30, 60, 80]}.")
+
+
 def test_a_usual_word_for_a_needed_key_is_one_fault() -> None:
     """Would find that the key is reported as missing, too."""
     text = (CONFIGS / "quickstart.yaml").read_text().replace("\nbatch:", "\nbatch_size:")

@@ -18,7 +18,7 @@ class CenterCrop(WindowAugmentation):
     """Cut out the central square window of each image.
 
     Args:
-        size: Side of the window, in pixels; at most the shorter side of the images.
+        size: Side of the window, in pixels, such as 224; at most the shorter side of the images.
     """
 
     size: int

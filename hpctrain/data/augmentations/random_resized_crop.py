@@ -28,7 +28,7 @@ class RandomResizedCrop(ResamplingAugmentation):
     equal.
 
     Args:
-        size: Side of the result, in pixels.
+        size: Side of the result, in pixels, such as 224.
         scale: Minimum and maximum share of the image's area, within (0, 1].
         ratio: Minimum and maximum aspect ratio of the window, width over height.
     """

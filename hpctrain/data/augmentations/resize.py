@@ -18,7 +18,7 @@ class Resize(ResamplingAugmentation):
     """Resize the whole image so that its shorter side has a given length, with the filter of random_resized_crop.
 
     Args:
-        size: Shorter side of the result, in pixels. The aspect ratio is kept.
+        size: Shorter side of the result, in pixels, such as 256. The aspect ratio is kept.
     """
 
     size: int

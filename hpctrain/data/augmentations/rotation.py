@@ -16,7 +16,7 @@ class Rotation(Augmentation):
     """Rotate images about their centre by a random angle, like torchvision's RandomRotation; uncovered pixels are black.
 
     Args:
-        degrees: Maximum angle in either direction, in degrees, from 0 to 180.
+        degrees: Maximum angle in either direction, in degrees, from 0 to 180, such as 15.
         interpolation: Interpolation of rotated images: "nearest" or "bilinear".
     """
 
