@@ -94,6 +94,7 @@ def _of_engine(net: Workload) -> dict[str, int]:
 def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
     execute, multiply, make, matmul, dot = Call.__call__, Engine.multiply, Primitive.__init__, np.matmul, np.dot
     copies: WeakSet[Primitive] = WeakSet()
+    target: Any = None  # array to which the last call, a reorder, has written
 
     def initialised(primitive: Primitive, engine: Engine, kind: str, *arguments: Any) -> None:
         make(primitive, engine, kind, *arguments)
@@ -101,9 +102,12 @@ def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
             copies.add(primitive)
 
     def counted(call: Call) -> None:
+        nonlocal target
         counts["kernels"] += 1
-        if call._primitive in copies:
-            counts["copied_bytes"] += call._memories[-1].array.nbytes
+        written = call._memories[-1].array if call._primitive in copies else None
+        if written is not None and written is not target:  # otherwise the call continues the same copy, tap by tap
+            counts["copied_bytes"] += written.nbytes
+        target = written
         execute(call)
 
     def counted_numpy_product(function: Any, *arguments: Any, **options: Any) -> Any:

@@ -300,11 +300,11 @@ class Descriptor:
         made._extent_bytes = 4 * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
         return made
 
-    def part(self, shape: Sequence[int]) -> Descriptor:
-        """Return the descriptor, in this format, of the first `shape` elements along each dim."""
-        label, zeros = f"a part {tuple(shape)} of a descriptor", dims([0] * len(shape))
+    def part(self, shape: Sequence[int], begin: Sequence[int] | None = None) -> Descriptor:
+        """Return the descriptor of a part of this memory: `shape` elements along each dim, from `begin`; default: from 0."""
+        label, begin = f"a part {tuple(shape)} of a descriptor", [0] * len(shape) if begin is None else begin
         create = "dnnl_memory_desc_create_submemory"
-        return Descriptor(self.engine, self.engine.create(create, label, self.handle, dims(shape), zeros))
+        return Descriptor(self.engine, self.engine.create(create, label, self.handle, dims(shape), dims(begin)))
 
     @property
     def size_bytes(self) -> int:

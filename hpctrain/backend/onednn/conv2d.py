@@ -1,7 +1,7 @@
 """Convolution, with or without a ReLU after it: the choice of layout, kernels and weight formats, then the operator.
 
-A convolution with few pixels and many weights is computed by im2col and the library's matrix products. `Convolution` has the
-primitives of all other convolutions, not yet bound to memory.
+In float32, a convolution with few pixels and many weights is computed by im2col and the library's matrix products; in bfloat16,
+only the gradient of its weights is. `Convolution` has the primitives of all other convolutions, not yet bound to memory.
 
 The flat weights (KRSC) are copied to the kernels' blocked format. Training copies them at every forward and backward, since they
 change every step and a cache would only take memory; evaluation copies them once after `parameters_changed`. Weight gradients are
@@ -16,6 +16,7 @@ import math
 import numpy as np
 
 from hpctrain.backend.numpy.conv2d import MANY_WEIGHTS, NumpyConv2d
+from hpctrain.backend.numpy.windows import Columns
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Descriptor, Engine, Primitive, Unimplemented
 from hpctrain.backend.onednn.elementwise import GradientMask
@@ -37,7 +38,7 @@ from hpctrain.backend.onednn.operator import (
     part,
     vector,
 )
-from hpctrain.backend.onednn.winograd import Product, Tiling, WeightGradient, Work
+from hpctrain.backend.onednn.winograd import CallSequence, Product, Tiling, WeightGradient, Work
 from hpctrain.backend.operators import (
     Accumulating,
     Array,
@@ -46,9 +47,13 @@ from hpctrain.backend.operators import (
     Operator,
     OutputReadOnce,
     ParameterCopies,
+    Request,
     StepContext,
     aligned,
+    carve,
+    total_bytes,
 )
+from hpctrain.backend.rounded import BFLOAT16
 from hpctrain.backend.specs import NHWC, Conv2dSpec, TensorSpec, WithRelu
 
 # Speed of the direct 3x3 kernels relative to Winograd's products. Measured with AVX2, when these were 1x1 convolutions: 0.7 to
@@ -77,7 +82,8 @@ class Convolution:
             kernel.
         winograd: replacement of `forward` in training, if faster; otherwise None.
         winograd_data: replacement of `backward_data`, if faster; otherwise None.
-        winograd_weights: replacement of `backward_weights`, if faster; otherwise None.
+        weight_gradient: replacement of `backward_weights`, if faster: by Winograd in float32, by one product in bfloat16;
+            otherwise None.
     """
 
     def __init__(
@@ -114,9 +120,11 @@ class Convolution:
             self._make_adding()
         self.winograd: Product | None = None
         self.winograd_data: Product | None = None
-        self.winograd_weights: WeightGradient | None = None
+        self.weight_gradient: WeightGradient | ProductWeightGradient | None = None
         if training and self.x.dtype == "float32":  # in bfloat16, the direct kernels are faster than Winograd's
             self._make_winograd(relu, input_gradient)
+        elif training and few_pixels(spec, self.x) and spec.channels_in >= engine.block:
+            self.weight_gradient = ProductWeightGradient(self)
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
@@ -126,11 +134,11 @@ class Convolution:
 
     @property
     def phases(self) -> dict[str, Primitive | None]:
-        """Primitive of each phase; None if the phase is not wanted, or if Winograd replaces the primitive."""
+        """Primitive of each phase; None if the phase is not wanted, or if another computation replaces the primitive."""
         return {
             FORWARD: None if self.winograd is not None else self.forward,
             BACKWARD_DATA: None if self.winograd_data is not None else self.backward_data,
-            BACKWARD_WEIGHTS: None if self.winograd_weights is not None else self.backward_weights,
+            BACKWARD_WEIGHTS: None if self.weight_gradient is not None else self.backward_weights,
         }
 
     @property
@@ -215,7 +223,7 @@ class Convolution:
             label = f"{self.label} backward data"
             self.winograd_data = Product(self._engine, label, backward, (channels, 1, 9 * channels), flipped=True)
         if forward.pays(_DIRECT_WEIGHTS_SPEED):
-            self.winograd_weights = WeightGradient(self._engine, self.label, forward, strides, bias=spec.bias)
+            self.weight_gradient = WeightGradient(self._engine, self.label, forward, strides, bias=spec.bias)
 
 
 def choose(
@@ -248,20 +256,78 @@ def choose(
     return best
 
 
-# Maximum number of output pixels, over all images, for which matrix products are faster. They read the weights once, without a
-# copy; the library's convolutions copy them to blocks and back in every step.
+# Maximum number of output pixels, over all images, for which matrix products are faster. They read or write the weights once,
+# without a copy; the library's convolutions copy them to blocks and back in every step.
 _FEW_PIXELS = 128
 
 
-def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
-    """Return whether im2col and matrix products are faster than the library's kernels in training.
+def few_pixels(spec: Conv2dSpec, x: TensorSpec) -> bool:
+    """Return whether a convolution has so few pixels and so many weights that copies of the weights take as long as the kernels.
 
-    In bfloat16 they are not: the library's kernels take 0.9 to 1.0 of the time of the products (ResNet-34 on 48 pixels). The rule
-    is fixed rather than measured at run time, so that all ranks choose alike.
+    The rule is fixed rather than measured at run time, so that all ranks choose alike.
     """
-    n, height, width, _ = spec.output(x.plain()).shape
-    windows = x.dtype == "float32" and spec.groups == 1 and math.prod(spec.window.kernel) > 1
-    return windows and n * height * width <= _FEW_PIXELS and math.prod(spec.weight_shape) >= MANY_WEIGHTS
+    pixels = math.prod(spec.output(x.plain()).shape[:3])
+    return spec.groups == 1 and pixels <= _FEW_PIXELS and math.prod(spec.weight_shape) >= MANY_WEIGHTS
+
+
+def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
+    """Return whether im2col and matrix products are faster than the library's kernels in all phases of training.
+
+    In bfloat16 they are faster only for the gradient of the weights (`ProductWeightGradient`): 1.1 to 3.3 times. Forward and the
+    input's gradient take 0.9 to 1.0 of the time of the products (ResNet-34 on 48 pixels).
+    """
+    return x.dtype == "float32" and math.prod(spec.window.kernel) > 1 and few_pixels(spec, x)
+
+
+class ProductWeightGradient:
+    """Gradients of a convolution's weights, and of its bias if there is one, from bfloat16 images by one matrix product.
+
+    The product of dy and the windows of x writes the weights' gradient in float32 to plain memory (KRSC). oneDNN's convolution
+    would write blocks, and the copy to plain memory would take about as long as the kernel.
+    """
+
+    def __init__(self, plan: Convolution) -> None:
+        engine, spec, x, y = plan.source.engine, plan.spec, plan.x.plain(), plan.y.plain()
+        self._x, self._y = x, y
+        (count, height, width, k), depth = y.shape, math.prod(spec.weight_shape[1:])
+        pixels, label = count * height * width, f"{plan.label} backward weights"
+        self._load_x = Copy(engine, label, plan.source, images(engine, x))
+        self._load_y = Copy(engine, label, plan.destination, images(engine, y))
+        # NumPy has loops for 16-bit integers, but not for the numbers of ml_dtypes.
+        self._columns = Columns(x.shape, "uint16", spec.window, (height, width), column_bytes=2 * pixels * depth)
+        self._product = _Product(engine, label, ((k, pixels), "ba"), ((pixels, depth), "ab"))
+        self._sum = _Product(engine, f"{label}, bias", ((1, pixels), "ab"), ((pixels, k), "ab")) if spec.bias else None
+        library_bytes = [each.scratchpad_bytes for each in (self._load_x, self._load_y, self._product, self._sum) if each]
+        sizes = [((max(library_bytes),), "uint8"), ((x.size,), "uint16"), ((y.size,), "uint16")]
+        self._requests: list[Request] = [*sizes, *self._columns.scratch]
+        self.scratch_bytes = total_bytes(self._requests)
+
+    def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, buffer: Array) -> Work:
+        """Return the gradients as a call on fixed memory."""
+        library, plain_x, plain_y, column, padded = carve(buffer, self._requests)
+        (chunk,) = self._columns.bind(plain_x.reshape(self._x.shape), column, padded)
+        works = [self._load_x.bind(x, plain_x, library), self._load_y.bind(dy, plain_y, library), chunk.fill]
+        works.append(self._product.bind(plain_y, chunk.matrix, weight, library))
+        if self._sum is not None:
+            ones = np.ones(plain_y.size // self._y.shape[-1], BFLOAT16)
+            works.append(self._sum.bind(ones, plain_y, bias, library))
+        return CallSequence(works)
+
+
+class _Product:
+    """The float32 product of two bfloat16 matrices, each a shape and a format tag."""
+
+    def __init__(self, engine: Engine, label: str, *factors: tuple[tuple[int, int], str]) -> None:
+        (rows, _), (_, columns) = (shape for shape, _ in factors)
+        left, right = (Descriptor.tagged(engine, shape, tag, "bfloat16") for shape, tag in factors)
+        target = Descriptor.tagged(engine, (rows, columns), "ab")
+        self._formats = dict(zip((c.ARG_SRC, c.ARG_WEIGHTS, c.ARG_DST), (left, right, target), strict=True))
+        self._primitive = Primitive(engine, "matmul", label, left, right, None, target, Attributes(engine))
+        self.scratchpad_bytes = self._primitive.scratchpad_bytes
+
+    def bind(self, left: Array, right: Array, target: Array, library: Array) -> Work:
+        memories = zip(self._formats.items(), (left, right, target), strict=True)
+        return self._primitive.bind({number: (form, array) for (number, form), array in memories}, library)
 
 
 class ProductConv2d(NumpyConv2d):
@@ -315,7 +381,10 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         relu = isinstance(spec, WithRelu)
         self.primitives = plan.phases
         self._label = plan.label
-        self._turns = plan.spec.window.kernel != (1, 1)
+        flips = plan.spec.window.kernel != (1, 1)
+        # Copies of single taps need no flipped kernel in scratch. They are faster if there are many weights.
+        self._flips_taps = flips and math.prod(plan.spec.weight_shape) >= MANY_WEIGHTS
+        self._flips_whole = flips and not self._flips_taps
         self.inputs, self.output = (plan.x,), plan.y
         self.needs_output = relu
         self._mask = GradientMask(engine, self._label, plan.y) if relu and training else None
@@ -328,25 +397,18 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         formats = [plan.weights]
         turned_bytes = 0
         if self._training:
-            formats.append(plan.diff_weights)
+            if plan.weight_gradient is None:
+                formats.append(plan.diff_weights)
             if plan.backward_data is not None:
                 formats.append(plan.backward_data_weights)
             if plan.adding is not None:
                 formats.append(plan.adding_weights)
-                turned_bytes = plan.plain_weights.size_bytes if self._turns else 0
+                turned_bytes = plan.plain_weights.size_bytes if self._flips_whole else 0
         regions = Regions()
         self._library_part = regions.add(max(primitive.scratchpad_bytes for primitive in plan.primitives))
-        begin = regions.total_bytes
-        self._weights_part = self._adding_part = regions.add(max(each.size_bytes for each in formats))
-        if plan.x.dtype == "float32":
-            self._turned_part = regions.add(turned_bytes)
-        elif plan.adding is not None:
-            # The call that adds to the gradient of x uses no other weights and no weight gradient. Its flipped kernel (float32)
-            # and its blocked copy (bfloat16) therefore begin at the same offset. In float32 this would save nothing.
-            adding = Regions(begin)
-            self._turned_part, self._adding_part = adding.add(turned_bytes), adding.add(plan.adding_weights.size_bytes)
-            regions.total_bytes = max(regions.total_bytes, adding.total_bytes)
-        others = (plan.winograd, plan.winograd_data, plan.winograd_weights)
+        self._weights_part = regions.add(max(each.size_bytes for each in formats))
+        self._turned_part = regions.add(turned_bytes)
+        others = (plan.winograd, plan.winograd_data, plan.weight_gradient)
         self.scratch_bytes = max(regions.total_bytes, *(0 if other is None else other.scratch_bytes for other in others))
 
     def follow(self, first: Operator) -> None:
@@ -392,13 +454,22 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
 
         The copy is None if both formats are the same, or if `self._first` has already made one.
         """
-        if source.equals(target):
+        flips = use == _ADDING and self._flips_taps
+        if source.equals(target) and not flips:
             return None, plain
         copied = None if self._first is None else self._first._copied.get(use)
         if copied is not None and copied[0].equals(target):
             return None, copied[1]
         self._copied[use] = target, room
-        return Copy(self._engine, f"{self._label} weights", source, target).bind(plain, room), room
+        label = f"{self._label} weights"
+        if not flips:
+            return Copy(self._engine, label, source, target).bind(plain, room), room
+        k, r, s, channels = self._plan.spec.weight_shape
+        works = []
+        for i, j in np.ndindex(r, s):
+            tap = source.part((channels, k, 1, 1), (0, 0, i, j)), target.part((channels, k, 1, 1), (0, 0, r - 1 - i, s - 1 - j))
+            works.append(Copy(self._engine, label, *tap).bind(plain, room))
+        return CallSequence(works), room
 
     def _leading(self, product: Product | None) -> tuple[Product, Array] | None:
         """Return (product, scratch that holds its weights), for a product of this operator's plan."""
@@ -408,9 +479,9 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         plan = self._plan
         assert plan.backward_weights is not None
         self._store: Work | None = None
-        if plan.winograd_weights is not None:
+        if plan.weight_gradient is not None:
             x, dy, gradients = buffers.inputs[0], buffers.output_grad, buffers.gradients
-            bound = plan.winograd_weights.bind(x, dy, gradients["weight"], gradients.get("bias"), buffers.scratch)
+            bound = plan.weight_gradient.bind(x, dy, gradients["weight"], gradients.get("bias"), buffers.scratch)
             self._backward_weights: Work = bound
             return
         direct = plan.diff_weights.equals(plan.plain_weights)
@@ -437,12 +508,11 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
             return
         if buffers.accumulate[0]:
             assert plan.adding is not None
-            if self._turns:
+            if self._flips_whole:
                 turned = part(buffers.scratch, self._turned_part).view(weight.dtype).reshape(weight.shape)
                 self._turn = (turned, weight[:, ::-1, ::-1])
                 weight = turned
-            room = part(buffers.scratch, self._adding_part)
-            self._load_backward, weights = self._prepare(_ADDING, plan.transposed_weights, weight, plan.adding_weights, room)
+            self._load_backward, weights = self._prepare(_ADDING, plan.transposed_weights, weight, plan.adding_weights, blocked)
             if self._load_backward is None and weights is not weight:
                 self._turn = None  # another operator has flipped them
             self._backward_data = plan.adding.bind(

@@ -27,7 +27,7 @@ def chosen(onednn: KernelSet, spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple
     operator = onednn.make(spec, (TensorSpec(shape),), training=True)
     assert isinstance(operator, Conv2dOperator)
     plan = operator._plan
-    return tuple(way is not None for way in (plan.winograd, plan.winograd_data, plan.winograd_weights))
+    return tuple(way is not None for way in (plan.winograd, plan.winograd_data, plan.weight_gradient))
 
 
 CHUNK_BYTES = {"whole": 1 << 30, "two images": 250_000, "two rows": 50_000, "single rows": 1}
