@@ -306,7 +306,7 @@ class ProductWeightGradient:
         """Return the gradients as a call on fixed memory."""
         library, plain_x, plain_y, column, padded = carve(buffer, self._requests)
         (chunk,) = self._columns.bind(plain_x.reshape(self._x.shape), column, padded)
-        works = [self._load_x.bind(x, plain_x, library), self._load_y.bind(dy, plain_y, library), chunk.fill]
+        works: list[Work] = [self._load_x.bind(x, plain_x, library), self._load_y.bind(dy, plain_y, library), chunk.fill]
         works.append(self._product.bind(plain_y, chunk.matrix, weight, library))
         if self._sum is not None:
             ones = np.ones(plain_y.size // self._y.shape[-1], BFLOAT16)
