@@ -81,7 +81,7 @@ APT_GET := DEBIAN_FRONTEND=noninteractive timeout --kill-after=10 $(APT_SECONDS)
 OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 OPENMPI_FLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 
-# What gpu_check.sh needs beside requirements-gpu.txt, for Python 3.12 whatever Python fetches it.
+# Packages that gpu_check.sh needs in addition to requirements-gpu.txt, for Python 3.12, also if another Python fetches them.
 PYTHON312 ?= python3.12
 GPU_VENV ?= .venv-gpu
 GPU_WHEELS ?= .whl

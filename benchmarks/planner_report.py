@@ -49,7 +49,7 @@ class Compared:
 
     @property
     def least_accuracy(self) -> float:
-        """The accuracy beside the least step, whatever slowed it."""
+        """Accuracy against the shortest measured step."""
         return 1 - abs(self.predicted_seconds / self.least_seconds - 1)
 
 
@@ -205,7 +205,7 @@ def summary(rows: Sequence[Compared]) -> list[str]:
     return [
         f"{len(rows)} points: accuracy {statistics.fmean(accuracies):.1%} on average, {statistics.median(accuracies):.1%} in the "
         f"median, {worst.accuracy:.1%} at worst ({worst.point.name}); {within} at {GOOD_ACCURACY:.0%} and above, {below} below "
-        f"{WORST_ACCURACY:.0%}. Beside the least steps, whatever slowed them: "
+        f"{WORST_ACCURACY:.0%}. Against the shortest measured step of each point: "
         f"{statistics.fmean(row.least_accuracy for row in rows):.1%} on average."
     ]
 

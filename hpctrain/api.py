@@ -161,7 +161,7 @@ class _Asked:
         if self.progress not in _PROGRESS:
             raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
         counts = {"batch": (self.batch, 1), "rows": (self.rows, 1), "cols": (self.cols, 1), "threads": (self.threads, 1)}
-        check_counts(**{name: pair for name, pair in counts.items() if pair[0] is not None or name in ("batch", "rows")})
+        check_counts("cols", "threads", **counts)
         if self.deadline_seconds <= 0:
             raise ConfigError(
                 f"deadline_seconds is {self.deadline_seconds:g}, but must be above 0; the default is {_DEADLINE_SECONDS:g}."

@@ -21,6 +21,7 @@ from hpctrain.runs import directory
 from hpctrain.storage import checkpoint
 from hpctrain.training.trainer import Trainer
 from tests.support.jobs import Outcome
+from tests.support.tiny_runs import whole_lines
 
 ROOT = Path(__file__).parents[1]
 SYNTHETIC = {"samples": 48, "test_samples": 8, "height": 8, "width": 8, "classes": 3}
@@ -165,7 +166,7 @@ def test_without_progress_nothing_is_printed_but_warnings(config: dict[str, Any]
     assert result.epochs == 3
     skipping = {"optimizer.lr": 1e38, "on_nonfinite": "skip", "model.dropout": 0.0}
     hpctrain.train(config, style="none", steps=4, **skipping)
-    assert all("skipped" in line for line in capfd.readouterr().out.splitlines())
+    assert all("skipped" in line for line in whole_lines(capfd.readouterr().out).splitlines())
 
 
 @pytest.mark.parametrize(("steps", "near"), [(1.5, 2), (-1, 0), (True, 1), ("3", 0), (2.0, 2), (np.arange(2), 0)])

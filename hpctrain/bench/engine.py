@@ -28,6 +28,7 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import item_bytes
 from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, fallbacks, gemm_peak, time_layers, timed
 from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
+from hpctrain.core.text import size_text
 from hpctrain.launch.control_groups import peak_resident_bytes
 
 _PREFIX = "onednn_verbose,exec,"
@@ -381,8 +382,8 @@ def _totals(measured: Measurement) -> str:
         f"{'thread' if measured.threads == 1 else 'threads'}: {measured.step_seconds * 1e3:.2f} ms per step, "
         f"{measured.images_per_second:.1f} images/s; CPU time {measured.cpu_seconds * 1e3:.2f} ms",
         f"{measured.gflops_per_second:.1f} GFLOP/s by {measured.clock} time, {share:.0%} of a large matrix product's "
-        f"{measured.peak_gflops:.1f}; arena {measured.arena_bytes / 1e6:.1f} MB, "
-        f"{'memory in use' if measured.backend == 'cuda' else 'peak resident'} {measured.peak_bytes / 1e6:.0f} MB",
+        f"{measured.peak_gflops:.1f}; arena {size_text(measured.arena_bytes)}, "
+        f"{'memory in use' if measured.backend == 'cuda' else 'peak resident'} {size_text(measured.peak_bytes)}",
     ]
     if measured.kernel_seconds is not None and measured.reorder_seconds is not None:
         lines.append(

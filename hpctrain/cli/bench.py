@@ -13,7 +13,7 @@ import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OneOf, OutputFile, Seconds
 from hpctrain.cli.failure import Commands
-from hpctrain.core.text import counted, echo, echo_block, folded
+from hpctrain.core.text import counted, echo, echo_block, wrapped
 
 if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates
@@ -169,8 +169,8 @@ def data(
     if as_json:
         echo_block(json.dumps(content, indent=1))
     else:
-        for line in (*rates_table(rates), *(line for one in sentences for line in folded(one.split(", "), _COLUMNS, ", "))):
-            echo(line)
+        for line in (*rates_table(rates), *sentences):
+            echo_block(wrapped(line, _COLUMNS))
     if out is not None:
         write_json(out, content)
 

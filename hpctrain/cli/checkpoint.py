@@ -17,9 +17,11 @@ import click
 from hpctrain.cli.arguments import FilePath, OneOf, OutputFile
 from hpctrain.cli.failure import Commands
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, size_text
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hpctrain.storage.checkpoint import CheckpointContent
 
 _PATH = click.argument("path", type=FilePath(path_type=Path))
@@ -53,7 +55,7 @@ def listing(path: Path) -> None:
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written))
         is_best = best is not None and best.checkpoint == file.name
         column = f"{mark if is_best else '':{len(mark)}}  " if mark else ""
-        echo(f"step {step:>8}  {stored.n_bytes / 1e6:>10,.1f} MB  {written}  {column}{file}")
+        echo(f"step {step:>8}  {size_text(stored.n_bytes):>10}  {written}  {column}{file}")
     if best is not None and not (files[0][1].parent / best.checkpoint).exists():
         echo(f"the best checkpoint, {best.checkpoint} ({best}), no longer exists")
 
@@ -107,7 +109,7 @@ def show(path: Path, as_json: bool) -> None:
     for name, facts in tensors.items():
         echo(f"  {name}  {facts['shape']} {facts['dtype']}")
     size = sum(math.prod(facts["shape"]) * np.dtype(facts["dtype"]).itemsize for facts in tensors.values())
-    echo(f"{len(tensors)} tensors, {size / 1e6:,.1f} MB")
+    echo(f"{counted(len(tensors), 'tensor')}, {size_text(size)}")
 
 
 @checkpoint.command()
@@ -253,7 +255,7 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
     check_suffix(out, (SAFETENSORS,))
     content = of_file(file, model, classes, _parsed(options))
     content.write(out)
-    echo(f"{out}: {_summary(content.state)} of {model}, bitwise equal to those of {file}")
+    echo_wrapped(f"{out}: {_summary(content.state)} of {model}, bitwise equal to those of {file}")
 
 
 @weights.command()
@@ -294,7 +296,7 @@ def export(
         content = of_checkpoint(path, model, classes, _parsed(options), averaged=averaged)
     content.write(out)
     weights = ", averaged," if averaged else ""
-    echo(f"{out}: {_summary(content.state)}{weights} of {content.metadata['model']}, from {path}")
+    echo_wrapped(f"{out}: {_summary(content.state)}{weights} of {content.metadata['model']}, from {path}")
 
 
 @weights.command("show")
@@ -317,11 +319,15 @@ def show_weights(file: Path, as_json: bool) -> None:
         echo(f"{key}: {value}")
     for name, facts in tensors.items():
         echo(f"  {name}  {facts['shape']} {facts['dtype']}")
-    echo(f"{_summary(content.tensors)}, {sum(array.nbytes for array in content.tensors.values()) / 1e6:,.1f} MB")
+    echo(f"{_summary(content.tensors)}, {size_text(sum(array.nbytes for array in content.tensors.values()))}")
 
 
-def _summary(state: Any) -> str:
-    return f"{len(state)} tensors with {sum(math.prod(array.shape) for array in state.values()):,} numbers"
+def _summary(state: Mapping[str, np.ndarray]) -> str:
+    from hpctrain.models.state_dict import counts_of
+
+    parameters, statistics = counts_of(state)
+    others = f" and {statistics:,} running statistics" if statistics else ""
+    return f"{parameters:,} parameters{others} in {counted(len(state), 'tensor')}"
 
 
 def _parsed(options: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import click
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, load_config
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import echo, echo_block, echo_wrapped
 
 
 @click.group(cls=Commands)
@@ -49,12 +49,12 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration without running it.
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
-    standard error; the exit code is then 2. If the training file exists, batch normalisation is also checked for the sizes of its
-    images. If the configuration needs a GPU, or a processor that multiplies bfloat16, and this machine lacks it, the command only
-    warns: the training may run on another machine.
+    standard error; the exit code is then 2. If the training file exists, the command prints its number of images and the steps of
+    an epoch, and checks batch normalisation for the sizes of the images. If the configuration needs a GPU, or a processor that
+    multiplies bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
     """
     from hpctrain.config.checks import check_names
-    from hpctrain.config.images import single_values_of
+    from hpctrain.config.images import data_line, single_values_of, stored_training_images
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
@@ -73,6 +73,9 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
         f"  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
     )
+    images = stored_training_images(loaded)
+    if images is not None:
+        echo_wrapped(f"  {data_line(loaded, len(images), 0 if images.split is None else len(images.split.validation))}")
 
 
 @config.command(name="list")
@@ -98,12 +101,13 @@ def list_() -> None:
 def copy(names: tuple[str, ...], directory: Path) -> None:
     """Copy installed examples to a directory for editing.
 
-    NAMES are examples, such as quickstart or slurm.sbatch; without NAMES, all are copied.
+    NAMES are examples, such as quickstart or slurm.sbatch; without NAMES, all are copied. Files that exist are not changed. If
+    one differs from its example, nothing is copied.
     """
     from hpctrain.config import examples
 
-    for path in examples.copy(names, directory):
-        echo(path)
+    for path, is_new in examples.copy(names, directory).items():
+        echo(f"{path}{'' if is_new else ': exists already, unchanged'}")
 
 
 @config.command()

@@ -18,7 +18,7 @@ import click
 
 from hpctrain.cli.arguments import FilePath, OneOf, OutputFile
 from hpctrain.cli.failure import USER_ERROR, Commands
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import echo, echo_block, size_text
 
 if TYPE_CHECKING:
     from hpctrain.data.convert.arrays import ForeignImages
@@ -160,8 +160,9 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
     """
     from hpctrain.data import fetch as sources
 
+    unchanged = set() if overwrite else set(out.glob("*.h5"))
     for path in sources.fetch(out, sources.DATA_SETS[name], overwrite=overwrite, bar=progress).values():
-        echo(path)
+        echo(f"{path}{': exists already, unchanged' if path in unchanged else ''}")
 
 
 @data.command()
@@ -175,10 +176,10 @@ def info(file: Path) -> None:
     opened = ImageFile.open(file)
     height, width, channels = opened.shape
     per_class = np.bincount(opened.labels, minlength=len(opened.class_names))
-    megabytes = len(opened) * height * width * channels / 1e6
-    echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {megabytes:.1f} MB")
+    size = size_text(len(opened) * height * width * channels)
+    echo(f"images   {len(opened)} of {height}x{width}x{channels} (H x W x C), {size}")
     if "blob" in opened.manifest:
-        echo(f"stored   as picture files, {opened.stored_bytes / 1e6:.1f} MB")
+        echo(f"stored   as picture files, {size_text(opened.stored_bytes)}")
     if opened.value_range is not None:
         echo("range    {:g} to {:g}, which became 0 to 255".format(*opened.value_range))
     echo(f"mean     {_numbers(opened.mean)}")

@@ -23,7 +23,7 @@ import click
 
 from hpctrain.core import log
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.core.text import choices, colours, synonyms
+from hpctrain.core.text import choices, colours, size_text, synonyms
 from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
@@ -248,7 +248,7 @@ def _out_of_memory(error: MemoryError, rank: int) -> str:
     request = " ".join(str(error).split()).rstrip(".") or "an allocation of unknown size was refused"
     plan = planned()
     return (
-        f"Memory ran out on rank {rank} ({platform.node()}): {request}{place}; the process used at most {peak / 1e9:.3f} GB"
+        f"Memory ran out on rank {rank} ({platform.node()}): {request}{place}; the process used at most {size_text(peak)}"
         f"{'' if plan is None else f', {plan}'}; set a smaller batch, more micro_batches or data.cache to false, "
         "or give the job more memory."
     )

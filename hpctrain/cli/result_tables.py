@@ -19,10 +19,10 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
-from hpctrain.core.text import counted, echo, echo_block, escaped, loss_text, pipe_columns
+from hpctrain.core.text import counted, echo, echo_block, escaped, loss_text, pipe_columns, spans, wrapped
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
-from hpctrain.runs.results import summary_texts
+from hpctrain.runs.results import SETTINGS, UNKNOWN, summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.training.evaluation import ClassScore, ConfusionMatrix
 
@@ -30,9 +30,10 @@ _COLUMNS = 80  # width without a terminal
 _MOST_CONFUSIONS = 20
 #: maximum number of runs that are columns of a comparison in 80 columns
 _MOST_COLUMNS = 4
-#: figures of a comparison of more runs, which fit 80 columns
-_MAIN_FIGURES = ("state", "epochs", "validation top-1", "test loss", "test top-1", "best test top-1", "images/s")
+#: figures of a comparison of more runs, the most important first
+_MAIN_FIGURES = ("state", "test top-1", "best test top-1 (epoch)", "validation top-1", "images/s", "epochs", "test loss")
 _MOST_OF_A_NAME = 30
+_NARROWEST_STATE, _NARROW_HEADING = 10, 20
 _NO_CLASS = "(not finite)"
 
 
@@ -45,7 +46,7 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     weights = " (averaged weights)" if evaluation.averaged else ""
     flip = ", with mirror images" if evaluation.flip else ""
     echo(
-        f"{evaluation.path}{weights}: {sums.count} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
+        f"{evaluation.path}{weights}: {sums.count:,} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
         f"top5 {means['top5']:.2%}{flip}"
     )
     console = output_console(_COLUMNS)
@@ -70,7 +71,7 @@ def _class_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) ->
 def _confusion_table(matrix: ConfusionMatrix, names: tuple[str, ...], width: int) -> Table:
     """Return the whole matrix if it fits, with the numbers of the classes as titles; else the most frequent confusions."""
     whole = _whole_table(matrix, names)
-    if whole is not None and PlainConsole(width=10_000).measure(whole).maximum <= width:
+    if whole is not None and _width(whole) <= width:
         return whole
     table = plain_table("class", "taken for", "times", left=2, widest=_MOST_OF_A_NAME)
     for label, prediction, count in matrix.largest_confusions(_MOST_CONFUSIONS):
@@ -287,20 +288,63 @@ def _printable(file: Path) -> str:
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
-def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str], width: int) -> Table:
-    """Return a table of settings: a column per run if they fit, else a row per value with the runs that have this value."""
+def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str], width: int) -> Iterator[RenderableType]:
+    """Yield a table with a column per run if the values fit, else each key with its values and the runs that have them."""
     if len(numbers) <= _MOST_COLUMNS:
         table = plain_table("", *numbers, left=1 + len(numbers))
         for setting in settings:
             table.add_row(setting.key, *setting.values)
-        if PlainConsole(width=10_000).measure(table).maximum <= width:
-            return table
-    table = plain_table("", "value", "runs", left=3)
-    table.columns[2].no_wrap = len(numbers) <= _MOST_COLUMNS
+        if _width(table) + _GAP <= width:
+            yield Padding(table, (0, 0, 0, _GAP))
+            return
     for setting in settings:
-        for place, value in enumerate(dict.fromkeys(setting.values)):
-            runs = [number for number, own in zip(numbers, setting.values, strict=True) if own == value]
-            table.add_row("" if place else setting.key, value, ", ".join(runs))
+        yield f"  {setting.key}"
+        for value in dict.fromkeys(setting.values):
+            runs = [run for run, own in enumerate(setting.values, 1) if own == value]
+            yield wrapped(f"    {spans(runs)}: {value}", width)
+
+
+def _width(table: Table) -> int:
+    """Return the width of a table that breaks no line."""
+    return PlainConsole(width=10_000).measure(table).maximum
+
+
+def _results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], width: int) -> Table:
+    """Return the figures of a few runs as columns, or the main figures of more runs as rows. Only titles are broken, at spaces.
+
+    Settings are left out if they do not fit: those that differ are listed below the table.
+    """
+    if len(numbers) > _MOST_COLUMNS:
+        return _main_results(figures, numbers, width)
+    for widest_heading, left_out in ((None, ()), (_NARROW_HEADING, ()), (_NARROW_HEADING, SETTINGS)):
+        table = plain_table("", *numbers, left=1 + len(numbers))
+        table.columns[0].max_width = widest_heading
+        for heading, values in figures:
+            if heading not in left_out:
+                table.add_row(heading, *values)
+        if _width(table) <= width:
+            break
+    return table
+
+
+def _main_results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], width: int) -> Table:
+    """Return a row per run with the main figures that fit."""
+    least = {
+        heading: _NARROWEST_STATE if heading == "state" else max(map(len, [*values, *heading.split()]))
+        for heading, values in figures
+        if heading in _MAIN_FIGURES and set(values) != {UNKNOWN}
+    }
+    for heading in reversed(_MAIN_FIGURES):
+        if len(numbers[-1]) + sum(_GAP + columns for columns in least.values()) > width:
+            least.pop(heading, None)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="")
+    table.add_column()
+    for heading, columns in least.items():  # titles are broken to the width of the values
+        is_state = heading == "state"
+        table.add_column(heading, justify="left" if is_state else "right", width=None if is_state else columns, overflow="fold")
+    shown = [values for heading, values in figures if heading in least]
+    for number, *values in zip(numbers, *shown, strict=True):
+        table.add_row(number, *values)
     return table
 
 
@@ -313,22 +357,12 @@ def comparison_lines(comparison: Comparison, width: int = _COLUMNS) -> Iterator[
     for number, name in zip(numbers, comparison.names, strict=True):
         yield f"{number}: {name}"
     yield ""
-    figures = summary_texts(comparison.summaries)
-    if len(numbers) > _MOST_COLUMNS:
-        shown = [(heading, values) for heading, values in figures if heading in _MAIN_FIGURES]
-        results = plain_table("", *(heading for heading, _ in shown), left=2)
-        for number, *values in zip(numbers, *(values for _, values in shown), strict=True):
-            results.add_row(number, *values)
-    else:
-        results = plain_table("", *numbers, left=1 + len(numbers))
-        for heading, values in figures:
-            results.add_row(heading, *values)
-    yield results
+    yield _results(summary_texts(comparison.summaries), numbers, width)
     for title, settings in (("configuration", comparison.configuration), ("versions", comparison.versions)):
         yield ""
         yield f"Differences in {title}:" if settings else f"No differences in {title}."
         if settings:
-            yield Padding(_settings(settings, numbers, width - _GAP), (0, 0, 0, _GAP))
+            yield from _settings(settings, numbers, width)
     yield ""
     for bits in comparison.bits:
-        yield bits.sentence(comparison.names)
+        yield wrapped(bits.sentence([f"run {number}" for number in numbers]), width)

@@ -21,7 +21,7 @@ from hpctrain.cli.arguments import FilePath, OutputFile, Seconds
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.core.errors import DataError
-from hpctrain.core.text import echo, echo_block, escaped
+from hpctrain.core.text import echo, echo_block, escaped, size_text
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 
@@ -310,7 +310,7 @@ def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: 
     page = report_page(read_runs(runs), results)
     text = html(page)
     _write(target, lambda: write_text(target, text))
-    echo(f"{target}: {len(text.encode()) / 1e6:.2f} MB")
+    echo(f"{target}: {size_text(len(text.encode()))}")
     if png is not None:
         _write(png, lambda: png.mkdir(parents=True, exist_ok=True))
         _write_figures(page, png)
@@ -360,7 +360,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
         console = output_console()
         with console.capture() as printed:
             for renderable in comparison_lines(comparison, console.width):
-                console.print(renderable)
+                console.print(renderable, soft_wrap=isinstance(renderable, str))  # sentences are wrapped, but not paths
         echo_block("\n".join(line.rstrip() for line in printed.get().splitlines()))
     if out is not None:
         from hpctrain.report.figures import check_matplotlib

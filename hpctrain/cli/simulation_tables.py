@@ -19,7 +19,7 @@ from rich.table import Table
 from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
-from hpctrain.core.text import counted
+from hpctrain.core.text import counted, size_text
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import machine_file
 from hpctrain.planner.configured_search import (
@@ -121,8 +121,8 @@ def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]
         needs = f"{ranks:,} ranks need {nodes:,} nodes, so more nodes of the same kind are assumed"
         yield f"Machine {machine.name} has {places} ranks; {needs}."
     if memory_bytes > machine.memory_bytes:
-        needed, present = megabytes(memory_bytes), megabytes(machine.memory_bytes)
-        yield f"A rank needs up to {needed} MB, but has {present} MB: the largest of these jobs does not fit."
+        needed, present = size_text(memory_bytes), size_text(machine.memory_bytes)
+        yield f"A rank needs up to {needed}, but has {present}: the largest of these jobs does not fit."
 
 
 def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> None:
@@ -333,7 +333,7 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
         ("nodes", f"{machine.nodes}"),
         ("ranks_per_node", f"{machine.ranks_per_node}"),
         ("cores_per_rank", f"{machine.cores_per_rank:g}"),
-        ("memory_bytes", f"{machine.memory_bytes / 1e9:.1f} GB"),
+        ("memory_bytes", f"{size_text(machine.memory_bytes)}"),
         ("ranks_per_card", f"{machine.ranks_per_card}"),
     ]
     for name, link in (("within", machine.within), ("between", machine.between)):
@@ -344,19 +344,19 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
     for kind, rate in machine.single_thread_rates.items():
         lines.append(("single_thread_rates", f"{kind}: {_rate_words(kind, rate)}"))
     if math.isfinite(machine.node_bytes_per_second):
-        lines.append(("node_bytes_per_second", f"{machine.node_bytes_per_second / 1e9:.1f} GB/s"))
+        lines.append(("node_bytes_per_second", f"{size_text(machine.node_bytes_per_second)}/s"))
     return lines
 
 
 def _rate_words(kind: OperatorClass, rate: OperatorRate) -> str:
     speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-    return f"{speed}{rate.bytes_per_second / 1e9:.1f} GB/s, {rate.call_seconds * 1e6:.0f} us per call"
+    return f"{speed}{size_text(rate.bytes_per_second)}/s, {rate.call_seconds * 1e6:.0f} us per call"
 
 
 def _link_lines(link: Link) -> list[tuple[str, str]]:
     lines = []
     for one in link.segments:
-        rate = f"{1e-9 / one.beta_seconds_per_byte:.2f} GB/s" if one.beta_seconds_per_byte else "no time per byte"
+        rate = f"{size_text(1 / one.beta_seconds_per_byte)}/s" if one.beta_seconds_per_byte else "no time per byte"
         unattended = "" if one.unattended_bytes is None else f", {one.unattended_bytes / 1024:.0f} KiB between polls"
         polls = f", {one.polls} polls before" if one.polls else ""
         begin = f"{one.from_bytes / 1024:g} KiB"

@@ -47,8 +47,10 @@ def _is_text(line: str) -> bool:
     return line.startswith("# ")
 
 
-def copy(wanted: Sequence[str], directory: Path) -> list[Path]:
-    """Copy examples to the same relative paths below `directory`. Identical files are left alone. Without names, copy all.
+def copy(wanted: Sequence[str], directory: Path) -> dict[Path, bool]:
+    """Copy examples to the same relative paths below `directory`, and return for each path whether its file is new.
+
+    Identical files are left alone. Without names, copy all.
 
     Raises:
         ConfigError: an example does not exist, or another file is in its place. No file is copied then.
@@ -58,9 +60,10 @@ def copy(wanted: Sequence[str], directory: Path) -> list[Path]:
     for source, target in zip(sources, targets, strict=True):
         if target.exists() and read_bytes(target) != source.read_bytes():
             raise ConfigError(f"{target} already exists and differs from the example; rename it, or copy to another directory.")
+    is_new: dict[Path, bool] = {}
     for source, target in zip(sources, targets, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
+        if is_new.setdefault(target, not target.exists()):
             with open(target, "xb") as file:  # does not overwrite a file that was created in the meantime
                 file.write(source.read_bytes())
-    return targets
+    return is_new

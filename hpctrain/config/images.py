@@ -362,19 +362,39 @@ def _images(count: int) -> str:
     return "1 image" if count == 1 else f"{count:,} images"
 
 
+def data_line(config: Config, images: int, held_out: int) -> str:
+    """Return the line on the training data and the steps of an epoch.
+
+    Args:
+        images: number of images of an epoch.
+        held_out: number of images held out for validation.
+    """
+    validation = f", {held_out:,} others for validation" if held_out else ""
+    few = f" (only {images:,} are there)" if config.batch > images else ""
+    steps = counted(-(-images // config.batch), "step")
+    return f"data {config.data.train}: {images:,} images{validation}, batch {config.batch}{few}, {steps} per epoch"
+
+
+def stored_training_images(config: Config) -> Images | None:
+    """Return the training images of a configuration; None if their file is missing or faulty, which is reported elsewhere."""
+    if config.data.train == SYNTHETIC or Path(config.data.train).exists():
+        with suppress(HpctrainError, OSError):
+            return training_images(config, open_images(config, "train"), None)[0]
+    return None
+
+
 def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
     """Check the batch norms of a configuration, with the header of its training file. Finds nothing if the file is missing.
 
     Args:
         ranks: number of ranks of the job; None: the size of the configured grid, with one column if grid.cols is null.
     """
-    if config.automatic or (config.data.train != SYNTHETIC and not Path(config.data.train).exists()):
+    images = None if config.automatic else stored_training_images(config)
+    if images is None:
         return SingleValues()
     with suppress(HpctrainError, OSError):  # other faults are reported elsewhere
-        file = open_images(config, "train")
-        images, _ = training_images(config, file, None)
         cols = (config.grid.cols or 1) if ranks is None else max(1, ranks // config.grid.rows)
-        plan, classes = parallel_plan(config, cols), len(file.class_names)
+        plan, classes = parallel_plan(config, cols), len(images.file.class_names)
         return single_values(config, images.shapes(config.epochs), classes, len(images), plan, config.data.train)
     return SingleValues()
 

@@ -257,16 +257,19 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
         raise OptionError(f"{label} is {json.dumps(value)}, but {reasons}.", key) from None
 
 
-def check_counts(**counts: tuple[Any, int]) -> None:
+def check_counts(*optional: str, **counts: tuple[Any, int]) -> None:
     """Raise unless each argument is an integer of at least its minimum. Integers of NumPy are accepted.
 
     Args:
+        optional: names of the arguments that may be None.
         counts: pairs (value, minimum) by the name of the argument.
 
     Raises:
         ConfigError: an argument is not. The message has its name, its value and the nearest legal value.
     """
     for name, (value, least) in counts.items():
+        if value is None and name in optional:
+            continue
         try:
             if not isinstance(value, bool) and operator.index(value) >= least:
                 continue

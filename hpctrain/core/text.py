@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,6 +76,11 @@ def echo_block(text: str, *, err: bool = False) -> None:
     print(escaped(text.removesuffix("\n"), keep="\n\t"), file=sys.stderr if err else sys.stdout, flush=True)
 
 
+def echo_wrapped(line: str) -> None:
+    """Print a line to stdout, wrapped to the width of the terminal, or of COLUMNS, or of 80 columns without both."""
+    echo_block(wrapped(line, shutil.get_terminal_size().columns))
+
+
 def shell_word(text: str) -> str:
     """Return a text quoted as one word of a shell, without expansions."""
     if not text:
@@ -102,6 +108,14 @@ def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if abs(loss) < 1000 or not math.isfinite(loss) else f"{loss:.4g}"
 
 
+def size_text(n_bytes: float) -> str:
+    """Return a size with three significant digits in the largest unit that it reaches: 512 bytes, 47.1 MB, 3 GB."""
+    if n_bytes < 999.5:
+        return counted(round(n_bytes), "byte")
+    power = min(5, max(1, math.floor(math.log10(n_bytes / 0.9995) / 3)))
+    return f"{n_bytes / 1000**power:.3g} {'kMGTP'[power - 1]}B"
+
+
 def duration_text(seconds: float) -> str:
     """Return a time as h:mm:ss, with whole days in front: 0:00:07, 1:02:03, 2 d 3:04:05."""
     minutes, second = divmod(round(seconds), 60)
@@ -124,18 +138,32 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
     return between.join(text for _, text in kept)
 
 
-def folded(pieces: Sequence[str], room: int = LOG_COLUMNS, between: str = "; ", indent: str = "  ") -> list[str]:
-    """Return lines, each with as many pieces as fit; all lines except the first begin with the indent."""
-    end = between.rstrip()
-    gap = between[len(end) :]
-    lines: list[str] = []
-    for number, piece in enumerate(pieces, 1):
-        closed = piece + end if number < len(pieces) else piece
-        if lines and len(lines[-1] + gap + closed) <= room:
-            lines[-1] += gap + closed
-        else:
-            lines.append(indent + closed if lines else closed)
-    return lines
+#: minimum share of a line in front of a break at the end of a clause; otherwise a line is broken at its last space
+_CLAUSE_SHARE = 0.6
+#: a space at which a line may be broken: not between a number and its unit
+_BREAK = re.compile(r"(?<!\d) | (?![A-Za-z%])")
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Return a line as lines of at most `columns` columns; lines after the first are indented by two more.
+
+    A line is broken after a comma, semicolon or colon if it stays long enough, otherwise at any space. A word that does not fit
+    into a line, such as a path, stays whole and on the line of the words before it.
+    """
+    indent = " " * (len(text) - len(text.lstrip()))
+    first, *others = _BREAK.split(text.lstrip())
+    lines, line, further = [], indent + first, indent + "  "
+    for words in others:
+        if len(f"{line} {words}") <= columns or len(further + words) > columns:
+            line += f" {words}"
+            continue
+        clauses = [
+            at.start() for at in re.finditer("(?<=[,;:])(?: |$)", line) if _CLAUSE_SHARE * columns <= at.start() <= columns
+        ]
+        at = clauses[-1] if clauses and len(further + line[clauses[-1] :] + words) <= columns else len(line)
+        lines.append(line[:at])
+        line = further + f"{line[at:]} {words}".lstrip()
+    return "\n".join([*lines, line])
 
 
 def spans(ranks: Sequence[int]) -> str:

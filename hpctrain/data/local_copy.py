@@ -31,6 +31,7 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import SharedMemory, share
 from hpctrain.core.files import expanded
 from hpctrain.core.log import get_logger
+from hpctrain.core.text import size_text
 from hpctrain.data.image_file import ImageFile
 from hpctrain.storage.atomic_write import write_bytes
 
@@ -245,7 +246,7 @@ def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, obje
     limit = room if request.limit is None else min(room, request.limit)
     count = min(wanted, limit // image_bytes)
     short = count < wanted and limit == room
-    return _Prepared(descriptor, count, path, f"{directory} has room for {limit / 1e9:.3g} GB" if short else "")
+    return _Prepared(descriptor, count, path, f"{directory} has room for {size_text(limit)}" if short else "")
 
 
 def _directory(name: str) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.files import path_of
+from hpctrain.core.text import size_text
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity, fine, present
 from hpctrain.storage.atomic_write import write_bytes
 
@@ -412,13 +413,13 @@ def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> l
     for _, places in present(facts):
         for fact in places:
             least[fact.path] = min(fact.free_bytes, least.get(fact.path, fact.free_bytes))
-    return [fine(f"Free space on every node: {', '.join(f'{size / 1e9:,.1f} GB in {path}' for path, size in least.items())}.")]
+    return [fine(f"Free space on every node: {', '.join(f'{size_text(size)} in {path}' for path, size in least.items())}.")]
 
 
 def _finding(fact: ScratchFacts, where: str) -> DoctorFinding | None:
     named = f"{fact.path}{where}{f' ({fact.variable})' if fact.variable else ''}"
     if fact.error in _FULL or (not fact.error and fact.free_bytes < _LEAST_BYTES):
-        room = f"{named} has {fact.free_bytes / 1e6:,.1f} MB left."
+        room = f"{named} has {size_text(fact.free_bytes)} left."
         if Path(fact.path) == _SHARED_MEMORY:
             return FULL_MEMORY.found(room)
         return FULL_SCRATCH.found(room, f"Free space in {fact.path}, or export TMPDIR=DIR, a directory with space on the node.")

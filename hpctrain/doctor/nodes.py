@@ -20,7 +20,7 @@ from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.text import counted, spans
+from hpctrain.core.text import counted, size_text, spans
 from hpctrain.doctor.check import (
     Check,
     DoctorFinding,
@@ -157,10 +157,9 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     node = facts[worst]
     assert node is not None
     count = ranks_of.get(worst, 1)
-    need = count * rank_bytes / 1e9
     sentence = (
         f"{counted(count, 'rank')} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
-        f"{need:{'.1f' if need >= 0.1 else '.2g'}} GB by the plan of a step; the node has {node.node_bytes / 1e9:.1f} GB."
+        f"{size_text(count * rank_bytes)} by the plan of a step; the node has {size_text(node.node_bytes)}."
     )
     if shares[worst] <= _TIGHT:
         return [fine(sentence)]

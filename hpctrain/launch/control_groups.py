@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.core.text import size_text
+
 _MEMINFO = Path("/proc/meminfo")
 # (controllers in a line of /proc/self/cgroup, mount point, files of the limit and of the use, name of the part of the use that
 # the kernel can reclaim at once)
@@ -166,7 +168,7 @@ class MemoryGroup:
             assert self.limit is not None, "comes with the counts"
             size = int(self.limit.read_text())
             if size < _LARGEST:
-                return f": the job's limit here is {size / 1e9:.3f} GB"
+                return f": the job's limit here is {size_text(size)}"
         return ""
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.core.text import counted
+from hpctrain.core.text import counted, size_text
 from hpctrain.launch.processes import process_namespace as _namespace
 from hpctrain.launch.processes import start_ticks as _begun
 
@@ -40,8 +40,8 @@ class Removed:
     n_bytes: int = 0
 
     def __str__(self) -> str:
-        size = f"{self.n_bytes / 1e6:,.1f} MB"
-        return f"removed {counted(self.count, 'segment')} of shared memory ({size}) left here by killed jobs of yours"
+        segments = f"{counted(self.count, 'segment')} of shared memory ({size_text(self.n_bytes)})"
+        return f"removed {segments} left here by killed jobs of yours"
 
 
 @dataclass(frozen=True)

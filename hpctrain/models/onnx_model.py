@@ -25,6 +25,7 @@ from hpctrain.backend.specs import (
     Window,
 )
 from hpctrain.core.errors import BackendError, CheckpointError
+from hpctrain.core.text import size_text
 from hpctrain.models.state_dict import StateEntry, declared_state
 from hpctrain.nn.layers import Layer, PadChannelsSpec
 
@@ -65,8 +66,8 @@ def onnx_model(
     size_bytes = sum(array.nbytes for array in state.values())
     if size_bytes > _MOST_BYTES:
         raise CheckpointError(
-            f"The weights have {size_bytes / 1e9:.1f} GB, but an ONNX file holds at most {_MOST_BYTES / 1e9:g} GB; export "
-            f"them as safetensors."
+            f"The weights have {size_text(size_bytes)}, but an ONNX file holds at most {size_text(_MOST_BYTES)}; export "
+            "them as safetensors."
         )
     builder = GraphBuilder(TensorSpec((1, *image_shape)))
     translator = _Translator(onnx, builder.build(model.lower(builder, 0, "")), declared_state(model), state)

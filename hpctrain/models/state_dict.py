@@ -23,6 +23,7 @@ from hpctrain.nn.parameter import ParameterSpec
 #: torch's batch counter next to the running statistics of each batch norm; hpctrain does not use it, and files may lack it
 COUNTER = "num_batches_tracked"
 _STATISTIC_WITH_COUNTER = "running_mean"
+_STATISTICS = (_STATISTIC_WITH_COUNTER, "running_var")
 _MOST_REPORTED = 8
 
 
@@ -84,6 +85,17 @@ def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np
         if role == "running_var" and join(layer, _STATISTIC_WITH_COUNTER) in state:
             counted[join(layer, COUNTER)] = np.array(batches, np.int64)
     return counted
+
+
+def counts_of(state: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """Return the numbers of parameters and of running statistics in a state with torchvision's names. Counters are neither."""
+    parameters = statistics = 0
+    for name, array in state.items():
+        if name.rpartition(".")[2] in _STATISTICS:
+            statistics += array.size
+        elif not is_counter(name):
+            parameters += array.size
+    return parameters, statistics
 
 
 def is_counter(name: str) -> bool:

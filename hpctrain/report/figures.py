@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
+from hpctrain.core.text import size_text
 from hpctrain.runs.results import AVERAGED, TEST, TRAINING, VALIDATION, Curve, Panel
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
@@ -398,7 +399,7 @@ def read_steps(path: Path) -> tuple[StepLanes, ...]:
         size = path.stat().st_size
         if size > LARGEST_TRACE_BYTES:
             raise DataError(
-                f"{path} has {size / 1e6:,.0f} MB, but figures are drawn from at most {LARGEST_TRACE_BYTES / 1e6:,.0f} MB; "
+                f"{path} has {size_text(size)}, but figures are drawn from at most {size_text(LARGEST_TRACE_BYTES)}; "
                 f"trace fewer steps (--steps), or open it with Perfetto."
             )
         content = json_object(read_bytes(path, LARGEST_TRACE_BYTES))

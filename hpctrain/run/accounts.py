@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
@@ -22,7 +21,7 @@ from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import HpctrainError
-from hpctrain.core.text import LOG_COLUMNS, folded
+from hpctrain.core.text import size_text
 from hpctrain.data.cache import summed
 from hpctrain.job.automatic_choice import PredictedStep
 from hpctrain.job.session import Session
@@ -151,7 +150,7 @@ def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
 
 
 def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
-    """Return the account in lines of at most 80 columns. Parts that round to 0 are omitted.
+    """Return the lines of the account. Parts that round to 0 are omitted.
 
     Args:
         reason: why there is no prediction, or why it is off.
@@ -171,13 +170,13 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
     pieces[0] = f"step time {measured.seconds * 1e3:,.{digits}f} ms: {pieces[0]}"
     if predicted is not None:
         pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
-    lines = folded(pieces, between=", ")
+    lines = [", ".join(pieces)]
     if reason:
         head = "no prediction"
         if predicted is not None:
             error = predicted.seconds / measured.seconds - 1
             head = f"the prediction is {abs(error):.0%} too {'low' if error < 0 else 'high'}"
-        lines += textwrap.wrap(f"{head}: {reason}", LOG_COLUMNS, initial_indent="  ", subsequent_indent="    ")
+        lines.append(f"  {head}: {reason}")
     return lines
 
 
@@ -318,15 +317,15 @@ def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, ste
 
 def memory_line(peak: PeakMemory, ranks: int) -> str:
     """Return the line on peak memory."""
-    of_rank = f" on rank {peak.rank}, {peak.mean_bytes / 1e6:,.0f} MB in the mean" if ranks > 1 else ""
-    on_device = "" if peak.device_bytes is None else f"; {peak.device_bytes / 1e6:,.0f} MB of a GPU"
-    return f"peak memory {peak.most_bytes / 1e6:,.0f} MB{of_rank}{on_device}"
+    of_rank = f" on rank {peak.rank}, {size_text(peak.mean_bytes)} in the mean" if ranks > 1 else ""
+    on_device = "" if peak.device_bytes is None else f"; {size_text(peak.device_bytes)} of a GPU"
+    return f"peak memory {size_text(peak.most_bytes)}{of_rank}{on_device}"
 
 
 def pinned_line(pinned: PinnedBytes) -> str:
     """Return the line on pinned memory."""
-    messages, images = pinned.messages / 1e6, pinned.images / 1e6
-    return f"pinned memory of a rank {pinned.total / 1e6:,.1f} MB: messages {messages:,.1f} MB, images {images:,.1f} MB"
+    messages, images = size_text(pinned.messages), size_text(pinned.images)
+    return f"pinned memory of a rank {size_text(pinned.total)}: messages {messages}, images {images}"
 
 
 def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
@@ -397,14 +396,14 @@ class WaitsOfRanks:
             "rank": self.rank,
         }
 
-    def lines(self, ranks: int) -> list[str]:
-        """Return the lines for the end of a run: the fraction of the steps' duration that was spent waiting for data."""
+    def line(self, ranks: int) -> str:
+        """Return the line for the end of a run: the fraction of the steps' duration that was spent waiting for data."""
         words = [f"steps waited for data {self.share:.1%} of the time"]
         if ranks > 1:
             words[0] += f" (mean of the ranks; rank {self.rank} {self.most_share:.1%})"
         if self.most_share > _NOTABLE_SHARE:
             words.append("`hpctrain bench data` shows what limits the data")
-        return folded(words)
+        return "; ".join(words)
 
 
 class DataAccount(DataWaits):
@@ -424,8 +423,7 @@ class DataAccount(DataWaits):
         self._record(position.epoch + 1, position)
         whole = WaitsOfRanks.of(self._every_step)
         if whole.steps:
-            for line in whole.lines(len(self._every_step)):
-                self._reporter.say(line)
+            self._reporter.say(whole.line(len(self._every_step)))
 
     def _record(self, epoch: int, position: Position) -> None:
         table = self._gathered()
@@ -474,8 +472,9 @@ class ReadReport(Observer):
 
     def finish(self, position: Position) -> None:
         """Report the samples read by all ranks, record unreadable samples, and keep local copies for later runs."""
-        for line in read_lines(self._total()):
-            self._reporter.say(line)
+        total = self._total()
+        if any(total.values()):
+            self._reporter.say(reads_line(total))
         if self._cache is not None:
             self._cache.keep()
         self._gaps.finish(position)
@@ -486,14 +485,14 @@ class ReadReport(Observer):
         return summed(self._world.allgather_object(self._cache.counts.values()))
 
 
-def read_lines(total: Mapping[str, int]) -> list[str]:
-    """Return lines with the counts by source; none if no sample was read from a file."""
+def reads_line(total: Mapping[str, int]) -> str:
+    """Return the line with the counts by source."""
     parts = [
-        f"{total[f'{name}_samples']:,} {text} ({total[f'{name}_bytes'] / 1e9:.3g} GB)"
+        f"{total[f'{name}_samples']:,} {text} ({size_text(total[f'{name}_bytes'])})"
         for name, text in _WORDS.items()
         if total.get(f"{name}_samples")
     ]
-    return folded([f"samples read: {parts[0]}", *parts[1:]], between=", ") if parts else []
+    return f"samples read: {', '.join(parts)}"
 
 
 class RunHashes(Observer):

@@ -19,7 +19,7 @@ from hpctrain.comm.shared_memory import share
 from hpctrain.config.schema import CacheConfig
 from hpctrain.config.values import AUTO_SIZE
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.text import rule
+from hpctrain.core.text import rule, size_text
 from hpctrain.data.cache import ALONE, FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
@@ -65,10 +65,10 @@ def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
         where = "in memory of each node"
         if kept.denied:
             where = f"in memory of each rank, as the ranks of a node cannot share it ({kept.denied})"
-        size = f"({kept.memory_bytes / 1e9:.3g} GB)"
+        size = f"({size_text(kept.memory_bytes)})"
         yield f"data {file.path}: {_part(kept.memory, file)} stay {where} {size}{'' if kept.local else again}"
     if kept.local:
-        size = f"({kept.local_bytes / 1e9:.3g} GB)"
+        size = f"({size_text(kept.local_bytes)})"
         found = f", {kept.found:,} of them from an earlier run" if kept.found else ""
         short = f", as {kept.local_denied}" if kept.local_denied else ""
         yield f"data {file.path}: {_part(kept.local, file)} stay in a local copy on each node {size}{found}{short}{again}"
@@ -283,8 +283,8 @@ def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple
         return config.memory, ""
     return (
         most,
-        f"data.cache.memory is {config.memory / 1e9:.3g} GB, but a node has {free / 1e9:.3g} GB free, of which at most 90 % may "
-        f"be used",
+        f"data.cache.memory is {size_text(config.memory)}, but a node has {size_text(free)} free, of which at most 90 % may "
+        "be used",
     )
 
 

@@ -296,8 +296,8 @@ class Job(StartedRank):
 
         def make() -> Replica:
             answer = _answer(on_nonfinite, checks_every_steps)
-            shards = {} if exact_shards is None else {"exact_shards": (exact_shards, 1)}
-            check_counts(micro_batches=(micro_batches, 1), checks_every_steps=(checks_every_steps, 0), **shards)
+            counts = {"micro_batches": (micro_batches, 1), "checks_every_steps": (checks_every_steps, 0)}
+            check_counts("exact_shards", exact_shards=(exact_shards, 1), **counts)
             chosen = make_backend(backend, dtype, precision, self.place)
             loss = {"smoothing": label_smoothing, "class_weights": tuple(class_weights)}
             return Replica(
@@ -434,8 +434,7 @@ class Job(StartedRank):
         files = self._open(path, like, arguments)
 
         def make() -> tuple[Loader, CacheConfig]:
-            batches = {} if batch is None else {"batch": (batch, 1)}
-            check_counts(prefetch=(prefetch, 0), threads=(threads, 1), **batches)
+            check_counts("batch", prefetch=(prefetch, 0), threads=(threads, 1), batch=(batch, 1))
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
             file = reference = files[_FILE]
             if like is not None:
@@ -499,7 +498,7 @@ class Job(StartedRank):
         arguments = dict(locals())
 
         def make() -> tuple[ArrayLoader, Subject]:
-            check_counts(**({} if batch is None else {"batch": (batch, 1)}))
+            check_counts("batch", batch=(batch, 1))
             samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
             check_shape(samples.images.shape[1:], replica)
             sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)

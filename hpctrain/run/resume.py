@@ -30,7 +30,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core import user_code
 from hpctrain.core.errors import CheckpointError, HpctrainError
 from hpctrain.core.log import get_logger
-from hpctrain.core.text import counted, folded
+from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, class_difference, with_class_order
 from hpctrain.job.lost_ranks import RunOwnership
 from hpctrain.job.same_start import Subject, compare, is_trusted
@@ -406,8 +406,8 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
         reporter.say(f"resumed at {describe(position, samples)}")
     for change in start.changes:
         reporter.say(f"  {change}")
-    for line in folded(rate_words(start, config, samples)) if position.epoch + over < epochs else ():
-        reporter.say(line)
+    if position.epoch + over < epochs and (words := rate_words(start, config, samples)):
+        reporter.say("; ".join(words))
     reporter.record(
         "resume",
         {

@@ -22,7 +22,7 @@ from hpctrain.comm.link import ClockMap, Offset, measure_offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import AveragerConfig, CheckpointConfig, ChecksConfig, EvaluateConfig, HashesConfig
 from hpctrain.core.intervals import even, even_interval
-from hpctrain.core.text import folded, pipe_columns
+from hpctrain.core.text import counted, size_text
 from hpctrain.job.session import Session
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
@@ -32,7 +32,7 @@ from hpctrain.storage.atomic_write import write_json
 from hpctrain.trace import time_table
 from hpctrain.trace.chrome import ChromeTrace
 from hpctrain.trace.time_table import Postings, RowNames, TimeTable
-from hpctrain.trace.time_table_text import COLUMNS, is_sum, lines
+from hpctrain.trace.time_table_text import is_sum, lines
 from hpctrain.trace.tracer import Category, Events, Tracer, cost_per_event_seconds
 
 COMPUTE_ONLY_FILE = "compute_only.json"
@@ -135,7 +135,7 @@ def report_compute_only(
     ]
     if session.groups.all_ranks.size > 1:
         lines.append(
-            f"gradients alone, reduce-scatter and allgather of {exchange.payload_bytes / 1e6:.1f} MB: "
+            f"gradients alone, reduce-scatter and allgather of {size_text(exchange.payload_bytes)}: "
             f"{exchange.seconds * 1e3:.3f} ms, {exchange.cpu_seconds * 1e3:.3f} ms of them CPU time; "
             f"no step is shorter than {limit * 1e3:.3f} ms"
         )
@@ -179,14 +179,14 @@ class TraceReport:
         self._begin = self._offset()
         trace.clear()  # start-up is not part of any step
 
-    def finish(self, directory: Path, about: Mapping[str, Any], width: int | None = None) -> list[str]:
+    def finish(self, directory: Path, about: Mapping[str, Any], width: int) -> list[str]:
         """Write `trace.json` and `time_table.json` on rank 0, and return the lines to print there; none on other ranks.
 
         If a file cannot be written, one of the lines reports the error.
 
         Args:
             about: versions, machine and configuration, written into both files.
-            width: columns of the terminal; None if there is none.
+            width: number of columns of a line.
         """
         events = self._trace.events()
         groups = self._groups()
@@ -220,7 +220,7 @@ class TraceReport:
             self._progress.wait_handle(self._world.irecv(payload, rank, _TAG), f"trace of rank {rank}")
             yield pickle.loads(payload.tobytes())
 
-    def _write(self, directory: Path, about: Mapping[str, Any], mine: RankTrace, width: int | None) -> list[str]:
+    def _write(self, directory: Path, about: Mapping[str, Any], mine: RankTrace, width: int) -> list[str]:
         tables: list[TimeTable | None] = []
         postings: list[Postings] = []
         error_ns = dropped = 0
@@ -234,13 +234,12 @@ class TraceReport:
             file.describe(facts)
         whole = [table for table in tables if table is not None]
         place = f"in {directory / TRACE_FILE}" if file.error is None else f"was not written ({reason(file.error)})"
-        summary = folded(
-            [
-                f"trace of {self._world.size} {'rank' if self._world.size == 1 else 'ranks'} {place}",
-                f"their clocks agree to within {error_ns * 1e-3:.1f} us",
-                *([f"{dropped} events were dropped, as the buffer was full"] if dropped else []),
-            ]
-        )
+        words = [
+            f"trace of {counted(self._world.size, 'rank')} {place}",
+            f"their clocks agree to within {error_ns * 1e-3:.1f} us",
+            *([f"{dropped} events were dropped, as the buffer was full"] if dropped else []),
+        ]
+        summary = ["; ".join(words)]
         if len(whole) < len(tables):
             return [*summary, "no whole step was recorded, so there is no time table"]
         names = RowNames(time_table.layer_names(mine.events))
@@ -251,7 +250,7 @@ class TraceReport:
             write_json(directory / TABLE_FILE, content)
         except OSError as error:
             summary.append(f"{directory / TABLE_FILE} was not written ({reason(error)})")
-        shown = lines(table, error_ns * 1e-9, self._world.size, width or pipe_columns(COLUMNS))
+        shown = lines(table, error_ns * 1e-9, self._world.size, width)
         if any(is_sum(line) for line in shown):
             summary.append(f"all rows: hpctrain trace {directory} --all")
         return [*shown, *summary]

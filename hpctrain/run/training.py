@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import describe, parallel_plan
+from hpctrain.config.images import data_line
 from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
 from hpctrain.config.values import SLURM
@@ -32,7 +32,7 @@ from hpctrain.core.errors import (
     HpctrainError,
     RankLostError,
 )
-from hpctrain.core.text import LOG_COLUMNS, loss_text, spans
+from hpctrain.core.text import counted, echo_wrapped, loss_text, spans
 from hpctrain.flight.autopsy import different_phases
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.job import flight_records
@@ -538,30 +538,21 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     grid = describe(parallel_plan(config, session.grid.cols))
     for line in session.resolved.lines:
         reporter.say(line)
-    ranks = f"{session.world.size} {'rank' if session.world.size == 1 else 'ranks'}"
-    reporter.say(f"{ranks} as {grid}, launcher {session.launcher.name}")
-    for line in _wrapped(str(session.threads)):
-        reporter.say(line)
+    reporter.say(f"{counted(session.world.size, 'rank')} as {grid}, launcher {session.launcher.name}")
+    reporter.say(str(session.threads))
     cores, busy = cores_of_ranks(session.world, session.grid.node_of), busy_node(session.world, session.threads.load)
     if session.launcher.starts_mpi:
         reporter.say(cores)
-    for line in _wrapped(busy):
-        reporter.say(line)
+    if busy:
+        reporter.say(busy)
     reporter.say(f"kernels {setup.backend.description}; averager {config.averager.name}")
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"
     )
-    images, held_out = setup.loader.sampler.samples, setup.data.held_out
-    validation = "" if held_out is None else f", {held_out[0]:,} others for validation"
-    steps = f"{len(setup.loader)} steps per epoch"
-    reporter.say(f"data {config.data.train}: {images:,} images{validation}, batch {config.batch}, {steps}")
+    held_out = setup.data.held_out
+    reporter.say(data_line(config, setup.loader.sampler.samples, 0 if held_out is None else held_out[0]))
     for note in filter(None, (describe_frozen(network), *setup.notes, *notes)):
         reporter.say(note)
-
-
-def _wrapped(text: str) -> list[str]:
-    """Return a long sentence in lines of at most 80 columns."""
-    return textwrap.wrap(text, LOG_COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _introduce_start(
@@ -631,45 +622,53 @@ def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpo
     """End the run on all ranks, print how it ended on rank 0 unless the style is "none", and return the end. Collective."""
     enter(session, RunPhase.END)
     complete()
-    if not session.is_root or asked.style == "none":
-        return end
+    if session.is_root and asked.style != "none":
+        for line in _end_lines(asked, end, session.config, checkpoints):
+            echo_wrapped(line)
+        print(f"files of this run: {end.directory.path}", flush=True)  # one line of any length, for scripts
+    return end
+
+
+def _end_lines(asked: _Request, end: RunEnd, config: Config, checkpoints: RunCheckpoints) -> Iterator[str]:
+    """Yield the lines on how the run ended, with its last accuracies and its best checkpoint."""
     directory, outcome, continuation = end.directory, end.outcome, asked.continuation(end.directory.path)
-    epochs = session.config.epochs
+    epochs = config.epochs
     if end.reason is not None:
         written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
         code = "" if asked.in_program else f" (exit code {STOPPED})"
-        print("\n".join(stop_lines(end.reason, outcome, epochs, f"{continuation}{code}", written)))
+        yield from stop_lines(end.reason, outcome, epochs, f"{continuation}{code}", written)
     elif outcome.steps_reached:
-        print(_steps_reached(outcome, epochs, asked.steps_name, continuation))
+        yield from _steps_reached(outcome, epochs, asked.steps_name, continuation)
     elif outcome.stopped:
-        print(f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch\ncontinue with {continuation}")
+        yield f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch"
+        yield f"continue with {continuation}"
     if outcome.position.skipped:
-        print(_skipped(outcome.position))
+        yield _skipped(outcome.position)
     then = f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
-    for split, sums in ((session.config.data.evaluated, outcome.evaluation), ("test", outcome.test)):
+    for split, sums in ((config.data.evaluated, outcome.evaluation), ("test", outcome.test)):
         if sums is not None:
-            print("\n".join(_accuracy(f"{split} accuracy{then}", sums)))
+            yield from _accuracy(f"{split} accuracy{then}", sums)
     if checkpoints.best is not None and (best := checkpoints.best.line()) is not None:
-        print(best)
-    print(f"files of this run: {directory.path}", flush=True)
-    return end
+        yield best
 
 
 def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
     """Yield lines on an evaluation, and on that of the averaged weights."""
     means = sums.means()
     loss = loss_text(means["loss"])
-    yield f"{label} {means['top1']:.2%} (top5 {means['top5']:.2%}, loss {loss}, {sums.count} images)"
+    yield f"{label}: {means['top1']:.2%} (top5 {means['top5']:.2%}, loss {loss}, {sums.count:,} images)"
     if "ema_top1" in means:
-        yield f"{label} of the averaged weights {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
+        yield f"{label} of the averaged weights: {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
 
 
-def _steps_reached(outcome: Outcome, epochs: int, by: str, continuation: str) -> str:
-    """Return lines on the end of a run by its number of steps and on how to resume it, with a remark if it had no evaluation."""
+def _steps_reached(outcome: Outcome, epochs: int, by: str, continuation: str) -> Iterator[str]:
+    """Yield lines on the end of a run by its number of steps and on how to resume it, with a remark if it had no evaluation."""
     position = outcome.position
-    end = "" if outcome.evaluation is not None else "\nno evaluation was made; evaluations are made only at ends of epochs"
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    return f"ended {where}, as requested by {by}{end}\ncontinue with {continuation}"
+    yield f"ended {where}, as requested by {by}"
+    if outcome.evaluation is None:
+        yield "no evaluation was made; evaluations are made only at ends of epochs"
+    yield f"continue with {continuation}"
 
 
 def _skipped(position: Position) -> str:

@@ -91,7 +91,7 @@ class SameBits:
         count = len(self.different)
         tensors = f"{count:,} tensor{'' if count == 1 else 's'}"
         before = "" if self.same_step is None else f", and the same at step {self.same_step}"
-        return f"other bits than {first} at step {self.step} in {tensors}, {self.different[0]} first{before}"
+        return f"other bits than {first} at step {self.step} in {tensors}, {key_text(self.different[0])} first{before}"
 
 
 @dataclass(frozen=True)

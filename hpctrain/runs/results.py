@@ -20,7 +20,7 @@ import numpy as np
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.core.text import duration_text, loss_text
+from hpctrain.core.text import duration_text, loss_text, size_text
 from hpctrain.core.yaml_source import read_yaml
 from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, StoredCheckpoint, read_best, stored_checkpoints
 from hpctrain.runs.state import Record, RunReader, RunState, set_of
@@ -136,10 +136,12 @@ def _tables(path: Path) -> tuple[TimeTable, ...]:
 #: text for an unknown figure
 UNKNOWN = "-"
 MOST_HOSTS = 2
+#: figures from the configuration; a comparison also lists every key that differs
+SETTINGS = ("model", "data", "batch", "optimiser")
 #: figures that are left out if no run has them
 _OPTIONAL = frozenset((
-    "model", "data", "batch", "optimiser", "step", "communication not hidden", "predicted step", "GPU memory", "waited for data",
-    "validation loss", "validation top-1", "validation top-5", "best validation top-1",
+    *SETTINGS, "step", "communication not hidden", "predicted step", "GPU memory", "waited for data (most on a rank)",
+    "validation loss", "validation top-1", "validation top-5", "best validation top-1 (epoch)",
 ))  # fmt: skip
 #: maximum time between two records that counts as training; a longer time is a pause between jobs
 LONGEST_STEP_SECONDS = 600.0
@@ -265,9 +267,9 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("communication not hidden", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
         ("predicted step", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
-        ("peak memory", [_megabytes(figures.peak_bytes) for figures in summaries]),
-        ("GPU memory", [_megabytes(figures.device_bytes) for figures in summaries]),
-        ("waited for data", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
+        ("peak memory", [_size(figures.peak_bytes) for figures in summaries]),
+        ("GPU memory", [_size(figures.device_bytes) for figures in summaries]),
+        ("waited for data (most on a rank)", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
         ("training time", [duration_text(figures.seconds) for figures in summaries]),
     ]
     return [(heading, values) for heading, values in texts if heading not in _OPTIONAL or set(values) != {UNKNOWN}]
@@ -280,9 +282,9 @@ def _evaluation_texts(split: str, summaries: Sequence[Summary]) -> Iterator[tupl
     yield f"{split} loss", [UNKNOWN if loss is None else loss_text(loss) for loss in losses]
     yield f"{split} top-1", [_text(figures.top1.get(split), ".2%") for figures in summaries]
     yield f"{split} top-5", [_text(figures.top5.get(split), ".2%") for figures in summaries]
-    texts = [UNKNOWN if top1 is None else f"{top1:.2%} (epoch {epoch})" for top1, epoch in zip(best, epochs, strict=True)]
+    texts = [UNKNOWN if top1 is None else f"{top1:.2%} ({epoch})" for top1, epoch in zip(best, epochs, strict=True)]
     if split != TEST or any(figures.evaluated == TEST for figures in summaries):
-        yield f"best {split} top-1", texts
+        yield f"best {split} top-1 (epoch)", texts
 
 
 def _text(value: float | None, form: str) -> str:
@@ -300,12 +302,12 @@ def _milliseconds(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else f"{1e3 * seconds:.4g} ms"
 
 
-def _megabytes(size_bytes: float | None) -> str:
-    return UNKNOWN if size_bytes is None else f"{size_bytes / 1e6:,.0f} MB"
+def _size(size_bytes: float | None) -> str:
+    return UNKNOWN if size_bytes is None else size_text(size_bytes)
 
 
 def _waits(share: float | None, most: float | None) -> str:
-    return UNKNOWN if share is None else f"{share:.1%} of the time, at most {most or share:.1%} on a rank"
+    return UNKNOWN if share is None else f"{share:.1%} ({most or share:.1%})"
 
 
 def _share(records: Sequence[Record], waited: str) -> float | None:

@@ -19,6 +19,7 @@ from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.comm.sums import tree_sums_over
 from hpctrain.core.intervals import ShardsOfRank
+from hpctrain.core.text import LOG_COLUMNS
 
 #: factor of the checkpoint status, which shares one number with stop requests; sums below 2^53 are exact
 _STATUS = 1 << 24
@@ -228,10 +229,10 @@ class Reporter:
     earlier parts of the run.
 
     Attributes:
-        width: number of columns of the terminal; None without a terminal.
+        width: number of columns of a line.
     """
 
-    width: int | None = None
+    width: int = LOG_COLUMNS
 
     def start(self, epochs: int, samples_per_epoch: int, done_samples: int, last_sample: int) -> None:
         """Report that training begins after `done_samples` samples and will end after `last_sample`, counted over all epochs."""

@@ -20,6 +20,7 @@ from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.comm.base import Communicator
 from hpctrain.core.errors import BackendError, ConfigError
 from hpctrain.core.intervals import ShardsOfRank, even
+from hpctrain.core.text import size_text
 from hpctrain.data.loader import Share
 from hpctrain.data.sampler import counts
 from hpctrain.nn.network import Network
@@ -246,8 +247,8 @@ def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     else:
         remedy = "not even one sample fits: use a smaller network, smaller images or a GPU with more memory"
     raise BackendError(
-        f"A pass over {samples} samples needs {(arena + state) / 1e9:.2f} GB of device memory, "
-        f"but only {free / 1e9:.2f} GB are free; {remedy}."
+        f"A pass over {samples} samples needs {size_text(arena + state)} of device memory, "
+        f"but only {size_text(free)} are free; {remedy}."
     )
 
 
@@ -261,7 +262,7 @@ def planned() -> str | None:
     with contextlib.suppress(Exception):  # memory is short here, and no second error may hide the first
         arena = network.arena_bytes(samples, training=True)
         return (
-            f"the plan needs {arena / 1e9:.3f} GB for a pass over {samples} samples and {3 * state / 1e9:.3f} GB for parameters, "
+            f"the plan needs {size_text(arena)} for a pass over {samples} samples and {size_text(3 * state)} for parameters, "
             "gradients and the optimiser's state"
         )
     return None

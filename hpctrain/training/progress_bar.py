@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class TimeLeft:
     """Estimate of the remaining time from the pace so far, including evaluations and checkpoints.
 
+    The pace begins at the first work that is reported, because this work, such as the first step, includes the start-up.
+
     Args:
         done: work done before this run, in any unit; excluded from the pace.
         whole: total work, in the same unit.
@@ -29,12 +31,15 @@ class TimeLeft:
 
     def __init__(self, done: int, whole: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._before, self._whole, self._clock = done, whole, clock
-        self._begin = clock()
+        self._begin: float | None = None
 
     def seconds(self, done: int) -> float | None:
-        """Return the estimated remaining seconds; None if this run has not done any work yet."""
+        """Return the estimated remaining seconds; None before the second report of further work."""
         if done <= self._before:
             return None
+        if self._begin is None:
+            self._before, self._begin = done, self._clock()
+            return 0.0 if done >= self._whole else None
         pace = (self._clock() - self._begin) / (done - self._before)
         return pace * max(0, self._whole - done)
 
@@ -70,7 +75,7 @@ class ProgressBar:
         self._console, self._clock = console, clock
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=None, complete_style="magenta", finished_style="green"),  # 16-colour terminals show both
             TaskProgressColumn(),
             TextColumn("{task.fields[note]}"),
             console=console,

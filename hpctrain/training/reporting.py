@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import log
-from hpctrain.core.text import duration_text, echo_block, fitting, loss_text, pipe_columns
+from hpctrain.core.text import duration_text, echo_block, fitting, loss_text, pipe_columns, wrapped
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
 from hpctrain.training.metrics import Reporter, RunningSums
@@ -61,7 +61,7 @@ class ConsoleReporter(Reporter):
     ) -> None:
         self._console = console if console is not None else make_console(style)
         self._style = style or ("bar" if self._console.is_terminal else "lines")
-        self.width = self._console.width if self._console.is_terminal else None
+        self.width = self._console.width if self._console.is_terminal else pipe_columns()
         self._bookkeeping = directory.bookkeeping
         self._metrics = PatientRecords(self._bookkeeping, "metrics", directory.append_metrics)
         self._interval_seconds = interval_seconds
@@ -124,7 +124,7 @@ class ConsoleReporter(Reporter):
         self.record("interval", record)
         if self._style == "lines":
             where, facts = self._facts(record)
-            self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], pipe_columns()))
+            self.say(fitting([(0, where), (0, f"step {record['step']}"), *facts], self.width))
 
     def _facts(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
         """Return the text for the epoch, and the facts of a step, each with its priority; 0 is the most important."""
@@ -145,15 +145,15 @@ class ConsoleReporter(Reporter):
         self._pass_on(lambda reporter: reporter.record(kind, values))
 
     def say(self, text: str) -> None:
-        """Print one line above the bar, unless the style is "none"."""
+        """Print a line as `warn` does, unless the style is "none"."""
         if self._style == "none":
             self._pass_on(lambda reporter: reporter.say(text))
         else:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Print one line above the bar in every style."""
-        self._bookkeeping.attempt("output", lambda: self._console.print(text, markup=False))
+        """Print a line above the bar in every style, in as many lines as the width needs. Other reporters receive it whole."""
+        self._bookkeeping.attempt("output", lambda: self._console.print(wrapped(text, self.width), markup=False))
         self._pass_on(lambda reporter: reporter.say(text))
 
     def close(self) -> None:

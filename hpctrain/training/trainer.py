@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.core.errors import DivergedError
-from hpctrain.core.text import folded, loss_text
+from hpctrain.core.text import loss_text
 from hpctrain.data.loader import Batch, BatchSource
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules import LearningRateSchedule
@@ -370,8 +370,7 @@ class Trainer:
                 words[-1] += f" (averaged weights {loss_text(means['ema_loss'])}, {means['ema_top1']:.2%})"
         if values["images_per_second"] > 0.0:  # 0 if the run resumed at the end of the epoch
             words.append(f"{values['images_per_second']:,.0f} images/s")
-        for line in folded(words):
-            self._reporter.say(line)
+        self._reporter.say("; ".join(words))
         if _due(position.epoch, self._cadence.checkpoint_epochs, self._is_over(position)):
             self._save_once(position)
         if self._end_after is not None:

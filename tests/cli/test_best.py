@@ -13,7 +13,7 @@ from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory
 from hpctrain.storage import checkpoint
 from tests.support.run_in_process import Killed
-from tests.support.tiny_runs import hpctrain, newest_run, prepare
+from tests.support.tiny_runs import hpctrain, newest_run, prepare, whole_lines
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_eval_and_resume_take_the_best(folder: Path) -> None:
     assert best.step == max(accuracies, key=lambda step: (accuracies[step], -step))
     assert best.step < 25, "the last is not the best, or this test shows nothing"
     path = run.checkpoints.relative_to(folder) / best.checkpoint
-    assert f"\nbest test accuracy {best.value:.2%} after epoch {best.epoch}: {path}\n" in trained.stdout
+    assert f"\nbest test accuracy {best.value:.2%} after epoch {best.epoch}: {path}\n" in whole_lines(trained.stdout)
     evaluated = hpctrain(3, folder, "eval", "--checkpoint", "best")
     assert f"{path}: 40 samples, " in evaluated.stdout
     assert f"top1 {best.value:.2%}," in evaluated.stdout
@@ -130,9 +130,8 @@ def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_
     losses = [float(str(each["ema_loss"])) for each in evaluations]
     best = int(np.argmin(losses))
     assert len(losses) == best + 3 < 9, "it ends two evaluations behind the best one"
-    assert (
-        f"early stop after epoch {best + 3}: no improvement in 2 evaluations since epoch {best + 1} (ema_loss" in trained.stdout
-    )
+    sentence = f"early stop after epoch {best + 3}: no improvement in 2 evaluations since epoch {best + 1} (ema_loss"
+    assert sentence in whole_lines(trained.stdout)
     assert f"best test loss of the averaged weights {losses[best]:.4f} after epoch {best + 1}" in trained.stdout
 
     hpctrain(2, folder, "train", *EARLY, "--steps", str(5 * (best + 2) + 2), "output=parts", "checkpoint.layout=sharded")
@@ -169,7 +168,7 @@ def test_validation_decides_and_test_is_tested_once(folder: Path) -> None:
     assert [[each.get(key) for key in keys] for each in others] == [[each.get(key) for key in keys] for each in records]
     for outcome, run in ((whole, runs[0]), (resumed, runs[1])):
         assert f"best validation accuracy {_best(run).value:.2%} after epoch" in outcome.stdout
-        assert f"test accuracy {records[-1]['top1']:.2%} " in outcome.stdout
+        assert f"test accuracy: {records[-1]['top1']:.2%} " in outcome.stdout
         assert _best(run).value == max(_accuracies(run).values())
     for on, record in (("validation", records[-2]), ("test", records[-1])):
         evaluated = json.loads(hpctrain(2, folder, "eval", *held_out, "--on", on, "--json").stdout)

@@ -65,7 +65,7 @@ def test_position_and_tensors_are_shown(run: Path) -> None:
     assert "checkpoint-00000003.h5" in text
     assert "global_step: 3\n" in text
     assert "  parameters/fc.weight  [3, 2] float32\n" in text
-    assert text.endswith("1 tensors, 0.0 MB\n")
+    assert text.endswith("1 tensor, 24 bytes\n")
     assert "name: long" not in text
     values = json.loads(_call("show", str(checkpoint_path(run / "checkpoints", 1)), "--json").output)
     assert values["meta"]["global_step"] == 1

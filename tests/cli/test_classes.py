@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.data.writer import write_data_file
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, sentence
+from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, sentence, whole_lines
 
 pytestmark = pytest.mark.slow
 
@@ -88,11 +88,13 @@ def test_eval_refuses_images_of_another_shape_though_the_network_could_take_them
 
 
 def test_training_maps_or_refuses_the_test_file_s_classes(folder: Path) -> None:
-    expected = hpctrain(0, folder, "train", "epochs=1").stdout.split("test accuracy ")[1].split("\n")[0]
+    expected = hpctrain(0, folder, "train", "epochs=1").stdout.split("test accuracy: ")[1].split("\n")[0]
     write_images(folder / "test.h5", 41, 1, SHUFFLED)
     outcome = hpctrain(0, folder, "train", "epochs=1")
-    assert outcome.stdout.split("test accuracy ")[1].split("\n")[0] == expected
-    assert "test.h5 has another order of classes than train.h5; its labels are mapped by class name" in outcome.stdout
+    assert outcome.stdout.split("test accuracy: ")[1].split("\n")[0] == expected
+    assert "test.h5 has another order of classes than train.h5; its labels are mapped by class name" in whole_lines(
+        outcome.stdout
+    )
     write_images(folder / "test.h5", 41, 1, ("cat", "dog", "fox"))
     assert "class 2 is 'fox' and 'owl'" in _refused(folder, "train", ranks=2)
 
@@ -105,7 +107,7 @@ def test_a_resume_goes_on_with_the_same_classes_in_another_order(folder: Path) -
     hpctrain(0, folder, "train", "--steps", "3")
     write_images(folder / "train.h5", 75, 0, SHUFFLED)
     outcome = hpctrain(0, folder, "train", "--steps", "3", "--resume", "auto")
-    assert "train.h5 has another order of classes than the checkpoint" in outcome.stdout
+    assert "train.h5 has another order of classes than the checkpoint" in whole_lines(outcome.stdout)
     assert newest_checkpoint(folder).meta["data"] == newest_checkpoint(folder, "whole").meta["data"]
     assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
 
@@ -118,7 +120,7 @@ def test_a_resume_with_other_classes_is_refused_and_other_images_keep_the_normal
     write_images(folder / "more.h5", 80, 5)
     before = newest_checkpoint(folder).meta["data"]
     outcome = hpctrain(0, folder, "train", "--resume", "auto", f"data.train={folder}/more.h5")
-    assert "images are normalised with the mean and deviation of the checkpoint, not with those of" in outcome.stdout
+    assert "images are normalised with the mean and deviation of the checkpoint, not with those of" in whole_lines(outcome.stdout)
     after = newest_checkpoint(folder).meta["data"]
     assert after["samples"] == 80  # type: ignore[index]
     for key in ("mean", "std", "class_names"):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from hpctrain.cli.data import data
+from hpctrain.core.text import size_text
 from hpctrain.data import decoding
 from hpctrain.data import fetch as fetching
 from hpctrain.data.image_file import ImageFile
@@ -141,7 +142,7 @@ def test_kept_picture_files_are_the_images_that_pixels_would_be(tmp_path, fit, c
     assert (files.class_names, files.labels.tolist()) == (pixels.class_names, pixels.labels.tolist())
     sources = sorted((tmp_path / "tree").rglob("*.*"))
     assert [files.pixels.stored(number) for number in range(len(files))] == [path.read_bytes() for path in sources]
-    assert f"stored   as picture files, {files.stored_bytes / 1e6:.1f} MB" in run("info", tmp_path / "files.h5")
+    assert f"stored   as picture files, {size_text(files.stored_bytes)}" in run("info", tmp_path / "files.h5")
     run("verify", tmp_path / "files.h5")
     run("check", tmp_path / "files.h5")
 

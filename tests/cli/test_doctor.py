@@ -292,7 +292,7 @@ def test_a_full_scratch_is_named(job: Job, folder: Path, mounted: Callable[[str]
         while True:
             file.write(bytes(4096))
     found = examined(job, folder, env={"TMPDIR": str(disk)})
-    assert f"{disk} (TMPDIR) has 0.0 MB left." in found["full-scratch"]["sentence"]
+    assert f"{disk} (TMPDIR) has 0 bytes left." in found["full-scratch"]["sentence"]
     assert f"Free space in {disk}" in found["full-scratch"]["fix"]
 
 

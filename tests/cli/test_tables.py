@@ -337,7 +337,7 @@ def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatc
     assert lines[0].startswith("Simulated: small on 4 ranks")
     assert any(line.startswith("   Compared with 1: 1 s longer") for line in lines)
     assert not any(line.startswith("Batch norm") for line in lines)  # its statistics are synchronised
-    assert any("A rank needs up to 2,000,000 MB" in line for line in lines)
+    assert any("A rank needs up to 2 TB" in line for line in lines)
 
 
 def test_the_data_are_plain_and_as_many_as_asked_for() -> None:
@@ -409,7 +409,7 @@ def test_what_does_not_fit_the_machine_is_said() -> None:
     assert list(size_lines(MACHINE, 2, 10**9)) == []
     assert list(size_lines(MACHINE, 5, 2 * 10**9)) == [
         "Machine test has 1 x 2 ranks; 5 ranks need 3 nodes, so more nodes of the same kind are assumed.",
-        "A rank needs up to 2,000 MB, but has 1,074 MB: the largest of these jobs does not fit.",
+        "A rank needs up to 2 GB, but has 1.07 GB: the largest of these jobs does not fit.",
     ]
 
 
@@ -505,7 +505,7 @@ def test_text_has_the_worst_class_first_and_the_matrix_where_it_fits(capsys: pyt
     print_text(_evaluation(), per_class=True, confusion=True)
     lines = capsys.readouterr().out.splitlines()
     means = "loss 2.5000, top1 0.02%, top5 100.00%"
-    assert lines[:3] == ["a note", "evaluated on the validation set", f"runs/a/checkpoint.h5: 30011 samples, {means}"]
+    assert lines[:3] == ["a note", "evaluated on the validation set", f"runs/a/checkpoint.h5: 30,011 samples, {means}"]
     assert all(len(line) <= 80 for line in lines)
     text = [line.split() for line in lines]
     assert ["class", "most", "often", "taken", "for", "times", "samples", "top1"] in text

@@ -81,8 +81,9 @@ def test_the_most_similar_example_is_named() -> None:
 def test_examples_are_copied_once(tmp_path: Path) -> None:
     paths = examples.copy([], tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == examples.names()
+    assert all(paths.values())
     assert (tmp_path / "jobs" / "slurm.sbatch").read_bytes() == (TOP / "jobs" / "slurm.sbatch").read_bytes()
-    assert examples.copy(["slurm"], tmp_path) == [tmp_path / "jobs" / "slurm.sbatch"]  # the same file: nothing to do
+    assert examples.copy(["slurm"], tmp_path) == {tmp_path / "jobs" / "slurm.sbatch": False}  # the same file: nothing to do
 
 
 def test_an_edited_copy_is_not_overwritten(tmp_path: Path) -> None:

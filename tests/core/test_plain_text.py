@@ -22,7 +22,6 @@ from hpctrain.core.text import (
     echo,
     echo_block,
     escaped,
-    folded,
     forbidden,
     nearest,
     place,
@@ -30,7 +29,9 @@ from hpctrain.core.text import (
     sentence,
     shell_word,
     shortened,
+    size_text,
     spans,
+    wrapped,
     write_lines,
 )
 
@@ -65,12 +66,40 @@ def test_the_nearest_name_begins_like_the_unknown_one(name: str, near: str | Non
     assert nearest(name, ["resnet56", "resnet32", "resnet18", "resnet50", "resnet20", "vgg13", "vgg11"]) == near
 
 
-@given(st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(1, 30))
-def test_folded_lines_have_all_pieces_and_fit_the_width(pieces: list[str], room: int) -> None:
-    """No piece is lost, and no separator makes a line of several pieces too long."""
-    lines = folded(pieces, room)
-    assert " ".join(line.strip() for line in lines) == "; ".join(pieces)
-    assert all(len(line) <= room for line in lines if "; " in line)
+@given(st.lists(st.text("ab,", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(1, 30))
+def test_wrapped_lines_have_all_words_and_fit_the_columns(words: list[str], columns: int) -> None:
+    """No word is lost or broken, and only a single word makes a line too long."""
+    lines = wrapped(" ".join(words), columns).splitlines()
+    assert " ".join(line.strip() for line in lines) == " ".join(words)
+    assert all(len(line) <= columns or max(map(len, line.split())) + 2 > columns for line in lines)
+
+
+def test_lines_end_with_a_clause_rather_than_within_a_number_and_its_unit() -> None:
+    text = "  epoch 1/6: train loss 0.1568, top1 94.31%; test loss 0.2225, top1 92.06%; 2,060 images/s"
+    assert wrapped(text, 81) == text.replace("; 2,060", ";\n    2,060")
+    assert wrapped("a, b c d e f", 8) == "a, b c d\n  e f"
+    assert wrapped("all samples stay in memory (47.1 MB)", 32) == "all samples stay in memory\n  (47.1 MB)"
+    path = "/" + 90 * "x"
+    assert wrapped(f"run directory {path}", 80) == f"run directory {path}", "a script reads it on this line"
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        *[(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (999.5, "1 kB"), (28_300, "28.3 kB"), (999_499, "999 kB")],
+        *[(999_500, "1 MB"), (47_104_000, "47.1 MB"), (16 * 10**9, "16 GB"), (812_345_678_900, "812 GB"), (1e12, "1 TB")],
+    ],
+)
+def test_a_size_has_the_unit_that_fits_it(n_bytes: float, text: str) -> None:
+    assert size_text(n_bytes) == text
+
+
+@given(st.integers(1, 10**17))
+def test_a_size_is_accurate_to_half_a_percent(n_bytes: int) -> None:
+    """Units and digits are right over the whole range."""
+    number, unit = size_text(n_bytes).split()
+    power = {"byte": 0, "bytes": 0, "kB": 1, "MB": 2, "GB": 3, "TB": 4, "PB": 5}[unit]
+    assert float(number) * 1000**power == pytest.approx(n_bytes, rel=0.0051)
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["x"] * 10**5, 10**3000])

@@ -399,7 +399,7 @@ def test_a_folder_that_others_can_write_in_is_not_trusted(tmp_path: Path) -> Non
 
 
 def test_words() -> None:
-    assert str(Removed(1, 2_118_784)) == "removed 1 segment of shared memory (2.1 MB) left here by killed jobs of yours"
+    assert str(Removed(1, 2_118_784)) == "removed 1 segment of shared memory (2.12 MB) left here by killed jobs of yours"
     assert "removed 2 segments" in str(Removed(2, 1))
 
 

@@ -246,7 +246,7 @@ def test_a_kill_since_the_start_is_said_surely(tmp_path: Path, listing: str, fol
         group.hint() == " (not by the kernel: since the start, it has ended no process of this control group for lack of memory)"
     )
     path.write_text("oom 1\nunder_oom 0\noom_kill 4\n")
-    assert group.hint() == " (by the kernel, as memory ran out: the job's limit here is 0.250 GB)"
+    assert group.hint() == " (by the kernel, as memory ran out: the job's limit here is 250 MB)"
 
 
 @pytest.mark.parametrize("limit", ["max", "9223372036854771712"])
@@ -298,7 +298,7 @@ kept = [bytearray(b"x") * 10_000_000 for _ in range(60)]
 """
     outcome = run_job(0, ["-c", program])
     assert outcome.code == -signal.SIGKILL
-    assert "was ended by SIGKILL (by the kernel, as memory ran out: the job's limit here is 0.200 GB)" in outcome.stderr
+    assert "was ended by SIGKILL (by the kernel, as memory ran out: the job's limit here is 200 MB)" in outcome.stderr
 
 
 def test_a_job_is_the_same_one_however_often_it_is_queued() -> None:

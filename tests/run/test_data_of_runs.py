@@ -47,6 +47,7 @@ from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.local_copies import ASKED_WHILE_FILLING, IMAGES, TEST_IMAGES, Trainings
 from tests.support.runs import virtual_engine, work_virtual
 from tests.support.signal_storm import final_tensors, same_bits
+from tests.support.tiny_runs import whole_lines
 
 N, SHAPE = 203, (9, 11, 3)
 SIZE = 9 * 11 * 3
@@ -195,12 +196,12 @@ def notes(folder: Path, ranks: int, cache: Mapping[str, Any], loaders: int = 1) 
 
 
 def test_the_share_that_is_kept_is_told(folder: Path) -> None:
-    assert notes(folder, 2, {}) == ("data train.h5: all samples stay in memory of each node (6.05e-05 GB)",)
+    assert notes(folder, 2, {}) == ("data train.h5: all samples stay in memory of each node (60.5 kB)",)
     assert notes(folder, 2, {"memory": 0}) == ()
     (some,) = notes(folder, 2, {"memory": 85 * SIZE})
     assert (
         some
-        == "data train.h5: 41 % of the samples stay in memory of each node (2.51e-05 GB), the others are read again in each epoch"
+        == "data train.h5: 41 % of the samples stay in memory of each node (25.1 kB), the others are read again in each epoch"
     )
     both = notes(folder, 2, {"memory": 300 * SIZE}, loaders=2)  # the second file has what the first leaves
     assert [note.split(" stay")[0] for note in both] == ["data train.h5: all samples", "data train.h5: 46 % of the samples"]
@@ -221,14 +222,14 @@ def test_a_disk_without_room_is_told(folder: Path, tmp_path: Path) -> None:
     cache = {"memory": 85 * SIZE, "local": f"{tmp_path}/file/below"}
     (tmp_path / "file").write_bytes(b"")
     memory, local = notes(folder, 2, cache)
-    assert memory.endswith("GB), the others are read again in each epoch")
+    assert memory.endswith("kB), the others are read again in each epoch")
     assert local == f"data train.h5: there is no local copy, as {tmp_path}/file/below cannot be used: Not a directory"
 
 
 def test_more_than_a_node_has_is_cut_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_cache, "available_bytes", lambda: 100 * SIZE)
     told, kept = notes(folder, 2, {"memory": "1TB"})
-    assert told == "data.cache.memory is 1e+03 GB, but a node has 2.97e-05 GB free, of which at most 90 % may be used"
+    assert told == "data.cache.memory is 1 TB, but a node has 29.7 kB free, of which at most 90 % may be used"
     assert kept.startswith("data train.h5: 43 % of the samples")
     assert notes(folder, 2, {})[0].startswith("data train.h5: 24 % of the samples")
 
@@ -300,9 +301,9 @@ def test_a_run_says_and_records_what_it_read(job: Callable[..., Outcome], folder
     words = ["train", str(folder / "cached.yaml"), f"data.train={folder}/train.h5", f"data.test={folder}/train.h5", "epochs=3"]
     outcome = job(ranks, ["-m", "hpctrain", *words, "backend=numpy", "data.augment=[flip]"], cwd=tmp_path)
     assert outcome.code == 0, outcome.output
-    assert outcome.stdout.count("train.h5: all samples stay in memory of each node") == 1
+    assert whole_lines(outcome.stdout).count("train.h5: all samples stay in memory of each node") == 1
     file, memory = 2 * N, 4 * N  # of training, and of evaluation, which reads the same file for itself
-    assert f"samples read: {file} from the data files (0.000121 GB),\n  {memory} from memory of the nodes" in outcome.stdout
+    assert f"samples read: {file} from the data files (121 kB), {memory} from memory of the nodes" in whole_lines(outcome.stdout)
     [metrics] = tmp_path.glob("runs/*/metrics.jsonl")
     records = [record for line in metrics.read_text().splitlines() if (record := json.loads(line))["kind"] == "reads"]
     assert [(record["epoch"], record["file_samples"], record["memory_samples"]) for record in records] == [
@@ -584,7 +585,7 @@ def test_a_small_disk_takes_what_fits(trainings: Trainings, undisturbed: dict[in
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
     if fault == "pass":
-        assert f"{trainings.copies} has room for 5.9e-05 GB" in " ".join(said.split())
+        assert f"{trainings.copies} has room for 59 kB" in " ".join(said.split())
     else:
         assert (
             said.count("cannot grow (No space left on device); other samples are read from the data file") == 2
@@ -712,7 +713,7 @@ def test_samples_that_replace_unreadable_ones_are_reported(tmp_path: Path) -> No
     assert [(record["file"], record["samples"], record["instead"]) for record in told] == [("train.h5", [5, 6], [7, 7])] * 2
     assert outcome.output.count("2 of 24 samples of train.h5 could not be read; other samples replaced them") == 2
     warning = r"warning: sample 5 and 1 more of train.h5 cannot be read on ranks? [012, and-]+; other samples replace them"
-    assert len(re.findall(warning, outcome.stdout)) == 2  # on the ranks to which they have come
+    assert len(re.findall(warning, whole_lines(outcome.stdout))) == 2  # on the ranks to which they have come
     own = [line for line in outcome.stderr.splitlines() if "cannot be read" in line]
     assert all("(on rank 0 of 3" in line for line in own)  # other ranks' own words are in their log files
     assert [record["images"] for record in records(tmp_path, "epoch")] == [24, 24]

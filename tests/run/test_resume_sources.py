@@ -61,6 +61,7 @@ from tests.support.run_in_process import (
     train,
 )
 from tests.support.runs import make_run
+from tests.support.tiny_runs import whole_lines
 
 SHAPES = {"parameters/w": (60, 100), "parameters/v": (3, 3, 64, 9), "parameters/b": (100,)}
 
@@ -508,7 +509,7 @@ def test_a_run_disturbed_in_any_way_keeps_what_an_undisturbed_one_keeps(folder: 
     record, best = best_record.read_best(_directory(folder)), case.best(case.kept())
     assert best == case.best(case.written()), "the best of all is kept"
     assert (None if record is None else record.step) == best
-    last = output.splitlines()[-2]
+    last = whole_lines(output).splitlines()[-2]
     assert (last.startswith("best ") and f"/checkpoint-{best:08d}." in last) if best is not None else "best" not in last
 
 
@@ -526,7 +527,7 @@ def _whole(folder: Path, *overrides: str, accuracies: tuple[int, ...], resume: s
 def test_the_end_of_a_run_names_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _whole(folder, accuracies=(3, 9, 4))
     path = checkpoint_path(_directory(folder), 6)
-    assert f"\nbest test accuracy 45.00% after epoch 2: {path}\n" in capsys.readouterr().out
+    assert f"\nbest test accuracy 45.00% after epoch 2: {path}\n" in whole_lines(capsys.readouterr().out)
     _whole(folder, "checkpoint.best=loss", f"output={folder}/others", "checkpoint.layout=sharded", accuracies=(3, 9, 4))
     assert f"\nbest test loss 0.5500 after epoch 2: {folder}/others/" in capsys.readouterr().out
     _whole(folder, "checkpoint.best=none", accuracies=(3, 9, 4))
@@ -552,7 +553,7 @@ def test_an_older_checkpoint_still_has_the_best_until_then(folder: Path, capsys:
     assert _there(folder) == [3, 6, 9]
     _whole(folder, "checkpoint.keep=2", accuracies=(5, 3, 4), resume=str(checkpoint_path(_directory(folder), 6)))
     assert _there(folder) == [3, 6, 9]
-    output = capsys.readouterr().out
+    output = whole_lines(capsys.readouterr().out)
     assert "warning" not in output
     assert "\nbest test accuracy 25.00% after epoch 1: " in output.split("resumed at")[1]
 
@@ -580,7 +581,7 @@ def test_a_lost_best_is_told_and_another_takes_its_place(folder: Path, harm: str
         os.utime(path, ns=(written_ns, written_ns))
     capsys.readouterr()
     _whole(folder, "checkpoint.keep=2", accuracies=(3, 9, 4, 5, 2), resume="auto")
-    output = capsys.readouterr().out
+    output = whole_lines(capsys.readouterr().out)
     assert "warning: the best checkpoint, of step 6 (test accuracy 45.00% after epoch 2), " in output
     assert ("is not there any more" if harm == "removed" else "cannot be used (") in output
     assert "\nbest test accuracy 25.00% after epoch 4: " in output
@@ -644,7 +645,7 @@ def test_whoever_asks_for_the_best_is_told_where_it_cannot_be_known(
 
 def test_the_run_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _whole(folder, "data.test=", "checkpoint.best=top5", accuracies=(1,))
-    said = capsys.readouterr().out
+    said = whole_lines(capsys.readouterr().out)
     assert "\ncheckpoint.best is top5, but neither data.validation nor data.test is set, so nothing is evaluated; " in said
 
 

@@ -89,7 +89,12 @@ def assert_close(ours: CheckpointContent, theirs: CheckpointContent, rtol: float
 
 def accuracy(outcome: Outcome) -> str:
     """Return the test accuracy that a training printed, in percent."""
-    return outcome.stdout.split("test accuracy ")[1].split("%")[0]
+    return outcome.stdout.split("test accuracy: ")[1].split("%")[0]
+
+
+def whole_lines(printed: str) -> str:
+    """Return what a training printed, with lines as they were before they were wrapped."""
+    return printed.replace("\n  ", " ")
 
 
 def sentence(outcome: Outcome) -> str:

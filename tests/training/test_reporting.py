@@ -6,6 +6,7 @@ import io
 import math
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -20,12 +21,14 @@ from rich.console import Console
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import MetricsConfig
 from hpctrain.core import log as rank_log
+from hpctrain.core.console import PlainConsole
 from hpctrain.core.text import duration_text, fitting, loss_text
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.training.metrics import Rate, Reporter, RunningSums, StepTotals
 from hpctrain.training.progress_bar import ProgressBar, TimeLeft, pass_on_stderr
 from hpctrain.training.reporters import make_reporter
 from hpctrain.training.reporting import ConsoleReporter, LogReporter, ProgressStyle
+from tests.support.recorded import Heard
 
 
 @pytest.fixture
@@ -64,9 +67,9 @@ def test_without_a_terminal_there_is_one_line_an_interval(directory: RunDirector
     _run(directory, Console(file=output, force_terminal=False, width=200), interval_seconds=1e-9)
     lines = output.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("epoch 1/2  step 1  loss 1.2500  top1 50.00%  1,234 images/s  0:00:")  # no room for the rate
+    assert lines[0] == "epoch 1/2  step 1  loss 1.2500  top1 50.00%  lr 0.1  1,234 images/s", "the first step includes the start"
     assert max(map(len, lines)) <= 80
-    assert all(line.endswith(" left") for line in lines)
+    assert all(line.endswith(" left") for line in lines[1:])
     start, *lines_of_steps = directory.metrics()
     facts = {"kind": "start", "epochs": 2, "samples": 20, "done_samples": 0, "last_sample": 40}
     assert {key: value for key, value in start.items() if key != "time"} == facts
@@ -90,7 +93,8 @@ def test_a_terminals_bar_fits_its_width(directory: RunDirectory, width: int, epo
     output = io.StringIO()
     reporter = ConsoleReporter(directory, console=Console(file=output, force_terminal=True, width=width), clock=count().__next__)
     reporter.start(epochs, 100, 0, epochs * 100)
-    reporter.step(epochs, 5, RunningSums(loss * 50, 25, 30, 50), 0.0123456, rate)
+    for images in (40, 50):
+        reporter.step(epochs, 5, RunningSums(loss * images, images // 2, 30, images), 0.0123456, rate)
     reporter.close()
     frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue()).replace("\r", "\n").split("\n")
     last = [frame for frame in frames if frame.strip()][-1]
@@ -187,6 +191,7 @@ def test_a_pass_takes_the_line_and_gives_it_back(width: int) -> None:
     bar.begin("training", 100)
     bar.show("epoch 1/2", 50, [(0, "loss 1.0")])
     with bar.pass_over("evaluation", 200) as advance:
+        advance(25)
         advance(50)
         bar._progress.refresh()
         during = _frames(output)[-1]
@@ -266,11 +271,29 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_time_left_follows_from_what_this_run_has_done() -> None:
-    times = iter([100.0, 110.0, 130.0, 140.0])
+    times = iter([100.0, 110.0, 130.0])
     left = TimeLeft(50, 200, lambda: next(times))
     assert left.seconds(50) is None
-    assert left.seconds(100) == pytest.approx(20)  # 50 in 10 seconds, 100 to go
+    assert left.seconds(60) is None, "the first step includes the start, so that its pace is wrong"
+    assert left.seconds(110) == pytest.approx(18)  # 50 in 10 seconds, 90 to go
     assert left.seconds(200) == 0.0
+
+
+@given(st.lists(st.lists(st.text("ab,;:", min_size=1, max_size=25), min_size=1).map(" ".join), min_size=1), st.integers(20, 120))
+def test_no_printed_line_is_wider_than_the_columns(lines: list[str], columns: int) -> None:
+    """A reporter wraps the lines that it prints, and other reporters receive each line whole."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", str(columns))
+        other, output = Heard(), io.StringIO()
+        run = RunDirectory.create(Path(folder), "x", config="", versions={}, git={})
+        reporter = ConsoleReporter(run, others=[other], console=PlainConsole(file=output, soft_wrap=True, width=1000))
+        for line in lines:
+            reporter.say(line)
+        reporter.close()
+    for line in output.getvalue().splitlines():
+        assert len(line) <= columns or max(map(len, line.split())) + 2 > columns, "only a long word makes a line wider"
+    assert output.getvalue().split() == " ".join(lines).split()
+    assert other.lines == lines
 
 
 FACT = st.tuples(st.integers(0, 9), st.text("abc ", min_size=1, max_size=9))

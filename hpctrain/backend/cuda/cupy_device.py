@@ -35,6 +35,7 @@ from hpctrain.backend.cuda.device import (
 )
 from hpctrain.backend.cuda.libraries import WORKSPACE_BYTES, ConvolutionPlan, CudnnPlans, MatrixProducts, new_handle
 from hpctrain.core.errors import BackendError
+from hpctrain.core.text import size_text
 
 _FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID, earlier versions by PCI bus, which slices of a GPU share
 
@@ -288,7 +289,7 @@ class CupyDevice:
                 raise
             free, total = _runtime.memGetInfo()
             raise BackendError(
-                f"{self.name} has {free / 1e9:.2f} GB of {total / 1e9:.2f} GB of memory free, but {size_bytes / 1e9:.2f} GB more "
+                f"{self.name} has {size_text(free)} of {size_text(total)} of memory free, but {size_text(size_bytes)} more "
                 "are needed; reduce batch, or increase micro_batches."
             ) from error
         _runtime.memset(memory.ptr, 0, size_bytes)
