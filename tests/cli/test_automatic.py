@@ -12,7 +12,7 @@ from hpctrain.planner import machine_file
 from tests.support import planned
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
-from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare, sentence
+from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare, sentence, whole_lines
 
 CONFIG = """
 name: tiny
@@ -53,7 +53,7 @@ def _choice(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Start, folder: Path) -> None:
     outcome = _train(2, folder, start=job)
-    (line,) = [line for line in outcome.stdout.splitlines() if line.startswith("grid, plan, averager auto: ")]
+    (line,) = [line for line in whole_lines(outcome.stdout).splitlines() if line.startswith("grid, plan, averager auto: ")]
     choice = _choice(folder)
     assert f"predicted {choice['prediction']['seconds']:.3g} s per step" in line
     assert choice["ranks"] == 2

@@ -16,6 +16,7 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.storage import checkpoint
 from tests.support.jobs import Outcome, find_mpiexec
+from tests.support.tiny_runs import whole_lines
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.mpi_differs]
 Job = Callable[..., Outcome]
@@ -138,7 +139,7 @@ def test_it_ends_with_the_bits_of_a_run_that_was_stopped_and_resumed(
     left, run = ranks - len(lost), _run(folder)
     ((named, step, now),) = _shrinks(run)
     assert (named, now) == (list(lost), left)
-    assert outcome.stdout.count(f"; continuing with {left} ranks from step {step}\n") == 1
+    assert whole_lines(outcome.stdout).count(f"; continuing with {left} ranks from step {step}\n") == 1
     assert outcome.stdout.count("test accuracy") == 1 + outcome.stdout.count("best test accuracy")
     _stopped_and_resumed(job, folder, [(ranks, int(step)), (left, 0)], *options)
     _assert_same(run, _run(folder, "reference"))
