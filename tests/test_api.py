@@ -211,7 +211,7 @@ def test_what_a_replica_cannot_use_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone_without_a_launcher")
 def test_held_out_samples_are_read_by_the_loader_of_validation_alone(tmp_path: Path) -> None:
-    """Would find loaders of training and validation that share samples."""
+    """Loaders of training and validation share no sample."""
     images, labels = np.zeros((30, 9, 7, 3), np.uint8), np.arange(30) % 5
     write_data_file(tmp_path / "a.h5", 30, (9, 7, 3), list("abcde"), [(images, labels)])
     write_data_file(tmp_path / "grey.h5", 30, (9, 7, 1), list("abcde"), [(images[..., :1], labels)])

@@ -101,7 +101,7 @@ def test_a_traced_run_prints_and_keeps_where_its_time_went(folder: Path, ranks: 
     assert spent + table["left_over_seconds"] == pytest.approx(table["step_seconds"])
     assert {"checkpoint", "bookkeeping", "loss"} & {row["name"] for row in table["rows"]} >= {"bookkeeping", "loss"}
     assert content["averager"] == "blocking"
-    # Would find a row that no page explains: layers are those of the table, and others have their names in docs/time.md.
+    # Pages explain every row: layers are those of the table, and others have their names in docs/time.md.
     page = (Path(__file__).parents[2] / "docs" / "time.md").read_text().partition("### The rows")[2].partition("###")[0]
     for name in (row["name"] for row in table["rows"] if row["kind"] != "layer"):
         assert f"`{name}`" in page or f"`{name.partition(' of ')[0]} of " in page, name

@@ -101,7 +101,7 @@ def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
 
 
 def test_a_machine_that_does_not_multiply_bfloat16_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a warning that asks for a GPU, which bfloat16 on CPUs does not need."""
+    """The warning does not ask for a GPU, which bfloat16 on CPUs does not need."""
     path = next(path for path in CONFIGS if path.stem == "quickstart")
     monkeypatch.setattr(choice, "missing", lambda place: "There is no GPU.")
     for multiplies in (True, False):

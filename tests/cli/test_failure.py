@@ -209,7 +209,7 @@ def test_a_users_mistake_is_a_sentence(folder: Path, command: str) -> None:
     ("option", "words"), [("--epochs", "write epochs=VALUE."), ("--optimizer.lr", "write optimizer.lr=VALUE.")]
 )
 def test_a_key_as_an_option_is_answered_by_its_override(option: str, words: str) -> None:
-    """Would find the advice to use an option with a similar name, such as --steps, for a key of the configuration."""
+    """The advice is not an option with a similar name, such as --steps, for a key of the configuration."""
     result = CliRunner().invoke(cli, ["train", "file.yaml", option, "3"])
     assert result.exit_code == 2
     assert words in result.output
@@ -340,7 +340,7 @@ def _groups(command: click.Command | None, path: tuple[str, ...] = ()) -> Iterat
 
 
 def test_a_mistyped_command_is_answered_by_the_nearest_one() -> None:
-    """Would find a group whose commands click does not know when it looks for the nearest."""
+    """Each group finds the nearest of its own commands."""
     groups = list(_groups(cli))
     assert {path for path, _ in groups} >= {(), ("data",), ("data", "convert"), ("plan",), ("list",)}
     for path, group in groups:
@@ -364,13 +364,13 @@ def test_an_option_named_by_a_usual_word_is_answered_by_its_override(option: str
     ("words", "commands"), [(["check"], '"config check" or "data check"'), (["data", "folder"], '"convert folder"')]
 )
 def test_a_command_of_a_group_is_the_nearest_to_its_name_alone(words: list[str], commands: str) -> None:
-    """Would find that `check` is answered by `checkpoint`, which only looks similar."""
+    """The answer to `check` is not `checkpoint`, which only looks similar."""
     outcome = CliRunner().invoke(cli, words)
     assert f'There is no command "{words[-1]}"; the nearest is {commands}.' in outcome.stderr
 
 
 def test_an_option_without_its_value_is_answered_by_the_legal_values() -> None:
-    """Would find an option with named values for which a user must read the help."""
+    """A user need not read the help for an option with named values."""
     typed = {
         "train FILE --resume": "--resume needs a value: auto, best or PATH.",
         "train FILE --progress": "--progress needs a value: bar, lines or none.",
@@ -395,7 +395,7 @@ def _leaves(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[l
 
 @pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
 def test_an_option_in_the_place_of_a_value_is_refused(words: list[str], command: click.Command) -> None:
-    """Would find that `--resume --steps 3` looks for a run called --steps."""
+    """`--resume --steps 3` does not look for a run called --steps."""
     options = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
     for option in (one for one in options if not isinstance(one.flag_value, str)):
         for name in option.opts:
@@ -407,7 +407,7 @@ def test_an_option_in_the_place_of_a_value_is_refused(words: list[str], command:
 
 @pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
 def test_a_misspelt_word_of_a_list_is_answered_by_the_nearest(words: list[str], command: click.Command) -> None:
-    """Would find a list of words whose error names no nearest one, as for `data fetch fashionmnist`."""
+    """Every error about a list of words names the nearest one, as for `data fetch fashionmnist`."""
     context = click.Context(command)
     for parameter in (one for one in command.params if isinstance(one.type, click.Choice)):
         for word in parameter.type.choices:
@@ -416,7 +416,7 @@ def test_a_misspelt_word_of_a_list_is_answered_by_the_nearest(words: list[str], 
 
 
 def test_a_value_that_begins_with_dashes_follows_an_equals_sign() -> None:
-    """Would find that options whose value is optional, flags, words after -- and --option=VALUE are refused, too."""
+    """Options whose value is optional, flags, words after -- and --option=VALUE are not refused."""
     evaluate = cli.get_command(click.Context(cli), "eval")
     assert evaluate is not None
     for words in ("--confusion --per-class", "--averaged --per-class", "--checkpoint=--odd", "-- --checkpoint --odd"):

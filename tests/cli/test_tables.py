@@ -130,7 +130,7 @@ def by_rank(classes: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> list
 @given(numbers=st.lists(st.integers(0, 40), min_size=1, max_size=30), ordered=st.booleans())
 @settings(max_examples=100)
 def test_ranges_contain_the_numbers_in_their_order(numbers: list[int], ordered: bool) -> None:
-    """Would find a range that ends one number early or late, or loses the order in which a schedule has its ranks."""
+    """No range ends one number early or late, or loses the order in which a schedule has its ranks."""
     numbers = sorted(numbers) if ordered else numbers
     assert ranks_of(plan_tables.number_ranges(numbers)) == numbers
 
@@ -147,7 +147,7 @@ def test_ranges_contain_the_numbers_in_their_order(numbers: list[int], ordered: 
 def test_the_summary_expands_to_the_report_of_every_rank(
     rows: int, cols: int, batch: int, micro_batches: int, use: str, per_node: int
 ) -> None:
-    """Would find ranks in a wrong class, if groups have unequal samples, and numbers of averaging at the wrong rank."""
+    """No rank is in a wrong class if groups have unequal samples, and numbers of averaging are at the right rank."""
     assume(batch >= cols * micro_batches)
     config, _ = load_config(
         CONFIGS / "quickstart.yaml",
@@ -182,7 +182,7 @@ def test_the_summary_expands_to_the_report_of_every_rank(
 
 @pytest.mark.parametrize("grid", [(RESNET,), (VGG, "grid.rows=8", *MIXED)], ids=["resnet50", "vgg16 on 8 x 1024"])
 def test_the_plan_of_thousands_of_ranks_is_as_long_as_that_of_few(grid: tuple[str, ...]) -> None:
-    """Would find a list by rank: 8192 ranks had 100 MB."""
+    """The plan has no list by rank, which takes 100 MB for 8192 ranks."""
     few, many = (
         run("show", *grid, f"batch={2 * ranks}", *IMAGENET, "--ranks", f"{ranks}", "--ranks-per-node", "16", "--json").output
         for ranks in (64, 8192)

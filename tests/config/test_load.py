@@ -285,7 +285,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     ],
 )
 def test_a_file_that_does_not_exist_is_answered_by_the_nearest_one(path, near, tmp_path, monkeypatch):
-    """Would find that a wrong folder or suffix costs a user a search, and the name of a file that does not exist."""
+    """A wrong folder or suffix does not cost the user a search, and no answer names a file that does not exist."""
     (tmp_path / "configs").mkdir()
     for name in ("configs/quickstart.yaml", "configs/finetune.yaml", "photos.yaml"):
         (tmp_path / name).touch()

@@ -251,7 +251,7 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
 
 
 def test_alternating_mirrors_each_image_in_every_second_epoch():
-    """Would find an image that two epochs mirror twice or never, and mirror images that do not depend on the seed."""
+    """Of two consecutive epochs exactly one mirrors an image, and the seed decides which."""
     images = images_of(400, (3, 4, 3))
 
     def mirrored(epoch, seed=1):

@@ -179,7 +179,7 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
 
 
 def test_no_validation_sample_stands_in_for_a_training_sample(make_file, monkeypatch):
-    """Would find a training that reads a sample which is held out for validation, or an evaluation on a training sample."""
+    """The training reads no sample that is held out for validation, and an evaluation reads no training sample."""
     file, images, _ = make_file(count=9, shape=SHAPE)
     held_out = np.isin(np.arange(9), [2, 4])
     file.pixels.policy = ReadPolicy(5, "", (), held_out)

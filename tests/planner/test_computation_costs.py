@@ -130,7 +130,7 @@ def test_a_call_takes_its_overhead_and_the_longer_of_operations_and_bytes() -> N
 
 
 def test_a_prediction_knows_the_precision() -> None:
-    """Would find rates and measured times of float32 for a step in bfloat16, and updates of 16-bit parameters."""
+    """A step in bfloat16 has its own rates and measured times. Its updates are those of 32-bit parameters."""
     network = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet(), dtype="bfloat16")
     halves, plan, costs = compile_graph(network.graph(2), network.kernels, training=True), _plan(2), RateCosts(MACHINE)
     names = {step.name: step for step in plan.steps}

@@ -501,7 +501,7 @@ def test_pairs_that_measure_at_once_take_the_time_of_the_last_one(monkeypatch: p
 def test_messages_that_a_disturbance_makes_longer_do_not_hide_a_shared_card(
     card: tuple[int, int], sizes: tuple[int, ...], longer: list[float]
 ) -> None:
-    """Would find a card that seems to belong to one rank because the messages of a single pair were disturbed.
+    """A shared card does not seem to belong to one rank when messages of a single pair are disturbed.
 
     One message of the largest size of each kind is undisturbed; all second messages, and the other sizes, may take longer.
     """

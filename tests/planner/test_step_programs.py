@@ -225,7 +225,7 @@ def test_ranks_do_what_the_tasks_say_in_their_order(rows: int, cols: int) -> Non
 def test_shards_run_side_by_side_and_send_all_their_sums(
     averager: str, options: dict[str, object], ranks: int, shards: int, micro_batches: int
 ) -> None:
-    """Would find a program that ignores `exact`: its messages, additions, passes and samples of a rank, and its memory."""
+    """The program follows `exact`: messages, additions, passes and samples of a rank, and its memory."""
     task = replace(task_of(1, ranks, micro_batches=micro_batches), batch=25, samples=25, exact_shards=shards)
     program = program_of(task, averager, options, None)
     observed = observe(task, averager, options)
@@ -254,7 +254,7 @@ def test_shards_run_side_by_side_and_send_all_their_sums(
 
 
 def test_additions_and_smaller_parts_make_an_exact_step_longer() -> None:
-    """Would find shards that cost nothing: in a step of one rank, additions are the only averaging before the update."""
+    """Shards cost time: in a step of one rank, additions are the only averaging before the update."""
     seconds = []
     for shards in (None, 2, 8):
         task = replace(task_of(1, 1), batch=24, samples=24, exact_shards=shards)
@@ -274,7 +274,7 @@ def test_additions_and_smaller_parts_make_an_exact_step_longer() -> None:
 def test_a_cycle_of_lazy_has_the_bytes_of_its_steps(
     rows: int, cols: int, optimizer: Callable[[], Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would find a lazy averager that is predicted as if it sent all layers in each step, or never checked its interval."""
+    """The prediction does not send all layers in each step, and it includes the checks of the interval."""
     monkeypatch.setattr(lazy, "next_interval", lambda *numbers: numbers[-1])  # the interval grows at once and remains
     use = Parallelism.MODEL if rows > 1 else Parallelism.BATCH
     task = replace(task_of(rows, cols, use), optimizer=optimizer, samples=11 * 11, steps=11)

@@ -256,7 +256,7 @@ def test_each_curve_is_a_part_of_its_run_and_of_the_values() -> None:
 
 
 def test_validation_and_test_are_drawn_in_different_ways() -> None:
-    """Would find two sets with one marker and one kind of line, which a legend cannot tell apart."""
+    """Each set has its own marker and kind of line, so that a legend can tell the sets apart."""
     from hpctrain.report import figures
 
     marks = [(style.get("marker"), style.get("linestyle")) for part, style in figures._STYLES.items() if part != TRAINING]

@@ -80,7 +80,7 @@ _PARTS = (
 
 
 def test_one_rank_is_compared_with_its_sampled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a prediction that leaves out the loader where that has no core of its own, or counts it twice."""
+    """The prediction neither leaves out the loader where that has no core of its own, nor counts it twice."""
     for cores, seconds in ((1, 0.25 + 0.0625), (2, 0.25 + 0.03125)):
         monkeypatch.setattr(accounts, "usable_cores", lambda cpus, cores=cores: cores)
         close = replace(MEASURED, seconds=seconds, busy_seconds=0.25, exposed_seconds=0.0)
@@ -117,7 +117,7 @@ _SECONDS = st.floats(0, 100)
 
 @given(st.builds(MeasuredStep, *[_SECONDS] * 2, st.just(40), *[_SECONDS] * 6), st.none() | st.floats(0, 1))
 def test_parts_add_up_to_the_step(measured: MeasuredStep, share: float | None) -> None:
-    """Would find time that is in two parts or in none, whatever clocks say that do not agree."""
+    """No time is in two parts or in none, even if the clocks disagree."""
     parts = StepParts.of(measured, share)
     assert (parts.compute_seconds is None) == (share is None)
     together = parts.work_seconds + parts.exposed_seconds + parts.data_seconds + parts.core_seconds
@@ -179,7 +179,7 @@ def test_lines_and_facts_hold_the_prediction_and_the_run() -> None:
 
 @given(st.floats(1e-5, 1e4), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(1e-5, 1e4))
 def test_printed_parts_add_up(seconds: float, shares: list[float], predicted: float) -> None:
-    """Would find a part that is cut off, or decimals that differ between the step and its parts."""
+    """No printed part is cut off, and the step and its parts have equally many decimals."""
     scale = seconds / (sum(shares) or 1.0)
     parts = [scale * share for share in shares] if sum(shares) else [seconds, *[0.0] * 5]
     lines = accounts.step_lines(_parts_of(seconds, *parts), PredictedStep(predicted, 0.0, 1.0, "", ""))
@@ -232,7 +232,7 @@ def test_a_prediction_that_is_off_has_a_reason(measured: StepParts, predicted: f
 
 
 def test_the_reason_for_an_error_of_a_choice_compares_with_its_prediction() -> None:
-    """Would find a reason that compares the run with sampled steps that the prediction did not use."""
+    """The reason does not compare the run with sampled steps that the prediction did not use."""
     measured = _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0)
     reason = accounts.error_reason(measured, measured, PredictedStep(8.0, 0.4, 1.0, "", ""), from_samples=False)
     calibration = "`hpctrain calibrate` measures this machine, for the key machine"
@@ -243,7 +243,7 @@ def test_the_reason_for_an_error_of_a_choice_compares_with_its_prediction() -> N
 
 @pytest.mark.parametrize(("steps", "judged"), [(15, False), (19, False), (20, True)])
 def test_only_a_run_of_ten_seconds_judges_its_prediction(steps: int, judged: bool) -> None:
-    """Would find a short run that explains an error which other programs cause, and an error without its direction."""
+    """A shorter run explains no error, which other programs may cause. An explained error has its direction."""
     choice = SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc"))
     heard = _heard("xc40", choice, steps=replace(MEASURED, steps=steps))
     assert any(line.startswith("  the prediction is 40% too low: ") for line in heard.lines) == judged

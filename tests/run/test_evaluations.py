@@ -166,7 +166,7 @@ def test_every_rank_has_the_counts_of_the_evaluation(trained32: TrainedRun, grid
 
 
 def test_without_a_test_set_the_validation_samples_are_judged(tmp_path: Path) -> None:
-    """Would find images or labels of training samples, as validation samples are numbered within the training file."""
+    """Validation samples are numbered within the training file. No image or label is that of a training sample."""
     held_out = ("data.test=null", "data.validation=0.4")
     trained = train(tmp_path, *held_out, dtype="float32")
     work = partial(judge, source=str(trained.run.path), most=1000)
@@ -587,7 +587,7 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
 
 
 def test_an_image_without_a_whole_patch_is_refused_with_one_sentence() -> None:
-    """Would find NumPy's ValueError of a window that is larger than the array."""
+    """NumPy does not raise a ValueError about a window that is larger than the array."""
     spec = Conv2dSpec(1, 8, Window((3, 2), (1, 1), (0, 0, 0, 0)))
     with pytest.raises(
         ShapeError, match=r"^The images have 2 x 4 pixels, but the filters .* cover 3 x 2; .* at least 3 x 2 pixels\.$"
@@ -631,7 +631,7 @@ def test_each_grid_starts_with_the_same_filters(folder: Path, grid: str, monkeyp
 
 
 def test_patches_of_a_dilated_convolution_are_dilated() -> None:
-    """Would find filters of neighbouring pixels, which the convolution does not read together."""
+    """The filters are not those of neighbouring pixels, which the convolution does not read together."""
     spec = Conv2dSpec(2, 8, Window((2, 2), (1, 1), (0, 0, 0, 0), dilation=(2, 3)))
     images = np.random.default_rng(0).standard_normal((5, 9, 8, 2)).cumsum(1).cumsum(2)
     corners = [images[:, row : row + 7, column : column + 5] for row in (0, 2) for column in (0, 3)]

@@ -431,7 +431,7 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path
 
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 def test_a_training_in_bfloat16_has_nearly_the_losses_of_float32(folder: Path, backend: str) -> None:
-    """Would find weights, sums or an update in bfloat16, in which small steps of the parameters are lost."""
+    """Weights, sums and updates are not in bfloat16, in which small steps of the parameters are lost."""
     if (fault := machine_fault(backend, "bfloat16")) is not None:
         pytest.skip(fault)
     losses = {}
@@ -450,7 +450,7 @@ def test_a_training_in_bfloat16_has_nearly_the_losses_of_float32(folder: Path, b
 @pytest.mark.job
 @pytest.mark.mpi_differs
 def test_activations_in_bfloat16_travel_between_real_ranks(job: Callable[..., Outcome], folder: Path) -> None:
-    """Would find a message that MPI cannot send, as it has no bfloat16, and one that is rounded or summed by MPI."""
+    """Messages arrive although MPI has no bfloat16, and MPI neither rounds nor sums any."""
     split = ("precision=bfloat16", "grid.rows=2", "plan.stage*=domain", "plan.classifier.*=model", "epochs=1")
     outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml", *split, f"output={folder}/real"], cwd=folder)
     assert outcome.code == 0, outcome.output

@@ -81,7 +81,7 @@ def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None
 
 
 def test_speeds_are_those_of_the_latest_start_that_trained(tmp_path: Path) -> None:
-    """Would find images/s and the time of a step of different starts next to each other."""
+    """Images/s and the time of a step are those of the same start."""
     run = write_run(tmp_path)
     trained = {"kind": "epoch", "time": 41.0, "epoch": 4, "step": 40, "images": 100, "loss": 1.0, "images_per_second": 7.0}
     starts = [{"kind": "start", "time": time, "epochs": 4, "samples": 100} for time in (31.0, 40.0, 50.0)]

@@ -83,7 +83,7 @@ def test_commands_of_a_profile_come_first() -> None:
 
 @pytest.mark.parametrize("text", ["extends: slurm\n", None], ids=["extended", "copied"])
 def test_only_an_installed_profile_is_called_tested(text: str | None, tmp_path: Path) -> None:
-    """Would find the tests of an installed profile claimed for a profile that a user derived from it."""
+    """The tests of an installed profile are not claimed for a profile that a user derived from it."""
     own = tmp_path / "hpctrain" / "sites" / "ours.yaml"
     own.parent.mkdir(parents=True)
     own.write_text(text or (profile_files.INSTALLED / "slurm.yaml").read_text())

@@ -271,7 +271,7 @@ exit 255
 def test_a_host_that_ssh_cannot_reach_is_named_before_a_job_is_started(
     others: int, also: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would find a submission that succeeds although a host has no such name, and a check of hosts that the job does not use."""
+    """No submission succeeds if a host has no such name. Hosts that the job does not use are not checked."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text(_SSH)

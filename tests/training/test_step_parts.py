@@ -286,7 +286,7 @@ _DID = st.builds(_Did, *[st.integers(0, 9)] * 8)
 
 @given(st.lists(_DID, min_size=1, max_size=30), st.booleans())
 def test_what_a_rank_did_and_awaited_adds_up_to_its_steps(steps: list[_Did], of_processor: bool) -> None:
-    """Would find time that counts twice or not at all, such as an update in a wait, and means of different steps."""
+    """No time counts twice or not at all, such as an update in a wait. All means are of the same steps."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock, scene.processor if of_processor else None)
     times.before_epoch(Position())
@@ -327,7 +327,7 @@ def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 10), (0.03125, 16)])
 def test_the_sample_is_ten_steps_or_half_a_second_after_those_of_operators(seconds: float, steps: int) -> None:
-    """Would find a sample of the whole run, or one with the steps in which recording takes time."""
+    """The sample is not the whole run, and it lacks the steps in which recording takes time."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock)
     times.before_epoch(Position())
@@ -340,7 +340,7 @@ def test_the_sample_is_ten_steps_or_half_a_second_after_those_of_operators(secon
 
 @pytest.mark.parametrize(("first", "later", "steps"), [(30, 30, 60), (30, 31, 31), (5, 19, 24), (5, 20, 20)])
 def test_later_epochs_count_alone_if_they_have_most_steps(first: int, later: int, steps: int) -> None:
-    """Would find that steps whose loader reads files are mixed with steps whose loader reads memory, or lost."""
+    """Steps whose loader reads files are then not mixed with steps whose loader reads memory. Otherwise all steps count."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock)
     for of_epoch, seconds in ((6 + first, 8.0), (10, 2.0), (later - 10, 2.0)):
