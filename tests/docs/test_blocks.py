@@ -302,6 +302,12 @@ def test_commands_run(page: str, after_make_train: Path, tmp_path: Path, monkeyp
     run_all(page, tmp_path / "checkout", run_here)
 
 
+def test_the_configuration_with_code_of_ones_own_is_tested() -> None:
+    """Without a test set, the reporter of the page writes no file, and the run ends without an accuracy."""
+    config, _ = parse(blocks(how_tos.OWN_CODE, "yaml")[0].text)
+    assert config.data.test is not None
+
+
 @pytest.mark.slow
 def test_commands_run_with_code_of_ones_own(
     after_make_train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Start
@@ -414,6 +420,8 @@ def test_programs_of_ranks_run(block: Block, after_make_train: Path, tmp_path: P
     ranks = 1 if block.page in _OF_ONE_RANK else _MOST_RANKS
     outcome = job(ranks, ["train.py"], cwd=folder, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == 0, f"{block}\n{outcome.output}"
+    losses = [float(loss) for loss in re.findall(r"^[^{]*{'loss': ([\d.]+)", outcome.stdout, re.MULTILINE)]
+    assert losses == sorted(losses, reverse=True), f"{block} has a learning rate with which the loss rises:\n{outcome.output}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
