@@ -253,7 +253,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", 1), ("3", 0)])
-def test_a_command_that_needs_no_ranks_is_told_once_under_a_launcher(
+def test_a_command_that_needs_no_ranks_is_reported_once_under_a_launcher(
     monkeypatch: pytest.MonkeyPatch, rank: str, said: int
 ) -> None:
     for name, value in {
@@ -292,7 +292,7 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
         (SystemExit("why"), BUG, "sys.exit('why') during a run", "sys.exit('why') during a run ends the job.\n"),
         (MemoryError(f"{_ASKED[:-16]}\nwith shape (1,)."), USER_ERROR, "Memory ran out on rank 0 (", f"): {_ASKED}"),
         (MemoryError(""), USER_ERROR, "Memory ran out on rank 0 (", "): an allocation of unknown size was refused"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # nobody reads what would be said
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # no process reads what would be said
     ],
 )
 def test_an_error_ends_the_job_once_and_says_why(

@@ -246,7 +246,7 @@ def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
         kind_of(words).check(words, monkeypatch)
 
 
-# Real trainings, as small as they go: the page's own line, with these behind it, on at most two ranks.
+# Real trainings, as small as they go: the page's own line, with these after it, on at most two ranks.
 _SMALL = ("model.width=0.25", "batch=16", "evaluate.batch=16")
 _STEPS = ("--steps", "2")
 _MOST_RANKS = 2
@@ -478,7 +478,7 @@ _COMMENTED = [*sorted(ROOT.glob("configs/*.yaml")), *sorted(path for path in ROO
 
 @pytest.mark.parametrize("path", _COMMENTED, ids=lambda path: path.name)
 def test_commands_in_comments_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`# Data: hpctrain data convert ...   (and the same with test)`: up to a remark behind three blanks."""
+    """`# Data: hpctrain data convert ...   (and the same with test)`: up to a remark after three blanks."""
     names = "|".join(cli.list_commands(click.Context(cli)))
     commands = re.findall(rf"^#.*?((?:mpiexec .*)?hpctrain (?:{names}) .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert commands or path.stem == "quickstart"
