@@ -38,7 +38,7 @@ def alone() -> Result:
 
 
 def trained(job: Job, ranks: int, path: Path, steps: int = TASK.steps, **keywords: object) -> dict[str, np.ndarray]:
-    """The tensors that the program ends with, after so many steps."""
+    """Return the tensors that the program ends with, after `steps` steps."""
     given = json.dumps({"start": {"progress": "test"}, "replica": {}, "loader": {}, **keywords})
     outcome = job(ranks, ["-m", "tests.support.api_program", str(path), str(steps), given], cwd=ROOT)
     assert outcome.code == 0, outcome.output

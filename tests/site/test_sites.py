@@ -173,7 +173,7 @@ def test_profiles_that_extend_each_other_are_refused(own: Path) -> None:
         _read(own, "a")
 
 
-def test_an_unknown_site_is_told_with_the_nearest(own: Path) -> None:
+def test_an_unknown_site_is_reported_with_the_nearest(own: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no site 'polari'; the nearest is \"polaris\""):
         _read(own, "polari")
     with pytest.raises(ConfigError, match=r"There is no site 'ours'; there are .* write a profile .*/sites/NAME.yaml \(docs/"):
@@ -247,7 +247,7 @@ def test_a_request_that_does_not_fit_is_one_sentence(site: str, request_: JobReq
     assert str(error.value).endswith(".")
 
 
-def test_no_environment_is_staged_beside_an_image(tmp_path: Path) -> None:
+def test_no_environment_is_staged_with_an_image(tmp_path: Path) -> None:
     (tmp_path / "environment.tar").touch()
     site, request = profile_files.read_site("slurm", {}), JobRequest(1, stage=tmp_path / "environment.tar")
     assert site.profile.stages
@@ -386,7 +386,7 @@ def test_account_and_queue_become_the_sites_options() -> None:
         ("local", "1h", False, True),
     ],
 )
-def test_the_training_is_told_of_a_time_that_nobody_signals(site: str, time: str | None, own_limit: bool, limits: bool) -> None:
+def test_the_training_receives_a_time_limit_without_a_signal(site: str, time: str | None, own_limit: bool, limits: bool) -> None:
     account = "a" if site == "polaris" else None
     assert _plan(site, JobRequest(1, time=time, account=account), own_limit=own_limit).limits == limits
 
