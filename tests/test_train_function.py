@@ -93,7 +93,7 @@ def process_state() -> dict[str, object]:
     }
 
 
-def test_a_call_returns_what_the_run_recorded_and_leaves_nothing_behind(config: dict[str, Any]) -> None:
+def test_a_call_returns_what_the_run_recorded_and_leaves_no_trace(config: dict[str, Any]) -> None:
     """A call leaks no threads, files, handlers or settings, and its history is that of the run."""
     hpctrain.train(config, epochs=1)  # loads modules, which open files of their own
     before, values = process_state(), []
@@ -158,7 +158,7 @@ def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
 
 
 def test_without_progress_nothing_is_printed_but_warnings(config: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
-    """Would find lines of the start, of epochs or of the end in a quiet training."""
+    """A quiet training prints no lines of the start, of epochs or of the end."""
     config["schedule"] = PLATEAU
     stopped = hpctrain.train(config, style="none", steps=2)
     result = hpctrain.train(config, style="none", resume=stopped.directory)
@@ -171,7 +171,7 @@ def test_without_progress_nothing_is_printed_but_warnings(config: dict[str, Any]
 
 @pytest.mark.parametrize(("steps", "near"), [(1.5, 2), (-1, 0), (True, 1), ("3", 0), (2.0, 2), (np.arange(2), 0)])
 def test_a_number_of_steps_that_is_no_count_is_refused(config: dict[str, Any], steps: Any, near: int) -> None:
-    """Would find a fraction of steps that is rounded up."""
+    """A fraction of steps is not rounded up."""
     sentence = f"steps is {steps!r}, but must be an integer of at least 0; the nearest legal value is {near}."
     with pytest.raises(ConfigError) as caught:
         hpctrain.train(config, steps=steps)
@@ -179,7 +179,7 @@ def test_a_number_of_steps_that_is_no_count_is_refused(config: dict[str, Any], s
 
 
 def test_a_rate_that_no_step_uses_is_not_announced(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Would find a line on the learning rate after the last epoch."""
+    """No line on the learning rate follows the last epoch."""
     config["schedule"] = PLATEAU
     hpctrain.train(config, style="lines")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
@@ -314,7 +314,7 @@ def test_a_missing_key_of_a_mapping_names_the_mapping() -> None:
 
 
 def test_modules_of_training_are_imported_next_to_the_function() -> None:
-    """Would find a package with the name of the function, which `import ... as` would not reach."""
+    """No package has the name of the function, since `import ... as` would not reach its modules."""
     import hpctrain.training.step as step
 
     assert step.__name__ == "hpctrain.training.step"

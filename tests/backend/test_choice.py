@@ -52,7 +52,7 @@ def test_onednn_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_machine_without_the_library_cannot_compute_float32_with_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a machine that is called able, but on which the training does not start."""
+    """A machine on which the training does not start is not called able."""
     monkeypatch.setattr(module, "_onednn_missing", lambda: "Its library is not installed.")
     fault = machine_fault("onednn", "float32")
     assert fault is not None

@@ -129,7 +129,7 @@ def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_
     evaluations = _evaluations(run)
     losses = [float(str(each["ema_loss"])) for each in evaluations]
     best = int(np.argmin(losses))
-    assert len(losses) == best + 3 < 9, "it ends two evaluations behind the best one"
+    assert len(losses) == best + 3 < 9, "it ends two evaluations after the best one"
     sentence = f"early stop after epoch {best + 3}: no improvement in 2 evaluations since epoch {best + 1} (ema_loss"
     assert sentence in whole_lines(trained.stdout)
     assert f"best test loss of the averaged weights {losses[best]:.4f} after epoch {best + 1}" in trained.stdout
@@ -152,7 +152,7 @@ def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_
 
 
 def test_validation_decides_and_test_is_tested_once(folder: Path) -> None:
-    """Would find validation samples in an epoch, other ones after a resume or on other ranks, and a test set that decides."""
+    """No epoch trains on validation samples. A resume and other ranks hold out the same ones. The test set decides nothing."""
     held_out = ("data.validation=0.2", "epochs=3", "exact=true", "threads=1")
     whole = hpctrain(1, folder, "train", *held_out, "output=whole")
     hpctrain(2, folder, "train", *held_out, "--steps", "6")
@@ -182,7 +182,7 @@ def test_validation_decides_and_test_is_tested_once(folder: Path) -> None:
 
 
 def test_validation_has_a_file_of_its_own_if_it_is_a_path(folder: Path) -> None:
-    """Would find a path that is read as the test set, or validation images that replace training images."""
+    """A path is not read as the test set, and its images replace no training images."""
     outcome = hpctrain(2, folder, "train", f"data.validation={folder}/test.h5", "data.test=null", "epochs=2")
     records = newest_run(folder).metrics()
     assert [each["set"] for each in records if each["kind"] == "evaluation"] == ["validation"] * 2

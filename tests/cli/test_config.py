@@ -37,13 +37,13 @@ def test_shipped_configurations_pass(path: Path) -> None:
     assert result.output.startswith("ok: ")
 
 
-def test_show_gives_what_would_run() -> None:
+def test_show_prints_what_would_run() -> None:
     path = str(CONFIGS[0])
     result = CliRunner().invoke(cli, ["config", "show", path, "optimizer.lr=2e-1"])
     assert result.exit_code == 0, result.output
     shown = Config.model_validate(yaml.safe_load(result.output))
     assert shown == filled(load(path, ["optimizer.lr=0.2"])[0])
-    assert shown.optimizer.options["clip_norm"] is None  # which no file of configs/ gives
+    assert shown.optimizer.options["clip_norm"] is None  # which no file of configs/ sets
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_check_says_what_is_wrong_and_ends_with_2(override: str, words: list[str
     assert f'override "{override}"' in result.output
 
 
-def test_an_unknown_name_is_told_before_what_follows_from_it() -> None:
+def test_an_unknown_name_is_reported_before_what_follows_from_it() -> None:
     """`optimizer=adagrad` replaces the section and its lr; that lr is missing is not what is wrong."""
     path = next(path for path in CONFIGS if path.stem == "quickstart")
     overrides = ["optimizer=adagrad", "data.augment=[flip, {name: crop, size: 3}]", "batch=0"]
@@ -101,7 +101,7 @@ def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
 
 
 def test_a_machine_that_does_not_multiply_bfloat16_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a warning that asks for a GPU, which bfloat16 on CPUs does not need."""
+    """The warning does not ask for a GPU, which bfloat16 on CPUs does not need."""
     path = next(path for path in CONFIGS if path.stem == "quickstart")
     monkeypatch.setattr(choice, "missing", lambda place: "There is no GPU.")
     for multiplies in (True, False):

@@ -284,7 +284,7 @@ def test_a_limit_of_pixels_holds_for_a_data_file_too(tmp_path, keep, monkeypatch
 
 
 def test_arrays_have_the_range_of_the_data_file_of_their_class_names(tmp_path):
-    """Would find a test set that is scaled by its own largest value, unlike the training set."""
+    """The range of the training set scales a test set, not the test set's own largest value."""
     bright, dark = np.full((4, 5, 5, 1), 200, np.uint16), np.full((4, 5, 5, 1), 3000, np.uint16)
     np.savez(tmp_path / "train.npz", images=bright, labels=[0, 1, 0, 1])
     np.savez(tmp_path / "test.npz", images=dark, labels=[0, 1, 0, 1])
@@ -297,7 +297,7 @@ def test_arrays_have_the_range_of_the_data_file_of_their_class_names(tmp_path):
 
 @pytest.mark.parametrize("label", [2**63 + 5, 2**64 - 1, 2**31])
 def test_a_label_of_64_bits_is_named_as_it_is(tmp_path, label):
-    """Would find a label that wraps to a negative number."""
+    """The label does not wrap to a negative number."""
     labels = np.array([0, 1, label], np.uint64)
     np.savez(tmp_path / "a.npz", images=np.zeros((3, 5, 5, 1), np.uint8), labels=labels)
     convert = ("convert", "arrays", tmp_path / "a.npz", tmp_path / "a.h5")
@@ -318,7 +318,7 @@ def test_splits_are_not_taken_for_classes(tmp_path):
 
 @pytest.mark.parametrize("command", ["idx", "cifar", "npz", "hdf5", "folder"])
 @pytest.mark.parametrize("kind", ["missing", "directory", "file", "in a file", "endless link", "long name"])
-def test_inputs_that_cannot_be_read_are_told_in_a_sentence(tmp_path, inputs, command, kind):
+def test_inputs_that_cannot_be_read_are_reported_in_a_sentence(tmp_path, inputs, command, kind):
     _, after = inputs[command]
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("text")
@@ -342,7 +342,7 @@ def test_inputs_that_cannot_be_read_are_told_in_a_sentence(tmp_path, inputs, com
 
 @pytest.mark.parametrize("command", ["folder", "npz"])
 @pytest.mark.parametrize("size", ["0", "32769", "99999999999999999999999"])
-def test_a_side_that_no_image_has_is_told_once(inputs, tmp_path, command, size):
+def test_a_side_that_no_image_has_is_reported_once(inputs, tmp_path, command, size):
     good, _ = inputs[command]
     run("convert", command, *good, tmp_path / "out.h5", "--size", size, fails_with=r"not in the range 1<=x<=32768")
 
@@ -380,7 +380,7 @@ def flip(path, sample):
     path.write_bytes(content)
 
 
-def test_notes_are_told_and_count_when_asked_to(path):
+def test_notes_are_reported_and_count_when_asked_to(path):
     code, output = check(path)
     assert code == 0
     lines = output.splitlines()

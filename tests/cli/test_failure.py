@@ -30,6 +30,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 #: command: arguments with which it must fail by the user's fault => words that the sentence must have
 _MISTAKE_LINES = """
 train: nowhere.yaml => nowhere.yaml: Cannot read the configuration
+train: train.py => train.py is a Python program, but a configuration must be a YAML file; run the program with `hpctrain script
 train: CONFIG => There is no data file data/fashion-mnist/train.h5
 train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
 train: CONFIG --log-ranks al => must be all, none, or ranks such as 0,3,8-15; the nearest is all.
@@ -38,6 +39,7 @@ train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/ru
 run: -- sleep 3 => The command "sleep 3" contains no training
 run: -- hpctrain train nowhere.yaml => nowhere.yaml: Cannot read the configuration
 completion: tcsh => There is no completion for the shell "tcsh"; choose bash, zsh or fish.
+script: CONFIG => quickstart.yaml is a YAML file, but a program must be a Python file; use `hpctrain train
 script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
 submit: nowhere.yaml --site local => nowhere.yaml: Cannot read the configuration
 submit: CONFIG --site lokal => There is no site 'lokal'; the nearest is "local"
@@ -209,7 +211,7 @@ def test_a_users_mistake_is_a_sentence(folder: Path, command: str) -> None:
     ("option", "words"), [("--epochs", "write epochs=VALUE."), ("--optimizer.lr", "write optimizer.lr=VALUE.")]
 )
 def test_a_key_as_an_option_is_answered_by_its_override(option: str, words: str) -> None:
-    """Would find the advice to use an option with a similar name, such as --steps, for a key of the configuration."""
+    """The advice is not an option with a similar name, such as --steps, for a key of the configuration."""
     result = CliRunner().invoke(cli, ["train", "file.yaml", option, "3"])
     assert result.exit_code == 2
     assert words in result.output
@@ -251,7 +253,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", 1), ("3", 0)])
-def test_a_command_that_needs_no_ranks_is_told_once_under_a_launcher(
+def test_a_command_that_needs_no_ranks_is_reported_once_under_a_launcher(
     monkeypatch: pytest.MonkeyPatch, rank: str, said: int
 ) -> None:
     for name, value in {
@@ -290,7 +292,7 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
         (SystemExit("why"), BUG, "sys.exit('why') during a run", "sys.exit('why') during a run ends the job.\n"),
         (MemoryError(f"{_ASKED[:-16]}\nwith shape (1,)."), USER_ERROR, "Memory ran out on rank 0 (", f"): {_ASKED}"),
         (MemoryError(""), USER_ERROR, "Memory ran out on rank 0 (", "): an allocation of unknown size was refused"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # nobody reads what would be said
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # no process reads what would be said
     ],
 )
 def test_an_error_ends_the_job_once_and_says_why(
@@ -340,7 +342,7 @@ def _groups(command: click.Command | None, path: tuple[str, ...] = ()) -> Iterat
 
 
 def test_a_mistyped_command_is_answered_by_the_nearest_one() -> None:
-    """Would find a group whose commands click does not know when it looks for the nearest."""
+    """Each group finds the nearest of its own commands."""
     groups = list(_groups(cli))
     assert {path for path, _ in groups} >= {(), ("data",), ("data", "convert"), ("plan",), ("list",)}
     for path, group in groups:
@@ -364,13 +366,13 @@ def test_an_option_named_by_a_usual_word_is_answered_by_its_override(option: str
     ("words", "commands"), [(["check"], '"config check" or "data check"'), (["data", "folder"], '"convert folder"')]
 )
 def test_a_command_of_a_group_is_the_nearest_to_its_name_alone(words: list[str], commands: str) -> None:
-    """Would find that `check` is answered by `checkpoint`, which only looks similar."""
+    """The answer to `check` is not `checkpoint`, which only looks similar."""
     outcome = CliRunner().invoke(cli, words)
     assert f'There is no command "{words[-1]}"; the nearest is {commands}.' in outcome.stderr
 
 
 def test_an_option_without_its_value_is_answered_by_the_legal_values() -> None:
-    """Would find an option with named values for which a user must read the help."""
+    """A user need not read the help for an option with named values."""
     typed = {
         "train FILE --resume": "--resume needs a value: auto, best or PATH.",
         "train FILE --progress": "--progress needs a value: bar, lines or none.",
@@ -395,7 +397,7 @@ def _leaves(group: click.Group, words: tuple[str, ...] = ()) -> Iterator[tuple[l
 
 @pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
 def test_an_option_in_the_place_of_a_value_is_refused(words: list[str], command: click.Command) -> None:
-    """Would find that `--resume --steps 3` looks for a run called --steps."""
+    """`--resume --steps 3` does not look for a run called --steps."""
     options = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
     for option in (one for one in options if not isinstance(one.flag_value, str)):
         for name in option.opts:
@@ -407,7 +409,7 @@ def test_an_option_in_the_place_of_a_value_is_refused(words: list[str], command:
 
 @pytest.mark.parametrize(("words", "command"), list(_leaves(cli)))
 def test_a_misspelt_word_of_a_list_is_answered_by_the_nearest(words: list[str], command: click.Command) -> None:
-    """Would find a list of words whose error names no nearest one, as for `data fetch fashionmnist`."""
+    """Every error about a list of words names the nearest one, as for `data fetch fashionmnist`."""
     context = click.Context(command)
     for parameter in (one for one in command.params if isinstance(one.type, click.Choice)):
         for word in parameter.type.choices:
@@ -416,7 +418,7 @@ def test_a_misspelt_word_of_a_list_is_answered_by_the_nearest(words: list[str], 
 
 
 def test_a_value_that_begins_with_dashes_follows_an_equals_sign() -> None:
-    """Would find that options whose value is optional, flags, words after -- and --option=VALUE are refused, too."""
+    """Options whose value is optional, flags, words after -- and --option=VALUE are not refused."""
     evaluate = cli.get_command(click.Context(cli), "eval")
     assert evaluate is not None
     for words in ("--confusion --per-class", "--averaged --per-class", "--checkpoint=--odd", "-- --checkpoint --odd"):

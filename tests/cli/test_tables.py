@@ -130,7 +130,7 @@ def by_rank(classes: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> list
 @given(numbers=st.lists(st.integers(0, 40), min_size=1, max_size=30), ordered=st.booleans())
 @settings(max_examples=100)
 def test_ranges_contain_the_numbers_in_their_order(numbers: list[int], ordered: bool) -> None:
-    """Would find a range that ends one number early or late, or loses the order in which a schedule has its ranks."""
+    """No range ends one number early or late, or loses the order in which a schedule has its ranks."""
     numbers = sorted(numbers) if ordered else numbers
     assert ranks_of(plan_tables.number_ranges(numbers)) == numbers
 
@@ -147,7 +147,7 @@ def test_ranges_contain_the_numbers_in_their_order(numbers: list[int], ordered: 
 def test_the_summary_expands_to_the_report_of_every_rank(
     rows: int, cols: int, batch: int, micro_batches: int, use: str, per_node: int
 ) -> None:
-    """Would find ranks in a wrong class, if groups have unequal samples, and numbers of averaging at the wrong rank."""
+    """No rank is in a wrong class if groups have unequal samples, and numbers of averaging are at the right rank."""
     assume(batch >= cols * micro_batches)
     config, _ = load_config(
         CONFIGS / "quickstart.yaml",
@@ -182,7 +182,7 @@ def test_the_summary_expands_to_the_report_of_every_rank(
 
 @pytest.mark.parametrize("grid", [(RESNET,), (VGG, "grid.rows=8", *MIXED)], ids=["resnet50", "vgg16 on 8 x 1024"])
 def test_the_plan_of_thousands_of_ranks_is_as_long_as_that_of_few(grid: tuple[str, ...]) -> None:
-    """Would find a list by rank: 8192 ranks had 100 MB."""
+    """The plan has no list by rank, which takes 100 MB for 8192 ranks."""
     few, many = (
         run("show", *grid, f"batch={2 * ranks}", *IMAGENET, "--ranks", f"{ranks}", "--ranks-per-node", "16", "--json").output
         for ranks in (64, 8192)
@@ -236,7 +236,7 @@ def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
         assert word in result.output
 
 
-def test_the_schedules_json_gives_the_same_hash() -> None:
+def test_the_schedules_json_has_the_same_hash() -> None:
     arguments = ("--schedule", VGG, "--ranks", "5", *IMAGENET)
     (group,) = json.loads(run(*arguments, "--json").output)
     assert f"hash {group['hash']}" in run(*arguments).output.splitlines()
@@ -349,7 +349,7 @@ def test_the_data_are_plain_and_as_many_as_asked_for() -> None:
     assert choice["keys"]["averager"] == {"name": "sharded", "fc_exchange": "never"}
 
 
-def test_local_batch_norm_is_told_its_samples(capsys: pytest.CaptureFixture) -> None:
+def test_local_batch_norm_is_reported_with_its_samples(capsys: pytest.CaptureFixture) -> None:
     print_search(outcome("batch_norm.statistics=local", "batch=50"), 5, "train")
     assert "Batch norm takes its statistics over 25 samples with choice 1." in capsys.readouterr().out.splitlines()
 
@@ -526,7 +526,7 @@ def test_averaged_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(capsys.readouterr().out)["averaged"] is averaged
 
 
-def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     counts = np.zeros((100, 101), np.int64)
     counts[np.arange(100), np.arange(100)] = 9
     counts[70, 3], counts[4, 100] = 8, 5

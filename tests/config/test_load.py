@@ -241,7 +241,7 @@ def test_one_sentence_with_the_line(old, new, line, words):
     assert all(word in message for word in words), message
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     lines = faults(TEXT.replace("batch: 9", "batch: 0\nzebra: 1").replace("name: seven", "name: a/b"))
     assert len(lines) == 3
     assert sorted(line.split(":")[1] for line in lines) == ["1", "10", "9"]
@@ -285,7 +285,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     ],
 )
 def test_a_file_that_does_not_exist_is_answered_by_the_nearest_one(path, near, tmp_path, monkeypatch):
-    """Would find that a wrong folder or suffix costs a user a search, and the name of a file that does not exist."""
+    """A wrong folder or suffix does not cost the user a search, and no answer names a file that does not exist."""
     (tmp_path / "configs").mkdir()
     for name in ("configs/quickstart.yaml", "configs/finetune.yaml", "photos.yaml"):
         (tmp_path / name).touch()

@@ -156,8 +156,8 @@ def test_a_path_of_the_schema_has_its_variables_filled_in(key, monkeypatch):
     for text in ("$NOWHERE/x", "${NOWHERE}", "a/$NOWHERE"):
         with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*, but the variable NOWHERE is not set here"):
             parse(_REST, overrides=[f"{key}={text}"])
-    with pytest.raises(ConfigError, match="but there is no user nobody-of-that-name here"):
-        parse(_REST, overrides=[f"{key}=~nobody-of-that-name/x"])
+    with pytest.raises(ConfigError, match="but there is no user missing-user here"):
+        parse(_REST, overrides=[f"{key}=~missing-user/x"])
 
 
 def test_no_path_of_the_schema_is_left_out():
@@ -203,7 +203,7 @@ def test_what_is_neither_is_refused(value: Any) -> None:
     [("0.1", 0.1), ("1e-1", 0.1), ("500", 500), ("5e2", 500), ("val.h5", "val.h5"), ("synthetic", "synthetic"), ("null", None)],
 )
 def test_validation_is_a_fraction_a_number_or_a_path(written: str, value: Any) -> None:
-    """Would find a number that is taken for a path, or a count that becomes a fraction."""
+    """A number is not taken for a path, and a count does not become a fraction."""
     data = parse(_REST, overrides=[f"data.validation={written}"])[0].data
     assert (data.validation, type(data.validation)) == (value, type(value))
     assert data.evaluated == (None if value is None else "validation")
@@ -212,7 +212,7 @@ def test_validation_is_a_fraction_a_number_or_a_path(written: str, value: Any) -
 
 @pytest.mark.parametrize("written", ["balenced", "2", "[]", "[1, 0]", "[1, .nan]", "{a: 1}", "true"])
 def test_faulty_class_weights_are_refused_with_one_sentence(written: str) -> None:
-    """Would find a sentence for each alternative, which names validators instead of the key."""
+    """The error has no sentence for each alternative, which would name validators instead of the key."""
     with pytest.raises(
         ConfigError, match=r"^override .*: loss.class_weights is .*, but must be balanced, a list of numbers above 0"
     ) as caught:

@@ -62,7 +62,7 @@ def test_a_shell_reads_a_word_as_it_was(text: str) -> None:
 
 @pytest.mark.parametrize(("name", "near"), [("resnet21", "resnet20"), ("resnet51", "resnet50"), ("vgg", "vgg11"), ("yolo", None)])
 def test_the_nearest_name_begins_like_the_unknown_one(name: str, near: str | None) -> None:
-    """Would find a name that is as similar by its letters, such as resnet32 for resnet21."""
+    """The answer to resnet21 is not resnet32, which is as similar by its letters."""
     assert nearest(name, ["resnet56", "resnet32", "resnet18", "resnet50", "resnet20", "vgg13", "vgg11"]) == near
 
 

@@ -251,7 +251,7 @@ def test_images_that_are_too_small_or_of_other_channels_are_refused():
 
 
 def test_alternating_mirrors_each_image_in_every_second_epoch():
-    """Would find an image that two epochs mirror twice or never, and mirror images that do not depend on the seed."""
+    """Of two consecutive epochs exactly one mirrors an image, and the seed decides which."""
     images = images_of(400, (3, 4, 3))
 
     def mirrored(epoch, seed=1):
@@ -325,7 +325,7 @@ def image_of(channels: int, height: int = 29, width: int = 31) -> np.ndarray:
 
 
 def test_pixels_of_all_operations_are_what_they_were() -> None:
-    """By a hash, without PyTorch: a library of pictures that gives others would change trainings without a word."""
+    """By a hash, without PyTorch: a library of pictures that returns others would change trainings without a word."""
     digest = hashlib.sha256()
     for channels in (1, 3):
         image = image_of(channels)

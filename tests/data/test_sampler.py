@@ -55,7 +55,7 @@ def test_shares_inside_a_split_group_are_even_and_so_are_those_of_the_groups(sam
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.floats(0.01, 0.99), st.integers(0, 2**63), st.randoms())
 def test_held_out_samples_are_stratified_and_each_class_is_trained_on(sizes, fraction, seed, random):
-    """Would find a sample in both parts or in none, a class that validation empties, and uneven shares."""
+    """Each sample is in exactly one part. Validation empties no class, and the shares of classes are even."""
     labels = np.repeat(np.arange(len(sizes)) * 3, sizes)
     labels = labels[random.sample(range(len(labels)), len(labels))]
     wanted = max(1, round(fraction * len(labels)))
@@ -77,7 +77,7 @@ def test_held_out_samples_are_stratified_and_each_class_is_trained_on(sizes, fra
 
 
 def test_held_out_samples_follow_from_labels_and_seed_alone():
-    """Would find a change that evaluates a resumed run on samples on which it was trained."""
+    """A resumed run is not evaluated on samples on which it was trained."""
     labels, golden = np.arange(40) % 4, [4, 5, 7, 9, 10, 14, 15, 28]
     split = hold_out(labels, 0.2, 7, "train.h5")
     assert split.validation.tolist() == golden
@@ -88,7 +88,7 @@ def test_held_out_samples_follow_from_labels_and_seed_alone():
 
 @given(sizes, sizes, st.integers(0, 2**63), st.integers(0, 199), st.integers(0, 3))
 def test_an_epoch_of_a_subset_is_that_of_its_places(samples, batch, seed, first, epoch):
-    """Would find a reordering that mixes ids with places, so that samples outside the subset enter the epoch."""
+    """A reordering does not mix ids with places, so no sample outside the subset enters the epoch."""
     subset = np.arange(samples) * 3 + 1
     whole, part = Sampler(samples, batch, seed), Sampler(samples, batch, seed, subset=subset)
     for sampler in (whole, part):
@@ -357,7 +357,7 @@ def test_a_name_that_is_taken_is_refused_unless_it_may_be_replaced(tmp_path, mak
     require_new(path, overwrite=True)
 
 
-def test_directories_are_told_from_files_and_from_nothing(tmp_path):
+def test_directories_are_distinguished_from_files_and_from_nothing(tmp_path):
     require_directory(tmp_path, "name one")
     with pytest.raises(DataError, match=r"There is no directory .*; name one."):
         require_directory(tmp_path / "nowhere", "name one")

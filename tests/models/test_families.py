@@ -102,7 +102,7 @@ PUBLISHED_MULTIPLY_ADDS = {
 
 @pytest.mark.parametrize("name", PUBLISHED_MULTIPLY_ADDS)
 def test_operations_are_the_published_ones(name: str) -> None:
-    """Would find a convolution whose groups, stride or image size is counted wrongly."""
+    """Groups, stride and image size of each convolution are counted correctly."""
     size = size_of_model(name)
     assert size.parameters == TORCHVISION[name][0]
     assert size.flops / 2e9 == pytest.approx(PUBLISHED_MULTIPLY_ADDS[name], abs=0.0006)
@@ -110,7 +110,7 @@ def test_operations_are_the_published_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet20", "resnext50_32x4d", "wrn_28_10"])
 def test_memory_of_an_image_is_that_of_a_training_plan(name: str) -> None:
-    """Would find memory of parameters, of a whole batch or of evaluation. Images of other batches need as much, within 10 %."""
+    """The memory is that of the activations of one image. Images of other batches need as much, within 10 %."""
     size, model = size_of_model(name), built(name)
     builder = GraphBuilder(TensorSpec((24, *size.image_shape)))
     plan = compile_graph(builder.build(model.lower(builder, 0, "")), NumpyKernelSet(), training=True)
@@ -142,7 +142,7 @@ def test_preactivation_networks_are_the_published_ones() -> None:
 
 
 def test_paths_of_a_block_share_its_activation_where_the_shape_changes_and_in_the_first_block() -> None:
-    """Would find a shortcut that reads the raw input there, or the activation in another block (He et al. 2016b, section 4.1)."""
+    """A shortcut reads the activation there, and the raw input in another block (He et al. 2016b, section 4.1)."""
     graph = graph_of(built("preact_resnet18", width=0.125, dropout=0.3, stochastic_depth=0.2), 16, 16, 3)
     nodes = {node.name: node for node in graph.nodes}
     for name, (first, later) in {"layer1": ("add", "add"), "layer2": ("downsample", "add")}.items():

@@ -45,7 +45,7 @@ def test_layouts_there_and_back_are_exact_in_every_model(name: str) -> None:
         np.testing.assert_array_equal(entry.export(own), array)
 
 
-def test_counters_stand_behind_the_statistics_and_are_not_asked_for() -> None:
+def test_counters_follow_the_statistics_and_are_not_asked_for() -> None:
     entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
     counted = with_counters(state_of("resnet20"), 7)
     names = list(counted)
@@ -82,7 +82,7 @@ def test_many_differences_are_counted() -> None:
 @settings(max_examples=20)
 @given(changed=st.sets(st.sampled_from(["fc.bias", "classifier.fc2.weight", "conv1.weight", "scale"]), min_size=1))
 def test_the_patterns_of_the_advice_ignore_exactly_the_layers_that_differ(changed: set[str]) -> None:
-    """Would find advice that is refused in turn, as a fixed pattern for the last layer is in models that name it otherwise."""
+    """The advice is not refused in turn. A fixed pattern for the last layer fails in models that name it otherwise."""
     entries = {
         name: SimpleNamespace(shape=(2,)) for name in ("conv1.weight", "bn.weight", "classifier.fc2.weight", "fc.bias", "scale")
     }

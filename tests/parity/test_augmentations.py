@@ -133,7 +133,7 @@ def _picture(image: np.ndarray) -> Image.Image:
 
 @pytest.mark.parametrize("policy", ["imagenet", "cifar10", "svhn"])
 def test_autoaugment_is_torchvisions(theirs: Any, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a typing error in any of the 75 pairs of the policies."""
+    """None of the 75 pairs of the policies has a typing error."""
     augment = theirs.AutoAugment(theirs.AutoAugmentPolicy(policy))
     u = np.random.default_rng(1).random((400, AutoAugment.draws))
     u[:, 0] = np.arange(400) % 25 / 25 + 0.01
@@ -150,7 +150,7 @@ JITTERS = [(0.4, 0.4, 0.4, 0.1), (0.0, 1.7, 0.0, 0.5), (0.8, 0.0, 3.0, 0.0), (0.
 
 @pytest.mark.parametrize("amounts", JITTERS)
 def test_colour_jitter_is_torchvisions(theirs: Any, amounts: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find another order of the operations, another range of a factor, or a hue that is turned in another direction."""
+    """The order of the operations, the range of each factor and the direction in which a hue turns are the same."""
     options = dict(zip(("brightness", "contrast", "saturation", "hue"), amounts, strict=True))
     jitter = theirs.ColorJitter(**options)
     for number, u in enumerate(np.random.default_rng(2).random((60, ColorJitter.draws))):
@@ -166,7 +166,7 @@ def test_colour_jitter_is_torchvisions(theirs: Any, amounts: tuple[float, ...], 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
 def test_rotations_and_mirror_images_are_torchvisions(theirs: Any, interpolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a rotation in the other direction or about another centre, and a mirror image about the wrong axis."""
+    """Direction and centre of a rotation and the axis of a mirror image are the same."""
     rotation = theirs.RandomRotation(30, theirs.InterpolationMode(interpolation))
     for number, u in enumerate(np.random.default_rng(3).random((40, 1))):
         image = _pictures(SIZES[number % 2])[number % 4]

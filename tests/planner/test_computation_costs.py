@@ -130,7 +130,7 @@ def test_a_call_takes_its_overhead_and_the_longer_of_operations_and_bytes() -> N
 
 
 def test_a_prediction_knows_the_precision() -> None:
-    """Would find rates and measured times of float32 for a step in bfloat16, and updates of 16-bit parameters."""
+    """A step in bfloat16 has its own rates and measured times. Its updates are those of 32-bit parameters."""
     network = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet(), dtype="bfloat16")
     halves, plan, costs = compile_graph(network.graph(2), network.kernels, training=True), _plan(2), RateCosts(MACHINE)
     names = {step.name: step for step in plan.steps}
@@ -179,7 +179,7 @@ def test_no_key_names_a_layer_or_an_address(use: Parallelism) -> None:
     plan = ParallelPlan(2, 1, default=use)
     partitioned = partition_graph(NETWORK.graph(4), plan, (2, 2))
     texts = []
-    for _ in range(2):  # made anew: objects lie elsewhere
+    for _ in range(2):  # made again: objects lie elsewhere
         local = compile_graph(partitioned.local(0, FakeSplitGroup(0, 2)), NETWORK.kernels, training=True)
         texts.append([str(key) for key in _keys(local)])
     assert texts[0] == texts[1]
@@ -476,7 +476,7 @@ def test_what_waits_for_others_costs_as_usual_for_the_sampled() -> None:
     for k in merged:
         assert 0.0 < costs.seconds(plan.steps[k], Action.FORWARD) <= 4.0
     assert costs.measured_share() == 0.0
-    assert costs.step_seconds(100, 10) == 7.0  # nothing beside operators was sampled
+    assert costs.step_seconds(100, 10) == 7.0  # only operators were sampled
     assert costs.update_seconds(10) == 5.0
     assert costs.measured_share() == 0.0
 

@@ -291,7 +291,7 @@ def test_what_is_no_mapping_is_no_machine(text: str) -> None:
         machine_file.parse(text, "m.yaml")
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read the machine file .* \(Is a directory\)"):
         machine_file.read(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"name: \xff")
@@ -501,7 +501,7 @@ def test_pairs_that_measure_at_once_take_the_time_of_the_last_one(monkeypatch: p
 def test_messages_that_a_disturbance_makes_longer_do_not_hide_a_shared_card(
     card: tuple[int, int], sizes: tuple[int, ...], longer: list[float]
 ) -> None:
-    """Would find a card that seems to belong to one rank because the messages of a single pair were disturbed.
+    """A shared card does not seem to belong to one rank when messages of a single pair are disturbed.
 
     One message of the largest size of each kind is undisturbed; all second messages, and the other sizes, may take longer.
     """

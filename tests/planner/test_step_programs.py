@@ -225,7 +225,7 @@ def test_ranks_do_what_the_tasks_say_in_their_order(rows: int, cols: int) -> Non
 def test_shards_run_side_by_side_and_send_all_their_sums(
     averager: str, options: dict[str, object], ranks: int, shards: int, micro_batches: int
 ) -> None:
-    """Would find a program that ignores `exact`: its messages, additions, passes and samples of a rank, and its memory."""
+    """The program follows `exact`: messages, additions, passes and samples of a rank, and its memory."""
     task = replace(task_of(1, ranks, micro_batches=micro_batches), batch=25, samples=25, exact_shards=shards)
     program = program_of(task, averager, options, None)
     observed = observe(task, averager, options)
@@ -254,7 +254,7 @@ def test_shards_run_side_by_side_and_send_all_their_sums(
 
 
 def test_additions_and_smaller_parts_make_an_exact_step_longer() -> None:
-    """Would find shards that cost nothing: in a step of one rank, additions are the only averaging before the update."""
+    """Shards cost time: in a step of one rank, additions are the only averaging before the update."""
     seconds = []
     for shards in (None, 2, 8):
         task = replace(task_of(1, 1), batch=24, samples=24, exact_shards=shards)
@@ -274,7 +274,7 @@ def test_additions_and_smaller_parts_make_an_exact_step_longer() -> None:
 def test_a_cycle_of_lazy_has_the_bytes_of_its_steps(
     rows: int, cols: int, optimizer: Callable[[], Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would find a lazy averager that is predicted as if it sent all layers in each step, or never checked its interval."""
+    """The prediction does not send all layers in each step, and it includes the checks of the interval."""
     monkeypatch.setattr(lazy, "next_interval", lambda *numbers: numbers[-1])  # the interval grows at once and remains
     use = Parallelism.MODEL if rows > 1 else Parallelism.BATCH
     task = replace(task_of(rows, cols, use), optimizer=optimizer, samples=11 * 11, steps=11)
@@ -380,7 +380,7 @@ def test_micro_batches_announce_in_the_last_and_add_up_before() -> None:
     assert [task.event for task in parts.tasks if isinstance(task, Happens)] == names
     sums = [task for task in parts.tasks if isinstance(task, Compute) and task.row == HOOKS]
     parameters = len(announced(whole, EventKind.GRADIENT, "all"))
-    assert len(sums) == 2 + parameters  # behind each of the first passes all gradients, in the last one by one
+    assert len(sums) == 2 + parameters  # after each of the first passes all gradients, in the last one by one
     first = next(k for k, task in enumerate(parts.tasks) if isinstance(task, Happens))
     copies = [k for k, task in enumerate(parts.tasks) if isinstance(task, Compute) and task.row == "input copy"]
     assert len(copies) == 3
@@ -460,7 +460,7 @@ def test_one_rank_sends_nothing() -> None:
     assert mirror_bytes(_group(1, "sharded", {}), 4) == (0,)
 
 
-def test_exchanged_inputs_and_errors_are_not_told() -> None:
+def test_mirror_bytes_of_exchanged_inputs_and_errors_are_unknown() -> None:
     group = _group(2, "sharded", {"fc_exchange": "always"})
     assert group.schedule is not None
     assert any(piece.sufficient_factors for piece in group.schedule.slices)

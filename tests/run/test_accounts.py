@@ -80,7 +80,7 @@ _PARTS = (
 
 
 def test_one_rank_is_compared_with_its_sampled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a prediction that leaves out the loader where that has no core of its own, or counts it twice."""
+    """The prediction neither leaves out the loader where that has no core of its own, nor counts it twice."""
     for cores, seconds in ((1, 0.25 + 0.0625), (2, 0.25 + 0.03125)):
         monkeypatch.setattr(accounts, "usable_cores", lambda cpus, cores=cores: cores)
         close = replace(MEASURED, seconds=seconds, busy_seconds=0.25, exposed_seconds=0.0)
@@ -117,7 +117,7 @@ _SECONDS = st.floats(0, 100)
 
 @given(st.builds(MeasuredStep, *[_SECONDS] * 2, st.just(40), *[_SECONDS] * 6), st.none() | st.floats(0, 1))
 def test_parts_add_up_to_the_step(measured: MeasuredStep, share: float | None) -> None:
-    """Would find time that is in two parts or in none, whatever clocks say that do not agree."""
+    """No time is in two parts or in none, even if the clocks disagree."""
     parts = StepParts.of(measured, share)
     assert (parts.compute_seconds is None) == (share is None)
     together = parts.work_seconds + parts.exposed_seconds + parts.data_seconds + parts.core_seconds
@@ -179,7 +179,7 @@ def test_lines_and_facts_hold_the_prediction_and_the_run() -> None:
 
 @given(st.floats(1e-5, 1e4), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(1e-5, 1e4))
 def test_printed_parts_add_up(seconds: float, shares: list[float], predicted: float) -> None:
-    """Would find a part that is cut off, or decimals that differ between the step and its parts."""
+    """No printed part is cut off, and the step and its parts have equally many decimals."""
     scale = seconds / (sum(shares) or 1.0)
     parts = [scale * share for share in shares] if sum(shares) else [seconds, *[0.0] * 5]
     lines = accounts.step_lines(_parts_of(seconds, *parts), PredictedStep(predicted, 0.0, 1.0, "", ""))
@@ -232,18 +232,18 @@ def test_a_prediction_that_is_off_has_a_reason(measured: StepParts, predicted: f
 
 
 def test_the_reason_for_an_error_of_a_choice_compares_with_its_prediction() -> None:
-    """Would find a reason that compares the run with sampled steps that the prediction did not use."""
+    """The reason does not compare the run with sampled steps that the prediction did not use."""
     measured = _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0)
     reason = accounts.error_reason(measured, measured, PredictedStep(8.0, 0.4, 1.0, "", ""), from_samples=False)
-    calibration = "`hpctrain calibrate` measures this machine, for the key machine"
-    assert reason == f"computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction; {calibration}"
+    advice = "measure this machine with `hpctrain calibrate` and set machine to its file"
+    assert reason == f"computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction; {advice}"
     heard = _heard("xc40", SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc")))
     assert "100 ms in the prediction" in " ".join(line.strip() for line in heard.lines)
 
 
 @pytest.mark.parametrize(("steps", "judged"), [(15, False), (19, False), (20, True)])
 def test_only_a_run_of_ten_seconds_judges_its_prediction(steps: int, judged: bool) -> None:
-    """Would find a short run that explains an error which other programs cause, and an error without its direction."""
+    """A shorter run explains no error, which other programs may cause. An explained error has its direction."""
     choice = SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc"))
     heard = _heard("xc40", choice, steps=replace(MEASURED, steps=steps))
     assert any(line.startswith("  the prediction is 40% too low: ") for line in heard.lines) == judged
@@ -350,11 +350,11 @@ EVENTS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_events_are_told_in_their_order() -> None:
+def test_events_are_reported_in_their_order() -> None:
     found = events_of([{**record, "time": float(time)} for time, (record, _) in enumerate(EVENTS)])
-    told = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
-    assert [(event.time, event.text) for event in found] == told
-    for kind in sorted(_TEXTS):  # without its facts a record is told as far as it goes
+    expected = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
+    assert [(event.time, event.text) for event in found] == expected
+    for kind in sorted(_TEXTS):  # without its facts a record is reported as far as it goes
         (event,) = events_of([{"kind": kind}])
         assert event.text
 
@@ -398,7 +398,7 @@ WHY = "in memory of each rank, as the ranks of a node cannot share it (Operation
         ({"memory": 13, "denied": "Operation not permitted"}, [f"all samples stay {WHY}"]),
     ],
 )
-def test_what_is_kept_is_told(make_file: Callable[..., Any], kept: dict[str, Any], expected: list[str]) -> None:
+def test_what_is_kept_is_reported(make_file: Callable[..., Any], kept: dict[str, Any], expected: list[str]) -> None:
     file = make_file()[0]
     file.path = Path("images.h5")
     found = list(sentences(file, KeptSamples(**kept, memory_bytes=1_500_000_000, local_bytes=2_000_000_000)))
@@ -425,7 +425,7 @@ def _masks(*texts: range) -> list[frozenset[int]]:
         ),
     ],
 )
-def test_nodes_that_are_alike_are_told_once_and_many_ranks_are_shortened(
+def test_nodes_that_are_alike_are_reported_once_and_many_ranks_are_shortened(
     cpus: list[frozenset[int]], node_of: list[int], line: str
 ) -> None:
     assert describe_cores(cpus, node_of) == f"cores of the ranks: {line}"
@@ -486,7 +486,7 @@ def test_a_thread_that_may_not_call_is_refused(mode: str) -> None:
         set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)
 
 
-def test_beside_a_device_one_thread_does_everything() -> None:
+def test_with_a_device_one_thread_does_everything() -> None:
     rank = _rank()
     rank.world = SimpleNamespace(size=2)
     network: Any = SimpleNamespace(kernels=LateKernelSet())

@@ -152,7 +152,7 @@ def test_one_sentence_with_the_line(old, new, line, words):
     assert all(word in message for word in words), message
 
 
-def test_all_faults_are_told_at_once_each_at_its_place():
+def test_all_faults_are_reported_at_once_each_at_its_place():
     lines = faults(
         TEXT, "batch=2", "micro_batches=3", "model=nonet", "optimizer.momentun=1", "schedule=none", "data.augment=[flop]"
     )
@@ -167,8 +167,8 @@ def test_all_faults_are_told_at_once_each_at_its_place():
     ]
 
 
-def test_all_faulty_options_are_told_at_once():
-    """Would find a second faulty option of the same augmentation, optimiser or averager that is told only in the next attempt."""
+def test_all_faulty_options_are_reported_at_once():
+    """No second faulty option of the same augmentation or optimiser waits for the next attempt."""
     jitter = "{name: color_jitter, brightness: -1, hue: 2, contrast: 0.1, saturaton: 1}"
     lines = faults(TEXT, f"data.augment=[{jitter}]", "optimizer={name: sgd, lr: 0.1, momentum: fast, nestrov: true}")
     for words in ("hue = 2", "brightness = -1", 'no option "saturaton"', 'is "fast", but', 'no option "nestrov"'):
@@ -549,7 +549,7 @@ def test_options_that_a_device_takes_are_no_faults(override: str) -> None:
     ],
 )
 def test_other_validation_samples_are_refused_by_the_keys_that_they_depend_on(causes: dict[str, Any], words: str) -> None:
-    """Would find a name in a message that is no key of a configuration."""
+    """The message does not name held_out, which is no key of a configuration."""
     differences = [Change("held_out", "a", "b"), *(Change(key, *values) for key, values in causes.items())]
     with pytest.raises(CheckpointError) as caught:
         check(differences, between_epochs=True, begun_epochs=0, place="there")
@@ -558,7 +558,7 @@ def test_other_validation_samples_are_refused_by_the_keys_that_they_depend_on(ca
 
 
 def test_words_of_the_field_mean_keys_options_and_commands_that_exist() -> None:
-    """Would find a suggestion that is refused in turn, after a key or an option has been renamed."""
+    """No suggestion is refused in turn after a key or an option has been renamed."""
     known = {".".join(map(str, path)) for path in known_paths()}
     known |= {
         f"{section}.{option}" for section, kind in SECTIONS.items() for one in choices(kind) for option in _option_names(one)
@@ -597,7 +597,7 @@ def _option_names(described: Choice) -> set[str]:
     ],
 )
 def test_an_unknown_key_is_answered_by_the_key_that_the_word_means(override: str, end: str) -> None:
-    """Would find keys that are suggested for the letters they share with a usual word, such as norm_bias_rate."""
+    """No key is suggested for the letters that it shares with a usual word, such as norm_bias_rate."""
     with pytest.raises(ConfigError) as caught:
         check_names(*load(CONFIGS / "quickstart.yaml", [override], refusal))
     assert f"; {end}" in str(caught.value)
@@ -614,7 +614,7 @@ def test_an_unknown_key_is_answered_by_the_key_that_the_word_means(override: str
     ],
 )
 def test_an_override_of_a_name_alone_is_answered_by_one_of_the_section(override: str, option: str, replacement: str) -> None:
-    """Would find a fault at a line of the file that the file alone does not have, and advice that is refused in turn."""
+    """The message names no line of the file as faulty that is correct without the override. Its advice is accepted."""
     text = TEXT.replace("width: 0.5", "stochastic_depth: 0.2")
     (message,) = faults(text, override)
     assert (
@@ -629,7 +629,7 @@ _NEEDED = [(kind, name) for kind in KINDS for name in names(kind) if any(option.
 
 @pytest.mark.parametrize(("kind", "name"), _NEEDED)
 def test_a_missing_option_is_answered_by_an_example_that_is_accepted(kind: str, name: str) -> None:
-    """Would find an option without a default whose error does not show how to write its value, or a wrong example."""
+    """The error of each option without a default shows how to write its value."""
     text = (CONFIGS / "quickstart.yaml").read_text()
     section = next((key for key, of_key in SECTIONS.items() if of_key == kind), None)
     for override in (f"{section}.name={name}", f"{section}={name}") if section else (f"data.augment=[{name}]",):
@@ -640,13 +640,13 @@ def test_a_missing_option_is_answered_by_an_example_that_is_accepted(kind: str, 
 
 
 def test_a_missing_option_in_a_file_is_answered_by_the_section() -> None:
-    """Would find an example in the form of an override, or one that loses the options of the file."""
+    """The example does not have the form of an override, and it keeps the options of the file."""
     (message,) = faults((CONFIGS / "quickstart.yaml").read_text().replace("name: cosine", "name: step"))
     assert message.endswith("; write for example {name: step, warmup_epochs: 0.5, milestones_epochs: [30, 60, 80]}.")
 
 
 def test_a_usual_word_for_a_needed_key_is_one_fault() -> None:
-    """Would find that the key is reported as missing, too."""
+    """The key is not reported as missing as well."""
     text = (CONFIGS / "quickstart.yaml").read_text().replace("\nbatch:", "\nbatch_size:")
     with pytest.raises(ConfigError, match=r'Unknown key "batch_size"; the nearest known key is "batch"\.$'):
         parse(text)

@@ -67,7 +67,7 @@ SAMPLES = 21
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    """A run with averaged weights whose checkpoint is a file, and, converted, a directory of shards beside it."""
+    """A run with averaged weights whose checkpoint is a file, and, converted, a directory of shards next to it."""
     trained = train(tmp_path_factory.mktemp("trained"), "ema.decay=0.5", "init.freeze=[stage1.*]")
     ((_, path),) = checkpoint.checkpoints(trained.run.checkpoints)
     convert(path, trained.folder / "copy.shards", sharded=True, shards=3)
@@ -132,7 +132,7 @@ def test_averaged_weights_are_evaluated_as_the_run_has_done_it(trained: TrainedR
     assert by_run["loss"] != by_run["ema_loss"]
 
 
-def test_nothing_is_counted_that_nobody_asked_for(trained: TrainedRun) -> None:
+def test_only_what_was_asked_for_is_counted(trained: TrainedRun) -> None:
     (plain,) = work_virtual(1, trained.file, (), partial(run_evaluation, source=str(trained.run.path)))
     assert plain.confusion is None
     assert plain.sums.loss == _evaluated(trained, "1", flip=False, batch=8).sums.loss
@@ -166,7 +166,7 @@ def test_every_rank_has_the_counts_of_the_evaluation(trained32: TrainedRun, grid
 
 
 def test_without_a_test_set_the_validation_samples_are_judged(tmp_path: Path) -> None:
-    """Would find images or labels of training samples, as validation samples are numbered within the training file."""
+    """Validation samples are numbered within the training file. No image or label is that of a training sample."""
     held_out = ("data.test=null", "data.validation=0.4")
     trained = train(tmp_path, *held_out, dtype="float32")
     work = partial(judge, source=str(trained.run.path), most=1000)
@@ -398,7 +398,7 @@ def test_averages_are_exported_where_there_are_any(tmp_path: Path) -> None:
         of_checkpoint(weights_of_run(tmp_path), averaged=True)
 
 
-def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:
+def test_what_a_checkpoint_does_not_know_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has weights of the model small, not of resnet18"):
         of_checkpoint(weights_of_run(tmp_path), "resnet18")
     with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\) in .*, and \(5, 3, 3, 1\) in the model"):
@@ -527,7 +527,7 @@ def test_what_does_not_fit_is_refused_alike_and_changes_nothing(path: Path) -> N
     assert 'set init.ignore to ["fc.*"]' in str(said[0])
 
 
-def test_another_file_on_a_rank_is_told_by_all(path: Path) -> None:
+def test_another_file_on_a_rank_is_reported_by_all(path: Path) -> None:
     def start(comm: ThreadCommunicator, replica: Replica) -> str:
         own = path if comm.rank != 2 else path.with_name("other.safetensors")
         with pytest.raises(CheckpointError) as raised:
@@ -587,7 +587,7 @@ def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: 
 
 
 def test_an_image_without_a_whole_patch_is_refused_with_one_sentence() -> None:
-    """Would find NumPy's ValueError of a window that is larger than the array."""
+    """NumPy does not raise a ValueError about a window that is larger than the array."""
     spec = Conv2dSpec(1, 8, Window((3, 2), (1, 1), (0, 0, 0, 0)))
     with pytest.raises(
         ShapeError, match=r"^The images have 2 x 4 pixels, but the filters .* cover 3 x 2; .* at least 3 x 2 pixels\.$"
@@ -631,7 +631,7 @@ def test_each_grid_starts_with_the_same_filters(folder: Path, grid: str, monkeyp
 
 
 def test_patches_of_a_dilated_convolution_are_dilated() -> None:
-    """Would find filters of neighbouring pixels, which the convolution does not read together."""
+    """The filters are not those of neighbouring pixels, which the convolution does not read together."""
     spec = Conv2dSpec(2, 8, Window((2, 2), (1, 1), (0, 0, 0, 0), dilation=(2, 3)))
     images = np.random.default_rng(0).standard_normal((5, 9, 8, 2)).cumsum(1).cumsum(2)
     corners = [images[:, row : row + 7, column : column + 5] for row in (0, 2) for column in (0, 3)]

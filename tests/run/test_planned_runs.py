@@ -181,7 +181,7 @@ def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: st
     group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)
     assert isinstance(training.strategy(chosen.averager.name, chosen.averager.options, group), Priority)
     with pytest.raises(ConfigError, match="averager"):
-        training.strategy("nobody", {}, group)
+        training.strategy("unknown", {}, group)
 
 
 def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
@@ -226,7 +226,7 @@ def test_a_job_knows_the_state_of_its_optimiser_and_of_its_average(overrides: tu
 def test_the_step_contains_the_memory_traffic_of_its_optimiser(
     averager: str, optimizer: str, decay: str, accesses: int, passes: int, norms: bool
 ) -> None:
-    """Would find a planner for which all optimisers cost as much as SGD, and norms that only one kind of averager pays for."""
+    """Optimisers do not all cost as much as SGD, and norms cost time with every averager."""
     config, _ = load(CIFAR, ["batch=12", "backend=numpy", f"averager={averager}", f"optimizer={optimizer}", f"ema.decay={decay}"])
     job = prepare(config, 1, (32, 32, 3), 10).job
     machine = machine_of(ranks_per_node=1, flops_per_second=1e12)
@@ -460,7 +460,7 @@ def test_configured_threads_and_the_batch_limit_the_ranks_per_node() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_search_that_compares_no_layouts_has_the_configured_threads(threads: int) -> None:
-    """Would find the times of one thread per core for a rank with fewer or more threads, as in `plan simulate` before."""
+    """A rank with fewer or more threads does not have the times of one thread per core."""
     machine = nodes_of_cores(8, 4, scales=True)
     outcome = run_search(layout_task(machine, 3, f"threads={threads}"))
     assert outcome.task.machine.ranks_per_node == min(4, 8 // threads)
@@ -535,7 +535,7 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
 def test_a_kept_grid_keeps_its_tiles_and_overlapped_layers(
     options: tuple[str, ...], tiles: tuple[int, int] | None, overlapped: frozenset[str], plan: str
 ) -> None:
-    """Would find a search that drops keys of a kept grid, keeps those of an open one, or names layers that a run would refuse."""
+    """The search keeps the keys of a kept grid, drops those of an open one, and names no layers that a run would refuse."""
     words = ("grid.rows=4", "grid.cols=1", "plan.default=domain", *options)
     kept = grid_task(*words, keep=("grid", "averager", "micro_batches", *(("plan",) if plan == "kept" else ())))
     space, job = space_of(kept), on_any_grid(kept).job
@@ -558,7 +558,7 @@ def test_a_kept_grid_keeps_its_tiles_and_overlapped_layers(
 
 @pytest.mark.parametrize(("rows", "per_node"), [(2, 1), (4, 2)])
 def test_an_interior_hides_its_halo(rows: int, per_node: int) -> None:
-    """Would find a program in which overlapped halos are exchanged before the interior is computed."""
+    """The program does not exchange overlapped halos before it computes the interior."""
     link = Link((LinkSegment(0, 2e-3, 1e-9),))
     slow = Machine("slow", 4, per_node, 1.0, 1 << 34, link, link, 1, dict.fromkeys(OperatorClass, OperatorRate(1e9, 1e9, 1e-6)))
     words = (f"grid.rows={rows}", "grid.cols=1", "plan.default=domain", "batch=4", "model.width=2.0")
@@ -630,7 +630,7 @@ def test_without_data_files_images_are_not_known() -> None:
         (("transport=nccl",), 2, None),
     ],
 )
-def test_what_depends_on_the_steps_is_not_told(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
+def test_what_depends_on_the_steps_is_not_reported(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
     _write(24)
     planned = _planned(*overrides, ranks=ranks, per_node=per_node)
     assert planned.messages is None
@@ -826,7 +826,7 @@ def _schedules(*overrides: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", [_command("config", "check"), _command("plan", "show"), _command("plan", "schedule"), _schedules])
-def test_norms_that_nobody_adds_up_are_refused_in_one_sentence_everywhere(
+def test_norms_that_no_rank_adds_up_are_refused_in_one_sentence_everywhere(
     plain: tuple[str, ...], use: Callable[..., None]
 ) -> None:
     for norms in NORMS.values():

@@ -74,7 +74,7 @@ def test_sums_over_ranks_arrive_in_order(ranks: int) -> None:
             assert total.non_finite == 0
 
 
-def test_numbers_of_checks_are_summed_beside_the_statistics() -> None:
+def test_numbers_of_checks_are_summed_with_the_statistics() -> None:
     def program(comm: Communicator) -> tuple[list[float], list[float]]:
         message = StepReduction(comm, virtual_engine(comm), 2, checks=3)
         for factor in (1.0, 2.0):
@@ -286,7 +286,7 @@ _DID = st.builds(_Did, *[st.integers(0, 9)] * 8)
 
 @given(st.lists(_DID, min_size=1, max_size=30), st.booleans())
 def test_what_a_rank_did_and_awaited_adds_up_to_its_steps(steps: list[_Did], of_processor: bool) -> None:
-    """Would find time that counts twice or not at all, such as an update in a wait, and means of different steps."""
+    """No time counts twice or not at all, such as an update in a wait. All means are of the same steps."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock, scene.processor if of_processor else None)
     times.before_epoch(Position())
@@ -327,7 +327,7 @@ def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 10), (0.03125, 16)])
 def test_the_sample_is_ten_steps_or_half_a_second_after_those_of_operators(seconds: float, steps: int) -> None:
-    """Would find a sample of the whole run, or one with the steps in which recording takes time."""
+    """The sample is not the whole run, and it lacks the steps in which recording takes time."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock)
     times.before_epoch(Position())
@@ -340,7 +340,7 @@ def test_the_sample_is_ten_steps_or_half_a_second_after_those_of_operators(secon
 
 @pytest.mark.parametrize(("first", "later", "steps"), [(30, 30, 60), (30, 31, 31), (5, 19, 24), (5, 20, 20)])
 def test_later_epochs_count_alone_if_they_have_most_steps(first: int, later: int, steps: int) -> None:
-    """Would find that steps whose loader reads files are mixed with steps whose loader reads memory, or lost."""
+    """Steps whose loader reads files are then not mixed with steps whose loader reads memory. Otherwise all steps count."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock)
     for of_epoch, seconds in ((6 + first, 8.0), (10, 2.0), (later - 10, 2.0)):
@@ -525,7 +525,7 @@ def _state() -> int:
 
 
 @pytest.mark.parametrize("fits", [1, 2, 9, 31])
-def test_the_batch_that_is_told_fits_and_is_nearly_the_largest(fits: int) -> None:
+def test_the_suggested_batch_fits_and_is_nearly_the_largest(fits: int) -> None:
     free = _network(0).arena_bytes(fits, training=True) + _state()
     network = _network(free)
     check_memory(network, fits, 1)
@@ -533,8 +533,8 @@ def test_the_batch_that_is_told_fits_and_is_nearly_the_largest(fits: int) -> Non
         check_memory(network, 256, 2)
     match = re.search(r"over 128 samples needs .* (\d+) fit: set micro_batches to (\d+), or batch to (\d+)\.$", str(caught.value))
     assert match is not None
-    told, micro_batches, batch = map(int, match.groups())
-    assert fits - 1 <= told == batch <= fits or fits == told == 1
+    fitting, micro_batches, batch = map(int, match.groups())
+    assert fits - 1 <= fitting == batch <= fits or fits == fitting == 1
     check_memory(network, 256, micro_batches)
     check_memory(network, batch, 1)
 
@@ -549,7 +549,7 @@ def test_memory_of_the_host_is_not_counted() -> None:
     check_memory(Network(Flatten(), (1, 1, 3), NumpyKernelSet()), 1 << 40, 1)
 
 
-def test_the_plan_is_told_of_the_network_that_was_checked_last() -> None:
+def test_the_plan_is_that_of_the_network_that_was_checked_last() -> None:
     network = _network(1 << 40)
     check_memory(network, 12, 3)
     sentence = planned()
@@ -620,7 +620,7 @@ def test_tracing_changes_nothing_and_records_every_operator(ranks: int) -> None:
         forward = len(events.of(Category.FORWARD))
         assert forward == TRACED.steps * len(names)
         assert 0 < len(events.of(Category.INPUT)) < forward
-        assert len(events.of(Category.COMMUNICATION)) >= 2 * TRACED.steps  # gradients, message; statistics beside them
+        assert len(events.of(Category.COMMUNICATION)) >= 2 * TRACED.steps  # gradients, message; statistics with them
 
 
 def test_records_of_a_step_have_no_gaps_and_nest() -> None:

@@ -268,7 +268,7 @@ WEIGHTS = tuple(np.linspace(0.2, 3.0, 9).tolist())
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_weights_of_classes_multiply_each_class_of_the_target(smoothing: float, share: float) -> None:
-    """Would find a weight that is not that of its class, and a gradient that is not that of the weighted loss."""
+    """Each class has its own weight, and the gradient is that of the weighted loss."""
     logits, first = sample()
     second = first[::-1]
     q = np.full(logits.shape, smoothing / 9)
@@ -290,7 +290,7 @@ def test_weights_of_classes_multiply_each_class_of_the_target(smoothing: float, 
 @pytest.mark.torch
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_weighted_mean_is_torchs(smoothing: float) -> None:
-    """Would find two parts of a batch that are divided by the sum of their own weights instead of that of the batch."""
+    """The sum of weights of the whole batch divides each part, not the sum of the part's own weights."""
     torch = pytest.importorskip("torch")
     logits, labels = sample()
     theirs = torch.tensor(logits, requires_grad=True)

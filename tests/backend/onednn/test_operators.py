@@ -80,7 +80,7 @@ def test_equals_the_reference(onednn: KernelSet, reference: KernelSet, spec: Con
 
 
 def test_random_grouped_convolutions_equal_the_reference(onednn: KernelSet, reference: KernelSet) -> None:
-    """Would find weights or gradients of another group, if a block of channels holds several groups or a part of one."""
+    """No weight or gradient comes from another group if a block of channels holds several groups or a part of one."""
     chance = random.Random(0)
     for _ in range(40):
         groups, inside, outside = chance.choice([2, 3, 8, 32]), chance.choice([1, 2, 4, 8, 16]), chance.choice([1, 2, 4, 8, 16])
@@ -125,7 +125,7 @@ def test_relu_after_a_convolution_or_linear_layer(
 def rectified(
     reference: KernelSet, spec: Conv2dSpec | LinearSpec, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray
 ) -> Result:
-    """With a ReLU behind it, in float64."""
+    """Run the operation with a ReLU after it, in float64."""
     before = run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64").output
     wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy * (before > 0), dtype="float64")
     wanted.output = np.maximum(before, 0)

@@ -299,7 +299,7 @@ def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
         converted(tmp_path / "a.h5")
 
 
-def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_told(tmp_path):
+def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_reported(tmp_path):
     for libver in ("earliest", "latest"):
         with pytest.raises(DataError, match=r"is an HDF5 file, but not a data file of hpctrain.*; make one with .* convert hdf5"):
             ImageFile.open(written(tmp_path / "a.h5", libver=libver))
@@ -344,7 +344,7 @@ DEEP = IMAGES.astype(np.uint16) * 16  # up to 4,080, as in 12 bits
     ],
 )
 def test_arrays_of_every_form_and_range(tmp_path, images, value_range, wanted, stored):
-    """Would find 12 bits that become nearly black, another order of dims, and a range that a test set does not inherit."""
+    """Values of 12 bits do not become nearly black. Dims in another order are found. A test set can inherit the range."""
     np.savez(tmp_path / "a.npz", x=images, y=LABELS)
     np.save(tmp_path / "x.npy", images)
     np.save(tmp_path / "y.npy", ONE_HOT)
@@ -358,7 +358,7 @@ def test_arrays_of_every_form_and_range(tmp_path, images, value_range, wanted, s
 
 
 def test_bytes_have_no_stored_range(tmp_path):
-    """Would find bytes that become nearly black as test set of 12-bit data, and a range of bytes that pictures would get."""
+    """Bytes do not become nearly black as test set of 12-bit data. Pictures do not inherit the range of bytes."""
     np.savez(tmp_path / "deep.npz", x=DEEP, y=LABELS)
     np.savez(tmp_path / "bytes.npz", x=IMAGES, y=LABELS)
     for name, words in (("deep", []), ("bytes", ["--class-names", str(tmp_path / "deep.h5")])):
@@ -372,7 +372,7 @@ def test_bytes_have_no_stored_range(tmp_path):
 
 
 def test_arrays_that_are_missing_are_named(tmp_path):
-    """Would find a traceback of NumPy instead of the names of the arrays."""
+    """The error names the arrays and is no traceback of NumPy."""
     np.savez(tmp_path / "a.npz", train_x=IMAGES, train_y=LABELS)
     assert len(arrays.opened(tmp_path / "a.npz", "train_x", "train_y").labels) == 6
     with pytest.raises(DataError, match=r"has no array x or images or data \(it has train_x, train_y\); give --images\."):
@@ -408,7 +408,7 @@ def write_table(directory, lines, header="file,label", name="labels.csv"):
     ],
 )
 def test_a_table_has_files_and_labels_in_order(tmp_path, lines, options, names, labels):
-    """Would find labels that follow the sorted files, and integers that are taken for names or names for integers."""
+    """Labels do not follow the sorted files. Integers are not taken for names, nor names for integers."""
     tree = table.scan(write_table(tmp_path, lines), **options)
     assert (tree.class_names, [label for _, label in tree.files]) == (names, labels)
     folder.convert(tree, tmp_path / "out.h5", size=(8, 9), threads=1)
@@ -419,7 +419,7 @@ def test_a_table_has_files_and_labels_in_order(tmp_path, lines, options, names, 
 
 
 def test_a_table_with_other_columns_in_another_directory(tmp_path):
-    """Would find a column that is chosen by its place, and a suffix or directory that is ignored."""
+    """The name of a column decides, not its place. A suffix and a directory are not ignored."""
     path = write_table(tmp_path, ["5\tcat\ta", "6\tdog\tb"], header="age\tbreed\tid", name="t.tsv")
     (tmp_path / "elsewhere").mkdir()
     path = path.rename(tmp_path / "elsewhere" / "t.tsv")
@@ -445,7 +445,7 @@ WRONG = ["a.png,cat", "x.png,dog", "b.png", ",dog", "a.png,dog"]
     ],
 )
 def test_faults_of_a_table_are_named_by_line(tmp_path, lines, options, message):
-    """Would find a table that is converted without some of its lines, or whose faults are reported one at a time."""
+    """No table is converted without some of its lines, and its faults are not reported one at a time."""
     with pytest.raises(DataError, match=message):
         table.scan(write_table(tmp_path, lines), **options)
 

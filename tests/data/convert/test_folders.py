@@ -117,7 +117,7 @@ def test_labels_without_a_gap_are_named_by_number():
         common.numbered_names(np.array([1, 0]), "a file", 3)
 
 
-def test_a_terminal_is_not_told_what_to_do():
+def test_a_terminal_receives_no_advice():
     said = str(LeftOut("hidden", tuple(f"{number}\x1b[31m\n\u202e\udcff" for number in range(8))))
     assert said == "left out, hidden: 8 (" + ", ".join(rf"{n}\x1b[31m\n\u202e\udcff" for n in range(5)) + ", and 3 more)"
     assert said.isprintable()
@@ -297,7 +297,7 @@ def test_a_class_without_an_image_must_be_named(tmp_path):
     assert not (tmp_path / "b.h5").exists()
 
 
-def test_a_directory_in_two_classes_is_told(tmp_path, caplog):
+def test_a_directory_in_two_classes_is_reported(tmp_path, caplog):
     root = make_tree(tmp_path / "tree", classes=("ant", "bee"), count=1)
     (root / "dog").symlink_to(root / "ant")
     assert [label for _, label in folder.scan(root).files] == [0, 1, 2]
@@ -336,14 +336,14 @@ def form(request):
 
 
 def write(form, path, given, skip=False, source="x"):
-    told = []
+    counts = []
     with form.writer(path, len(given), SHAPE, list("abc"), source) as writer:
         begin = writer.done
-        found = pack(writer, given[begin:], told.append, skip=skip)
+        found = pack(writer, given[begin:], counts.append, skip=skip)
         skipped = writer.skipped
         if not skip and found:
             raise DataError("unreadable")
-    assert sum(told) == len(given) - begin
+    assert sum(counts) == len(given) - begin
     return begin, found, skipped
 
 
@@ -564,7 +564,7 @@ def _deep_tree(directory: Path, images: np.ndarray, suffix: str) -> Path:
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("keep_files", [False, True])
 def test_twelve_bits_in_sixteen_are_scaled_by_their_range(tmp_path: Path, suffix: str, channels: int, keep_files: bool) -> None:
-    """Would find pictures of 12 bits that become nearly black, on conversion, when they are read, and in a test set."""
+    """Pictures of 12 bits do not become nearly black on conversion, when they are read, or in a test set."""
     shape = (4, 6, 6) if channels == 1 else (4, 6, 6, 3)
     values = np.random.default_rng(0).integers(0, 4096, shape, np.uint16)
     values.flat[0] = 4095
@@ -587,7 +587,7 @@ def test_twelve_bits_in_sixteen_are_scaled_by_their_range(tmp_path: Path, suffix
 
 
 def test_a_measured_range_is_not_that_of_floating_point_numbers(tmp_path: Path) -> None:
-    """Would find numbers from 0 to 1 that become black because other pictures have 12 bits."""
+    """Numbers from 0 to 1 do not become black because other pictures have 12 bits."""
     root = _deep_tree(tmp_path / "a", np.full((2, 3, 3), 4095, np.uint16), ".png")
     Image.fromarray(np.full((3, 3), 0.5, np.float32)).save(root / "ant" / "f.tif")
     options = {"size": (3, 3), "channels": 1, "threads": 1}
@@ -598,7 +598,7 @@ def test_a_measured_range_is_not_that_of_floating_point_numbers(tmp_path: Path) 
 
 
 def test_sixteen_bits_that_are_used_keep_their_upper_bits(tmp_path: Path) -> None:
-    """Would find a range that follows the brightest picture of each set."""
+    """The range does not follow the brightest picture of each set."""
     values = np.array([[[0, 255, 256], [32768, 65280, 20000]]], np.uint16)
     folder.convert(folder.scan(_deep_tree(tmp_path / "a", values, ".png")), tmp_path / "a.h5", size=(2, 3), channels=1, threads=1)
     file = ImageFile.open(tmp_path / "a.h5")
