@@ -136,7 +136,7 @@ atexit.register(lambda: print(f"rank {job.rank}: {before} operations, then {job.
 replica = job.replica(nets.plain(), (9, 7, 3), backend='numpy')
 for batch in job.array_loader(replica, np.zeros((8, 9, 7, 3), np.float32), np.arange(8) % 5).epoch(0):
     replica.step(batch, lr=0.01)
-class Slow:  # the messages of the step may be complete already; this one is not found complete by the test at its posting
+class Slow:  # incomplete at the first test, on posting; the messages of the step may be complete already
     def __init__(self):
         self.tests, self.sums = 0, np.ones(1000)
         self.message = job.world.iallreduce(self.sums)

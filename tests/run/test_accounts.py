@@ -235,8 +235,8 @@ def test_the_reason_for_an_error_of_a_choice_compares_with_its_prediction() -> N
     """The reason does not compare the run with sampled steps that the prediction did not use."""
     measured = _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0)
     reason = accounts.error_reason(measured, measured, PredictedStep(8.0, 0.4, 1.0, "", ""), from_samples=False)
-    calibration = "`hpctrain calibrate` measures this machine, for the key machine"
-    assert reason == f"computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction; {calibration}"
+    advice = "measure this machine with `hpctrain calibrate` and set machine to its file"
+    assert reason == f"computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction; {advice}"
     heard = _heard("xc40", SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc")))
     assert "100 ms in the prediction" in " ".join(line.strip() for line in heard.lines)
 

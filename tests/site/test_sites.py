@@ -280,6 +280,7 @@ def test_a_host_that_ssh_cannot_reach_is_named_before_a_job_is_started(
     for name in os.environ:
         if _OTHER_SHELL.search(name):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("SSH_AGENT_PID", "1")  # an agent of ssh is no other shell
     monkeypatch.setattr(socket, "getaddrinfo", _only_localhost)
     hosts = tmp_path / "hosts"
     used = [
@@ -297,6 +298,12 @@ def test_a_host_that_ssh_cannot_reach_is_named_before_a_job_is_started(
     ):
         submit(site, job)
     assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.parametrize("name", ["-launcher-exec", "HYDRA_LAUNCHER", "plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"])
+def test_hosts_are_not_checked_with_another_shell(name: str) -> None:
+    """A site that replaces ssh is not refused because ssh does not reach its hosts."""
+    assert _OTHER_SHELL.search(name)
 
 
 _ADDRESSES = socket.getaddrinfo
