@@ -21,6 +21,7 @@ import pytest
 import hpctrain
 from hpctrain.data.sampler import Mixing
 from hpctrain.data.writer import write_data_file
+from hpctrain.job.session import StartedJob
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import set_threads
 from hpctrain.storage import checkpoint
@@ -278,7 +279,7 @@ def _attempts(folder: Path, job: hpctrain.Job) -> dict[str, tuple[Callable[..., 
         "model": (hpctrain.model, {"name": "small"}),
         "schedule": (hpctrain.schedule, {"name": "cosine", "base_lr": 0.1, "epochs": 2, "steps_per_epoch": 2}),
         "Automatic": (
-            lambda **given: hpctrain.Automatic(**given).best(job, 8),
+            lambda **given: hpctrain.Automatic(**given).best(StartedJob(job.world, 1, 60.0), 8),
             {"model": nets.plain(), "image_shape": (9, 7, 3), "backend": "none"},
         ),
     }

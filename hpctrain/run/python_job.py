@@ -434,14 +434,7 @@ class Job(StartedRank):
             ConfigError: `validation` is not a fraction or a number, an option of `augment`, `mixing` or `cache` is invalid,
                 `sizes` are out of order, the backend does not support mixed labels, or arguments differ between ranks.
         """
-        arguments = dict(locals())
-
-        def check() -> None:
-            check_counts("batch", prefetch=(prefetch, 0), threads=(threads, 1), batch=(batch, 1))
-            check_types(Job.loader, arguments, replica=_REPLICA, path='"data/train.h5", for example')
-
-        raise_on_all_ranks(self.world, check)
-        files = self._open(path, like, arguments | {"validation_of": validation_of is not None})
+        files = self._open(path, like, dict(locals()))
 
         def make() -> tuple[Loader, CacheConfig]:
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
@@ -523,16 +516,22 @@ class Job(StartedRank):
         return loader
 
     def _open(self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]) -> dict[str, ImageFile]:
-        """Open the files of a loader and return them by their name in messages.
+        """Check the arguments of a loader, and return its open files by their name in messages.
 
         Files and arguments are compared between ranks. Collective.
         """
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
-        files = raise_on_all_ranks(
-            self.world, lambda: {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
-        )
+
+        def opened() -> dict[str, ImageFile]:
+            counts = {name: (arguments[name], least) for name, least in {"batch": 1, "prefetch": 0, "threads": 1}.items()}
+            check_counts("batch", **counts)
+            check_types(Job.loader, arguments, replica=_REPLICA, path='"data/train.h5", for example')
+            return {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
+
+        files = raise_on_all_ranks(self.world, opened)
         if self.size > 1:
-            compare(self.world, called_with("job.loader", arguments), *(opened_file(*item) for item in files.items()))
+            given = {**arguments, "validation_of": arguments["validation_of"] is not None}
+            compare(self.world, called_with("job.loader", given), *(opened_file(*item) for item in files.items()))
         return files
 
     def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
