@@ -90,7 +90,7 @@ def test_an_override_that_replaces_a_section_says_so_where_a_key_is_missing(over
     result = CliRunner().invoke(cli, ["config", "check", str(path), override])
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
-    assert ("optimizer.name=lars replaces only the name" in result.stderr) is hinted
+    assert ("lr: LR}\" with a value of lr for lars." in result.stderr) is hinted
 
 
 def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
