@@ -75,7 +75,7 @@ def search_beside(file: Path) -> None:
 
 
 def folder_with(path: Path) -> Path | None:
-    """Return the directory of the configuration file or its parent, the first in which a relative path exists; None if none is."""
+    """Return the directory of the configuration file or its parent, if a relative path exists in one of them; else None."""
     folders = (folder for beside in _beside for folder in (beside.resolve(), beside.resolve().parent))
     return next((folder for folder in folders if (folder / path).is_file()), None)
 

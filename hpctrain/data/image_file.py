@@ -449,8 +449,8 @@ def read_contents(path: Path) -> Stored:
     advice = f"make {missing} with `hpctrain data convert`, or with `hpctrain data fetch` for Fashion-MNIST, MNIST and CIFAR-10"
     if not path.is_absolute() and (folder := user_code.folder_with(path)) is not None:
         advice = (
-            f"the path is relative to the current directory and means {path.absolute()}, but the file exists at {folder / path}, so "
-            f"start from {folder}"
+            f"the path is relative to the current directory and means {path.absolute()}, but the file exists at "
+            f"{folder / path}, so start from {folder}"
         )
     require_file(path, "data file", advice)
     try:

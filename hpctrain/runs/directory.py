@@ -638,7 +638,8 @@ def find_best(output: Path, name: str) -> Path:
         return path
     raise CheckpointError(
         f"No run of {name!r} in {output.absolute()} has a best checkpoint, which requires checkpoint.best, and an evaluation "
-        f"and a checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint{similar_name(output, name)}."
+        f"and a checkpoint after the same step; give a checkpoint file, or auto for the newest "
+        f"checkpoint{similar_name(output, name)}."
     )
 
 
